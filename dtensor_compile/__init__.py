@@ -1,0 +1,31 @@
+"""``torch.compile(model, backend="dtensor")``: programs over DTensors as one graph, with the same numbers.
+
+The backend is found by its name; nothing has to be imported to use it. Public names:
+
+- `record`: what was captured, decided and sent while programs compiled.
+- `Options`: what ``options={...}`` may say.
+- the errors, all of them `DTensorCompileError`.
+"""
+
+from dtensor_compile.errors import (
+    DTensorCompileError,
+    MeshError,
+    NoProcessGroupError,
+    OptionError,
+    PlanError,
+    UnsupportedTorchError,
+)
+from dtensor_compile.options import Options
+from dtensor_compile.report.record import record
+
+__version__ = "0.1.0"
+__all__ = [
+    "DTensorCompileError",
+    "MeshError",
+    "NoProcessGroupError",
+    "OptionError",
+    "Options",
+    "PlanError",
+    "UnsupportedTorchError",
+    "record",
+]

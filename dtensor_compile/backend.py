@@ -1,0 +1,61 @@
+"""The ``"dtensor"`` backend: the stages, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtensor_compile.capture.trace import capture_redistributions
+from dtensor_compile.checks import check_program
+from dtensor_compile.compat.inductor import compile_as_stock, compile_graph
+from dtensor_compile.lowering.lower import lower_redistributions
+from dtensor_compile.options import Options
+from dtensor_compile.passes import run_passes
+from dtensor_compile.report.record import GraphLog, cache_key, recording
+
+
+def dtensor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph over DTensors; ``torch.compile(model, backend="dtensor")`` calls it.
+
+    Args:
+        gm: graph of torch functions, with DTensor values.
+        example_inputs: fake inputs.
+        mode, options: as given to ``torch.compile``; see `dtensor_compile.options.Options`.
+
+    Raises:
+        OptionError: an unknown option or a wrong value.
+        NoProcessGroupError, MeshError: the program cannot run in this process.
+    """
+    opts = Options.parse(mode, options)
+    check_program(gm, example_inputs)
+    if not opts.capture:
+        return compile_as_stock(gm, example_inputs, opts.inductor)
+    log = GraphLog()
+
+    def plan_joint_graph(graph: torch.fx.Graph) -> None:
+        log.captured(graph)
+        log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
+        log.planned(graph)
+
+    def lower_graph(graph: torch.fx.Graph) -> None:
+        log.decided(lower_redistributions(graph, strict=opts.strict))
+        log.lowered(graph)
+
+    with capture_redistributions():
+        return compile_graph(
+            gm,
+            example_inputs,
+            joint_pass=plan_joint_graph,
+            post_grad_pass=lower_graph,
+            key=(opts.disable_passes, cache_key()),
+            settings=opts.inductor,
+            cached=not recording(),
+        )

@@ -1,0 +1,164 @@
+"""The text form of a mesh, and what follows from it by plain integers.
+
+    cpu[dp=2:2,tp=2:1]@4        2x2 over ranks 0..3: dp has size 2 and stride 2, tp size 2 and stride 1
+    cpu[tp=2:1]@4               the tp dim of that mesh: the same text on every rank
+    cpu[dp_tp=2:2*2:1]@4        two dims flattened into one
+    cpu[2:1]@3.1                a mesh without dim names over ranks 3 and 1
+
+Strides index the list of ranks after ``@`` (one number n means 0..n-1). A rank finds its own coordinate and its own groups
+from the text and its rank alone, so the text of a slice of a mesh does not differ between ranks, and neither does a graph
+that carries it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_compile.compat import mesh as compat_mesh
+from dtensor_compile.errors import SpecTextError
+
+_TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[\d.]+)")
+
+
+@dataclass(frozen=True)
+class MeshDim:
+    """One mesh dim: sizes and strides into the list of ranks; several of them where dims were flattened into one."""
+
+    name: str | None
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for s in self.sizes:
+            size *= s
+        return size
+
+    def offsets(self) -> Iterator[int]:
+        """Offset into the list of ranks of each coordinate along this dim, in order."""
+        for digits in itertools.product(*(range(s) for s in self.sizes)):
+            yield sum(d * stride for d, stride in zip(digits, self.strides))
+
+    def coordinate(self, position: int) -> int:
+        """Coordinate along this dim of the rank at `position` in the list of ranks."""
+        result = 0
+        for size, stride in zip(self.sizes, self.strides):
+            result = result * size + (position // stride) % size
+        return result
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Device type, dims and ranks of a mesh. Hashable; equal on every rank of the job."""
+
+    device_type: str
+    dims: tuple[MeshDim, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(dim.size for dim in self.dims)
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Coordinate of a global rank, or None where it is not part of the mesh."""
+        if rank not in self.ranks:
+            return None
+        position = self.ranks.index(rank)
+        return tuple(dim.coordinate(position) for dim in self.dims)
+
+    def group(self, rank: int, mesh_dim: int) -> tuple[int, ...]:
+        """The global ranks that differ from `rank` along `mesh_dim` only, in order of their coordinate."""
+        dim = self.dims[mesh_dim]
+        position = self.ranks.index(rank)
+        offsets = list(dim.offsets())
+        start = position - offsets[dim.coordinate(position)]
+        return tuple(self.ranks[start + offset] for offset in offsets)
+
+    def dim_name(self, mesh_dim: int) -> str:
+        """Name of the mesh dim, or its index where the mesh has no names."""
+        return self.dims[mesh_dim].name or str(mesh_dim)
+
+    def __str__(self) -> str:
+        def dim_text(dim: MeshDim) -> str:
+            sizes = "*".join(f"{size}:{stride}" for size, stride in zip(dim.sizes, dim.strides)) or "1:1"
+            return f"{dim.name}={sizes}" if dim.name else sizes
+
+        n = len(self.ranks)
+        ranks = str(n) if self.ranks == tuple(range(n)) and n > 0 else ".".join(map(str, self.ranks))
+        if n == 1 and self.ranks != (0,):
+            ranks += "."  # one rank that is not 0: "3." is the list (3,), "3" would be 0..2
+        return f"{self.device_type}[{','.join(map(dim_text, self.dims))}]@{ranks}"
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_mesh(text: str) -> MeshLayout:
+    """The layout that the text describes. Raises `SpecTextError` where it does not parse."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise SpecTextError(f"mesh {text!r} does not parse; a mesh looks like 'cpu[dp=2:2,tp=2:1]@4'")
+    dims = []
+    for part in match["dims"].split(","):
+        name, _, sizes = part.rpartition("=")
+        pairs = [tuple(map(int, pair.split(":"))) for pair in sizes.split("*")]
+        if any(len(pair) != 2 for pair in pairs):
+            raise SpecTextError(f"mesh {text!r}: dim {part!r} is not of the form name=size:stride")
+        dims.append(MeshDim(name or None, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)))
+    listed = match["ranks"].split(".")
+    ranks = tuple(range(int(listed[0]))) if len(listed) == 1 else tuple(int(r) for r in listed if r)
+    return MeshLayout(match["device"], tuple(dims), ranks)
+
+
+# Meshes seen by a capture in this process, so that a graph finds their process groups by its text.
+_meshes: weakref.WeakValueDictionary[str, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def mesh_text(mesh: DeviceMesh) -> str:
+    """Text of a mesh; remembers the mesh, so that `group_name` finds its process groups by the text."""
+    mesh = compat_mesh.real_mesh(mesh)
+    text = str(mesh_layout(mesh))
+    _meshes[text] = mesh
+    return text
+
+
+def mesh_layout(mesh: DeviceMesh) -> MeshLayout:
+    """Layout of a mesh."""
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    dims = tuple(
+        MeshDim(name, sizes or (1,), strides or (1,))
+        for name, (sizes, strides) in zip(names, compat_mesh.mesh_dims(mesh))
+    )
+    return MeshLayout(mesh.device_type, dims, compat_mesh.rank_map(mesh))
+
+
+def group_name(text: str, mesh_dim: int, rank: int) -> str:
+    """Name of the process group of `rank` along a dim of the mesh with that text.
+
+    Raises:
+        NoProcessGroupError: this process made no such group.
+    """
+    mesh = _meshes.get(text)
+    if mesh is not None:
+        name = compat_mesh.group_name(mesh, mesh_dim)
+        if compat_mesh.group_exists(name):
+            return name
+    return compat_mesh.group_of_ranks(parse_mesh(text).group(rank, mesh_dim))
+
+
+def live_mesh(text: str) -> DeviceMesh:
+    """The mesh with that text that this process has seen.
+
+    Raises:
+        NoProcessGroupError: this process has not seen one, or it is gone.
+    """
+    mesh = _meshes.get(text)
+    if mesh is None:
+        raise NoProcessGroupError(f"no DeviceMesh {text} is alive in this process: create it before the graph that uses it runs")
+    return mesh

@@ -1,0 +1,87 @@
+"""The scope in which redistributions become ``dtensor_compile::redistribute`` nodes.
+
+torch moves tensors between placements in one function, for explicit and implicit redistributions, forward and backward. While our
+backend traces, calls to it become the operator. What the operator does not speak of stays with torch, in the graph all the same:
+
+- A masked partial (row-wise embedding) owes a mask before it is summed. The mask is applied as a local operator, what is left is
+  an ordinary partial sum. Making the mask sends nothing and is torch's own code.
+- Placements of a class made by the user, and changes that torch refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.capture.redistribute import plan_of, redistribute_op
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.spec import spec_text
+from dtensor_compile.compat import mesh as compat_mesh
+from dtensor_compile.compat.dtensor import (
+    MaskPartial,
+    Partial,
+    Placement,
+    Replicate,
+    Spec,
+    apply_mask,
+    canonical_placements,
+    make_spec,
+    redistribute_hook,
+)
+from dtensor_compile.errors import PlanError, SpecTextError
+
+
+@contextlib.contextmanager
+def capture_redistributions() -> Iterator[None]:
+    """While it is entered, redistributions that this thread traces are recorded as operators."""
+    with redistribute_hook(_emit):
+        yield
+
+
+def _emit(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
+    mesh = compat_mesh.real_mesh(source.mesh)
+    if source.tensor_meta is None or compat_mesh.real_mesh(target.mesh) != mesh or not compat_mesh.is_member(mesh):
+        return stock()
+    before, after = canonical_placements(source), canonical_placements(target)
+    if len({p.reduce_op for p in (*before, *after) if isinstance(p, Partial)}) > 1:
+        return stock()  # torch refuses partials of different kinds
+    if any(isinstance(p, MaskPartial) for p in after):
+        return _emit_to_mask(local, source, target, before, after, stock)
+    pending = [p for p in before if isinstance(p, MaskPartial)]
+    if len(pending) > 1:
+        return stock()
+    for p in pending:
+        local = apply_mask(p, local)
+    before = tuple(Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before)
+    shape = source.tensor_meta.shape
+    try:
+        names = spec_text(before), spec_text(after)
+        text = mesh_text(mesh)
+        if not plan_of(*names, parse_mesh(text), shape, local.element_size()):
+            return local
+    except (SpecTextError, PlanError):
+        return stock()
+    return redistribute_op(local, *names, text, shape)
+
+
+def _emit_to_mask(
+    local: torch.Tensor,
+    source: Spec,
+    target: Spec,
+    before: tuple[Placement, ...],
+    after: tuple[Placement, ...],
+    stock: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    """Indices on their way into a row-wise lookup: replicate them, then let torch make the mask, which sends nothing."""
+    if all(a == b or isinstance(b, MaskPartial) and isinstance(a, Replicate) for a, b in zip(before, after)):
+        return stock()
+    assert source.tensor_meta is not None
+    replicated = tuple(Replicate() if isinstance(p, MaskPartial) else p for p in after)
+    middle = make_spec(source.mesh, replicated, source.tensor_meta.shape, source.tensor_meta.dtype)
+    local = _emit(local, source, middle, stock)
+    from dtensor_compile.compat.dtensor import stock_redistribute_local
+
+    return stock_redistribute_local(local, middle, target)

@@ -1,0 +1,65 @@
+"""Checks before anything is compiled: what cannot work is an error here, on every rank, and not a hang later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_compile.capture.mesh import mesh_layout
+from dtensor_compile.compat import mesh as compat_mesh
+from dtensor_compile.errors import MeshError, NoProcessGroupError
+
+
+def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Checks the process groups and the meshes that a graph uses.
+
+    Raises:
+        NoProcessGroupError: ``torch.distributed`` is not initialized, or a group of a mesh was destroyed.
+        MeshError: a mesh names ranks that do not exist, or a device type that is not there.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise NoProcessGroupError(
+            'backend="dtensor" needs a process group: call torch.distributed.init_process_group() before the first call of the '
+            'compiled function (under torchrun it needs no arguments), or compile with backend="inductor"'
+        )
+    for mesh in {id(mesh): mesh for mesh in _meshes(gm, example_inputs)}.values():
+        check_mesh(mesh)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Checks one mesh against this job; raises as `check_program` does."""
+    world, layout = dist.get_world_size(), mesh_layout(mesh)
+    missing = [rank for rank in layout.ranks if rank >= world]
+    if missing:
+        raise MeshError(
+            f"mesh {layout} covers ranks {missing}, but the job has {world} ranks (0..{world - 1}): "
+            f"start {max(missing) + 1} processes or make the mesh smaller"
+        )
+    if not compat_mesh.device_is_available(mesh.device_type):
+        raise MeshError(
+            f"mesh {layout} is of device type {mesh.device_type!r}, which is not available in this process: "
+            'build the mesh for a device that is there, for instance init_device_mesh("cpu", ...)'
+        )
+    if not compat_mesh.is_member(mesh):
+        return
+    for dim in range(mesh.ndim):
+        if not compat_mesh.group_exists(compat_mesh.group_name(mesh, dim)):
+            raise NoProcessGroupError(
+                f"the process group of dim {layout.dim_name(dim)} of mesh {layout} does not exist any more: "
+                "make the mesh again after init_process_group()"
+            )
+
+
+def _meshes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[DeviceMesh]:
+    values = [*example_inputs, *(node.meta.get("example_value") for node in gm.graph.nodes)]
+    for value in values:
+        if isinstance(value, DTensor):
+            value = value.device_mesh
+        mesh = compat_mesh.real_mesh(value)
+        if isinstance(mesh, DeviceMesh):
+            yield mesh

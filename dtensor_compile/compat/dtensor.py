@@ -1,0 +1,96 @@
+"""Specs, placements without a public name, and the one function through which every redistribution goes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.tensor._api as _api
+import torch.distributed.tensor._dispatch as _dispatch
+import torch.distributed.tensor._redistribute as _redistribute
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+
+StridedShard = _StridedShard
+MaskPartial = _MaskPartial
+Spec = DTensorSpec
+
+stock_redistribute_local = _redistribute.redistribute_local_tensor
+
+RedistributeHook = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, Callable[[], torch.Tensor]], torch.Tensor]
+
+
+def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> Spec:
+    """A spec for a contiguous global tensor of that shape."""
+    stride = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        stride[i] = stride[i + 1] * shape[i + 1]
+    return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def canonical_placements(spec: Spec) -> tuple[Placement, ...]:
+    """Placements of the spec with a shard order other than left to right written as strided shards."""
+    if any(isinstance(p, _StridedShard) for p in spec.placements):
+        return tuple(spec.placements)
+    default = DTensorSpec.compute_default_shard_order(spec.placements)
+    if spec.shard_order is None or tuple(spec.shard_order) == tuple(default):
+        return tuple(spec.placements)
+    return DTensorSpec._convert_shard_order_to_StridedShard(spec.shard_order, tuple(spec.placements), spec.mesh)
+
+
+def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
+    """What a row-wise embedding owes before it is summed: rows that this rank does not hold become zero.
+
+    Releases the mask that the lookup left in the placement, as torch does when it reduces. Functional: `local` keeps its
+    values, because the graph may still need them.
+    """
+    buffer = placement.mask_buffer
+    mask = buffer.data
+    if mask is None:
+        raise AssertionError("a masked partial placement is reduced before its lookup made the mask")
+    buffer.release_mask()
+    if mask.ndim < local.ndim:
+        mask = mask.unsqueeze(-1)
+    return torch.where(mask, torch.zeros((), dtype=local.dtype, device=local.device), local)
+
+
+@contextlib.contextmanager
+def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
+    """While it is entered, redistributions made by this thread go to `hook`.
+
+    ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is what torch
+    would have done. torch calls one function for explicit and implicit redistributions, forward and backward, but imports
+    it by name into three modules, so three names change, and change back. Other threads keep torch's own behaviour.
+    """
+    owner = threading.get_ident()
+
+    def redistribute_local_tensor(
+        local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **kwargs: Any
+    ) -> torch.Tensor:
+        def stock() -> torch.Tensor:
+            return stock_redistribute_local(local_tensor, current_spec, target_spec, **kwargs)
+
+        if threading.get_ident() != owner:
+            return stock()
+        return hook(local_tensor, current_spec, target_spec, stock)
+
+    modules = (_redistribute, _dispatch, _api)
+    before = [module.redistribute_local_tensor for module in modules]
+    for module in modules:
+        module.redistribute_local_tensor = redistribute_local_tensor
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, before):
+            module.redistribute_local_tensor = function
+
+
+__all__ = [
+    "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
+    "apply_mask", "canonical_placements", "make_spec", "redistribute_hook", "stock_redistribute_local",
+]  # fmt: skip

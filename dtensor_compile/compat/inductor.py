@@ -1,0 +1,133 @@
+"""Compiling a graph with Inductor and passes of ours."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.experimental.proxy_tensor import make_fx
+
+GraphFunction = Callable[[torch.fx.Graph], None]
+
+log = logging.getLogger("dtensor_compile")
+
+
+@functools.cache
+def package_digest() -> str:
+    """Digest of the package's own source: a changed pass must not find what its predecessor left in a cache."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class GraphPass(CustomGraphPass):
+    """A graph function that Inductor calls, with the key under which it may cache what comes out.
+
+    Args:
+        run: changes a graph in place.
+        key: everything besides the graph that decides what `run` does.
+        then: a pass of the user's own for the same place, which runs after ours.
+    """
+
+    def __init__(self, run: GraphFunction, key: tuple[Any, ...], then: Any = None) -> None:
+        self.run = run
+        self.key = key
+        self.then = tuple(then) if isinstance(then, (list, tuple)) else (then,) if then is not None else ()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.run(graph)
+        for follower in self.then:
+            follower(graph)
+
+    def uuid(self) -> Any:
+        ids = [follower.uuid() if hasattr(follower, "uuid") else None for follower in self.then]
+        return None if None in ids else (package_digest(), self.key, tuple(ids))
+
+
+@functools.cache
+def inductor_keys() -> frozenset[str]:
+    """Every key of Inductor's configuration."""
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def inductor_config_error(key: str, value: Any) -> str | None:
+    """What is wrong with a value for a key of Inductor's configuration; None where nothing is."""
+    from torch._inductor import config
+
+    expected = config.get_type(key)
+    if isinstance(expected, type) and not isinstance(value, expected):
+        return f"takes {expected.__name__}, not {value!r}"
+    return None
+
+
+def mode_options(mode: str) -> Mapping[str, Any]:
+    """Inductor's settings for a ``mode`` of ``torch.compile``.
+
+    Raises:
+        OptionError: torch knows no such mode.
+    """
+    from dtensor_compile.errors import OptionError
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    if mode not in modes:
+        raise OptionError(f"unknown mode {mode!r}; modes: {', '.join(['default', *modes])}")
+    return modes[mode]
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    joint_pass: GraphFunction,
+    post_grad_pass: GraphFunction,
+    key: tuple[Any, ...],
+    settings: Mapping[str, Any],
+    cached: bool = True,
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
+
+    Args:
+        joint_pass: runs on the joint graph (on the forward graph where there is no backward).
+        post_grad_pass: runs on the forward and on the backward graph before Inductor's own post-grad passes.
+        key: what decides the work of both passes besides the graph; part of the cache keys.
+        settings: Inductor's configuration for this graph, on top of the current one.
+        cached: whether compiled graphs may come from and go to Inductor's caches.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = dict(settings)
+    patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
+    patches["post_grad_custom_pre_pass"] = GraphPass(post_grad_pass, key, _configured(patches, "post_grad_custom_pre_pass"))
+    if not cached:
+        patches["force_disable_caches"] = True
+    return compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def compile_as_stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """What ``backend="inductor"`` does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, config_patches=dict(settings))
+
+
+def _configured(settings: Mapping[str, Any], key: str) -> Any:
+    from torch._inductor import config
+
+    return settings.get(key, getattr(config, key))
+
+
+def trace_local(function: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.fx.GraphModule:
+    """The graph of aten operators that `function` runs on fake `args` (tensors, symbolic and plain integers)."""
+    with enable_python_dispatcher():
+        return make_fx(function, tracing_mode="real")(*args)

@@ -1,0 +1,89 @@
+"""What a ``DeviceMesh`` is made of, and process groups by name and by ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_process_group_name, _resolve_process_group, _world
+
+from dtensor_compile.errors import NoProcessGroupError
+
+
+def real_mesh(mesh: DeviceMesh | FakeScriptObject) -> DeviceMesh:
+    """The mesh itself: while tracing it may arrive wrapped."""
+    return mesh.real_obj if isinstance(mesh, FakeScriptObject) else mesh
+
+
+def _flat(value: object) -> tuple[int, ...]:
+    """2.11 keeps an int for a plain dim and a nested tuple for a flattened one; later releases a flat tuple."""
+    if isinstance(value, int):
+        return (value,)
+    return tuple(i for part in value for i in _flat(part))  # type: ignore[attr-defined]
+
+
+def mesh_dims(mesh: DeviceMesh) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Per mesh dim its sizes and its strides into the rank map; several entries where dims were flattened into one."""
+    return [(_flat(dim.shape), _flat(dim.stride)) for dim in mesh._layout]
+
+
+def rank_map(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks that the layout of the mesh indexes: those of its root mesh, the same on every rank."""
+    return tuple(mesh._flatten_rank_map)
+
+
+def group_name(mesh: DeviceMesh, mesh_dim: int) -> str:
+    """Name of the process group of this rank along `mesh_dim`."""
+    return str(mesh._dim_group_names[mesh_dim])
+
+
+def is_member(mesh: DeviceMesh) -> bool:
+    """Whether this rank is part of the mesh."""
+    return mesh.get_coordinate() is not None
+
+
+def group_exists(name: str) -> bool:
+    """Whether a process group of that name is alive in this process."""
+    try:
+        return _resolve_process_group(name) is not None
+    except (RuntimeError, LookupError):
+        return False
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return _resolve_process_group(name)
+
+
+def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, global ranks and backend of every process group of this process, in order of creation."""
+    groups = []
+    for group, ranks in _world.pg_group_ranks.items():
+        groups.append((str(_get_process_group_name(group)), tuple(sorted(ranks)), dist.get_backend(group)))
+    return groups
+
+
+def group_of_ranks(ranks: Sequence[int]) -> str:
+    """Name of a process group with exactly these global ranks.
+
+    Raises `NoProcessGroupError` where this process has none.
+    """
+    wanted = tuple(sorted(ranks))
+    for name, members, _ in all_groups():
+        if members == wanted:
+            return name
+    raise NoProcessGroupError(
+        f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the graph "
+        "that uses it is compiled or loaded"
+    )
+
+
+def device_is_available(device_type: str) -> bool:
+    """Whether this process can use devices of that type."""
+    if device_type in ("cpu", "meta"):
+        return True
+    module = getattr(torch, device_type, None)
+    return bool(module is not None and getattr(module, "is_available", lambda: False)())

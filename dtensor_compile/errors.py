@@ -1,0 +1,31 @@
+"""The errors this package raises on purpose. Each message says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class DTensorCompileError(RuntimeError):
+    """Base of every error that the package raises on purpose."""
+
+
+class UnsupportedTorchError(DTensorCompileError):
+    """The installed torch release is outside the supported range."""
+
+
+class OptionError(DTensorCompileError, ValueError):
+    """An option of ``torch.compile(..., backend="dtensor", options={...})`` is unknown or has a wrong value."""
+
+
+class NoProcessGroupError(DTensorCompileError):
+    """``torch.distributed`` is not initialized, or the process group of a mesh is gone."""
+
+
+class MeshError(DTensorCompileError):
+    """A device mesh does not fit the job: ranks that do not exist, a device type that is not there."""
+
+
+class PlanError(DTensorCompileError):
+    """No sequence of collectives leads from one spec to the other."""
+
+
+class SpecTextError(DTensorCompileError, ValueError):
+    """The text form of a spec or of a mesh layout does not parse."""

@@ -1,0 +1,162 @@
+"""A plan carried out on a local tensor: the eager kernel, the fake kernel and the lowering all call `expand`.
+
+In: the local tensor of this rank, a plan, the layout of the mesh. Out: the local tensor in the target spec. Every step is one
+functional collective (or a local slice) between two rearrangements; a rearrangement is one permutation that a compiler can fuse
+into what produces or reads the tensor. Uneven shards are padded to the size of the largest for the collective and cut again after
+it; even ones are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtensor_compile.capture.mesh import MeshLayout
+from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
+from dtensor_compile.lowering.plan import Step
+
+GroupName = Callable[[int], str]
+_c10d = torch.ops._c10d_functional
+
+
+def shard_range(size: Any, n: int, coordinate: int) -> tuple[Any, Any]:
+    """Start and length of the shard that `coordinate` of `n` holds of a dim of `size` elements (as ``torch.chunk`` cuts it)."""
+    if size % n == 0:
+        return size // n * coordinate, size // n
+    chunk = (size + n - 1) // n
+    start = torch.sym_min(chunk * coordinate, size)
+    return start, torch.sym_min(chunk, size - start)
+
+
+def local_shape(placements: Sequence[Placement], layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> list[Any]:
+    """Shape of the local tensor at `coordinate`; for `Shard`, `Replicate` and `Partial`."""
+    sizes = list(shape)
+    for placement, n, c in zip(placements, layout.shape, coordinate):
+        if isinstance(placement, Shard) and n > 1:
+            sizes[placement.dim] = shard_range(sizes[placement.dim], n, c)[1]
+    return sizes
+
+
+def expand(
+    x: torch.Tensor,
+    steps: Sequence[Step],
+    source: Sequence[Placement],
+    layout: MeshLayout,
+    coordinate: Sequence[int],
+    shape: Sequence[Any],
+    group_name: GroupName,
+) -> torch.Tensor:
+    """Carries out `steps`.
+
+    Args:
+        x: local tensor of this rank under `source`.
+        steps: a plan that starts at `source`, without ``"torch"`` steps.
+        layout, coordinate: the mesh, and the place of this rank in it.
+        shape: global shape, in elements; may be symbolic.
+        group_name: name of the process group of this rank along a mesh dim.
+    """
+    placements = list(source)
+    for step in steps:
+        i, n, c = step.mesh_dim, layout.shape[step.mesh_dim], coordinate[step.mesh_dim]
+        # Sizes of the tensor that the ranks along this mesh dim hold together: cut by the mesh dims to the left (those shards
+        # enclose this one) and by those to the right (which, by the rule of `plan`, shard other tensor dims).
+        others = [Replicate() if j == i else p for j, p in enumerate(placements)]
+        sizes = local_shape(others, layout, coordinate, shape)
+        group = group_name(i) if step.kind not in ("slice", "partition") else ""
+        if step.kind == "all_reduce":
+            x = _wait(_c10d.all_reduce(x.contiguous(), _reduce_op(step.source), group))
+        elif step.kind == "all_gather":
+            x = _all_gather(x, _dim(step.source), sizes, n, group)
+        elif step.kind == "reduce_scatter":
+            x = _reduce_scatter(x, _dim(step.target), sizes, n, c, _reduce_op(step.source), group)
+        elif step.kind == "all_to_all":
+            x = _all_to_all(x, _dim(step.source), _dim(step.target), sizes, n, c, group)
+        elif step.kind == "slice":
+            start, length = shard_range(sizes[_dim(step.target)], n, c)
+            x = x.narrow(_dim(step.target), start, length).clone()
+        elif step.kind == "partition":
+            x = x / n if _reduce_op(step.target) == "sum" else x.clone()
+        else:
+            raise AssertionError(f"{step.kind} is not a step that can be expanded")
+        placements[i] = step.target
+    return x
+
+
+def _dim(placement: Placement) -> int:
+    assert isinstance(placement, Shard)
+    return placement.dim
+
+
+def _reduce_op(placement: Placement) -> str:
+    assert isinstance(placement, Partial)
+    return placement.reduce_op
+
+
+def _wait(x: torch.Tensor) -> torch.Tensor:
+    return _c10d.wait_tensor(x)
+
+
+def _pad(x: torch.Tensor, dim: int, to: Any) -> torch.Tensor:
+    missing = to - x.size(dim)
+    if isinstance(missing, int) and missing == 0:
+        return x
+    widths = [0, 0] * (x.dim() - dim - 1) + [0, missing]
+    return torch.constant_pad_nd(x, widths)
+
+
+def _chunks_first(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """(..., n*c, ...) -> (n, ..., c, ...), contiguous: the layout in which collectives exchange the n chunks of `dim`."""
+    return x.unflatten(dim, (n, x.size(dim) // n)).movedim(dim, 0).contiguous()
+
+
+def _chunks_back(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """(n, ..., c, ...) -> (..., n*c, ...), contiguous: the inverse of `_chunks_first`."""
+    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _padded(size: Any, n: int) -> Any:
+    return size if size % n == 0 else (size + n - 1) // n * n
+
+
+def _all_gather(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, group: str) -> torch.Tensor:
+    size, padded = sizes[dim], _padded(sizes[dim], n)
+    uneven = padded is not size
+    if uneven:
+        x = _pad(x, dim, padded // n)
+    x = x.contiguous()
+    local = list(x.shape)
+    x = _wait(_c10d.all_gather_into_tensor(x, n, group))
+    if dim != 0:
+        x = _chunks_back(x.view(n, *local), dim)
+    return x.narrow(dim, 0, size).contiguous() if uneven else x
+
+
+def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, c: int, op: str, group: str) -> torch.Tensor:
+    size, padded = sizes[dim], _padded(sizes[dim], n)
+    if padded is not size:
+        x = _pad(x, dim, padded)
+    if dim != 0:
+        x = _chunks_first(x, dim, n).flatten(0, 1)
+    x = _wait(_c10d.reduce_scatter_tensor(x.contiguous(), op, n, group))
+    if padded is not size:
+        x = x.narrow(dim, 0, shard_range(size, n, c)[1]).contiguous()
+    return x
+
+
+def _all_to_all(x: torch.Tensor, gather: int, scatter: int, sizes: Sequence[Any], n: int, c: int, group: str) -> torch.Tensor:
+    whole, split = _padded(sizes[gather], n), _padded(sizes[scatter], n)
+    if whole is not sizes[gather]:
+        x = _pad(x, gather, whole // n)
+    if split is not sizes[scatter]:
+        x = _pad(x, scatter, split)
+    x = _chunks_first(x, scatter, n)
+    even = [x.size(0) // n] * n
+    x = _wait(_c10d.all_to_all_single(x, even, even, group))
+    x = _chunks_back(x, gather)
+    if whole is not sizes[gather]:
+        x = x.narrow(gather, 0, sizes[gather])
+    if split is not sizes[scatter]:
+        x = x.narrow(scatter, 0, shard_range(sizes[scatter], n, c)[1])
+    return x.contiguous()

@@ -1,0 +1,64 @@
+"""Every ``dtensor_compile::redistribute`` node of a graph becomes the functional collectives of its plan.
+
+    before   y = redistribute(x, "S(0)", "R", mesh, [8, 4])
+    after    g = all_gather_into_tensor(x, 2, group); y = wait_tensor(g)
+
+The operator's eager kernel is traced on the fake input of the node, so what runs is what the operator means.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.fx.node import map_arg
+
+from dtensor_compile.capture.redistribute import carry_out
+from dtensor_compile.compat.inductor import trace_local
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.nodes import read, redistributions, source_line
+
+#: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
+_INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr", "original_aten")
+
+
+def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> list[Decision]:
+    """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a decision says so."""
+    decisions = []
+    for node in redistributions(graph):
+        try:
+            lower_node(node)
+        except Exception as error:
+            if strict:
+                raise
+            reason = f"runs through the operator's eager kernel: {type(error).__name__}: {error}"
+            warnings.warn(f"dtensor_compile: {read(node)} at {source_line(node)} {reason}", stacklevel=2)
+            decisions.append(Decision("lower_redistributions", source_line(node), reason, str(read(node)), str(read(node))))
+    return decisions
+
+
+def lower_node(node: torch.fx.Node) -> None:
+    """Replaces one redistribute node by the expansion of its plan."""
+    graph, this = node.graph, read(node)
+    symbolic = [size for size in this.shape if isinstance(size, torch.fx.Node)]
+    inputs = [this.local, *symbolic]
+
+    def function(local: torch.Tensor, *sizes: torch.SymInt) -> torch.Tensor:
+        remaining = iter(sizes)
+        shape = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in this.shape]
+        return carry_out(local, this.source, this.target, this.mesh, shape)
+
+    traced = trace_local(function, [n.meta["val"] for n in inputs])
+    values = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs))
+    with graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "placeholder":
+                continue
+            if inner.op == "output":
+                result = map_arg(inner.args[0], lambda n: values[n])
+                break
+            copy = graph.node_copy(inner, lambda n: values[n])
+            copy.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
+            values[inner] = copy
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)

@@ -1,0 +1,178 @@
+"""Which collectives lead from one spec to another.
+
+In: two specs on one mesh and the global shape. Out: a tuple of `Step`, each of which changes the placement on one mesh dim:
+
+    P(op) -> R      all_reduce       sends 2 (n-1)/n of the local tensor
+    P(op) -> S(d)   reduce_scatter   (n-1)/n
+    S(d)  -> R      all_gather       (n-1) times
+    S(d)  -> S(e)   all_to_all       (n-1)/n
+    R     -> S(d)   slice            nothing
+    R     -> P(op)  partition        nothing
+
+(n: size of the mesh dim; ring algorithms, the same counts as in NCCL's documentation of its performance figures.)
+
+Why a plan is right: where several mesh dims shard one tensor dim, they nest from left to right, so a mesh dim may take or give
+up a shard of tensor dim d only while no mesh dim to its right shards d. Every step obeys that, so every state on the way is a
+valid spec of the same global tensor. The cheapest path over these states is found with Dijkstra's algorithm.
+
+Plans depend on the global shape and the mesh alone, never on the rank, so that all ranks choose the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dtensor_compile.capture.spec import parse_spec, placement_text, spec_text
+from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.errors import PlanError
+
+StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partition", "torch"]
+
+#: Kinds of steps that send something.
+COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "torch"})
+
+#: What one more collective costs, in bytes: about what a 1 Gbit/s link carries in the 100 microseconds that a collective takes to
+#: start. It keeps a plan from trading a few bytes for another collective.
+LATENCY_BYTES = 16 * 1024
+
+State = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change of placement on one mesh dim.
+
+    Attributes:
+        kind: what is called; ``"torch"`` leaves the whole change to torch's own code (strided shards).
+        mesh_dim: the mesh dim whose placement changes.
+        source, target: placements before and after.
+        elements: elements that one rank sends.
+    """
+
+    kind: StepKind
+    mesh_dim: int
+    source: Placement
+    target: Placement
+    elements: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{self.mesh_dim}] {placement_text(self.source)}->{placement_text(self.target)}"
+
+
+def local_elements(placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int]) -> int:
+    """Elements of the largest local tensor under these placements (uneven shards count as the padded ones)."""
+    sizes = list(shape)
+    for placement, n in zip(placements, mesh_shape):
+        if isinstance(placement, (Shard, StridedShard)):
+            sizes[placement.dim] = -(-sizes[placement.dim] // n)
+    return math.prod(sizes)
+
+
+def elements_sent(kind: StepKind, n: int, local: int) -> int:
+    """Elements that one rank sends for a collective over `n` ranks on a local input of `local` elements."""
+    if kind == "all_reduce":
+        return 2 * (n - 1) * local // n
+    if kind in ("reduce_scatter", "all_to_all"):
+        return (n - 1) * local // n
+    if kind == "all_gather":
+        return (n - 1) * local
+    return 0
+
+
+def _moves(state: State, goal: State, mesh_shape: Sequence[int], ndim: int) -> Iterator[tuple[int, StepKind, Placement]]:
+    """Every legal change of one placement: mesh dim, kind, new placement."""
+    for i, source in enumerate(state):
+        if mesh_shape[i] == 1:
+            continue
+        nested = {p.dim for p in state[i + 1 :] if isinstance(p, Shard)}
+        shards = [Shard(d) for d in range(ndim) if d not in nested]
+        if isinstance(source, Partial):
+            yield i, "all_reduce", Replicate()
+            yield from ((i, "reduce_scatter", s) for s in shards)
+        elif isinstance(source, Shard) and source.dim not in nested:
+            yield i, "all_gather", Replicate()
+            yield from ((i, "all_to_all", s) for s in shards if s != source)
+        elif isinstance(source, Replicate):
+            yield from ((i, "slice", s) for s in shards)
+            if isinstance(goal[i], Partial):
+                yield i, "partition", goal[i]
+
+
+def plan(source: str, target: str, mesh_shape: Sequence[int], shape: Sequence[int], itemsize: int = 4) -> tuple[Step, ...]:
+    """The cheapest steps from spec `source` to spec `target` for a global tensor of `shape` (elements per dim).
+
+    An empty tuple means that the local tensor already is what the target spec asks for.
+
+    Raises:
+        PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing leads
+            from the one to the other (a shard cannot become partial, nor one partial another).
+    """
+    return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize)
+
+
+@functools.lru_cache(maxsize=65536)
+def _plan(
+    source: str, target: str, mesh_shape: tuple[int, ...], shape: tuple[int, ...], itemsize: int
+) -> tuple[Step, ...]:
+    start, goal = parse_spec(source), parse_spec(target)
+    for text, placements in ((source, start), (target, goal)):
+        if len(placements) != len(mesh_shape):
+            raise PlanError(f"spec {text} has {len(placements)} placements, but the mesh has {len(mesh_shape)} dims")
+        for p in placements:
+            if isinstance(p, (Shard, StridedShard)) and p.dim >= len(shape):
+                raise PlanError(f"{placement_text(p)} in spec {text}: the tensor has {len(shape)} dims, {shape}")
+
+    def trivial(placements: State) -> State:
+        # On a mesh dim of size 1 every placement means the same.
+        return tuple(Replicate() if n == 1 else p for p, n in zip(placements, mesh_shape))
+
+    start, goal = trivial(start), trivial(goal)
+    if start == goal:
+        return ()
+    if any(isinstance(p, StridedShard) for p in (*start, *goal)):
+        local = local_elements(start, mesh_shape, shape)
+        changed = [i for i, (a, b) in enumerate(zip(start, goal)) if a != b]
+        sent = sum(elements_sent("all_gather", mesh_shape[i], local) for i in changed if not isinstance(start[i], Replicate))
+        return (Step("torch", changed[0], start[changed[0]], goal[changed[0]], sent),)
+
+    # Dijkstra's algorithm. Ties are broken by order of discovery, which is the same on every rank.
+    order = itertools.count()
+    queue: list[tuple[float, int, State, tuple[Step, ...]]] = [(0.0, next(order), start, ())]
+    done: set[State] = set()
+    while queue:
+        cost, _, state, steps = heapq.heappop(queue)
+        if state == goal:
+            return steps
+        if state in done:
+            continue
+        done.add(state)
+        local = local_elements(state, mesh_shape, shape)
+        for i, kind, placement in _moves(state, goal, mesh_shape, len(shape)):
+            successor = (*state[:i], placement, *state[i + 1 :])
+            if successor in done:
+                continue
+            sent = elements_sent(kind, mesh_shape[i], local)
+            price = sent * itemsize + (LATENCY_BYTES if kind in COLLECTIVES else 0)
+            price += local * itemsize * 1e-3 + 1e-3  # a local copy costs little, but not nothing
+            step = Step(kind, i, state[i], placement, sent)
+            heapq.heappush(queue, (cost + price, next(order), successor, (*steps, step)))
+    raise PlanError(
+        f"redistribute from {spec_text(start)} to {spec_text(goal)} not supported yet: no collective leads from "
+        f"{' or '.join(sorted({placement_text(a) for a, b in zip(start, goal) if a != b}))} to what is asked for"
+    )
+
+
+def bytes_sent(steps: Sequence[Step], itemsize: int) -> int:
+    """Bytes that one rank sends for the plan."""
+    return sum(step.elements for step in steps) * itemsize
+
+
+def collectives(steps: Sequence[Step]) -> int:
+    """Number of collectives in the plan."""
+    return sum(step.kind in COLLECTIVES for step in steps)

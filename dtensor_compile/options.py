@@ -1,0 +1,70 @@
+"""Options of the backend: ``torch.compile(model, backend="dtensor", options={...})`` or ``mode=...``.
+
+Options of ours are the fields of `Options`; keys that Inductor knows pass through to it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from dtensor_compile.compat.inductor import inductor_config_error, inductor_keys, mode_options
+from dtensor_compile.errors import OptionError
+
+_PASSES = ("cancel_inverse_pairs", "share_equal_redistributions")
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    Attributes:
+        capture: keep redistributions as nodes until after autograd, so that they are planned together. ``False`` compiles as
+            stock Inductor does; for finding out whether a difference comes from us.
+        disable_passes: names of graph passes that do not run.
+        strict: a pass that raises ends the compilation. Otherwise its change is dropped, with a warning.
+        inductor: settings handed to Inductor.
+    """
+
+    capture: bool = True
+    disable_passes: tuple[str, ...] = ()
+    strict: bool = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
+        """From the arguments of ``torch.compile``.
+
+        Raises:
+            OptionError: an unknown key (the message names the nearest known one) or a wrong value (it names the allowed ones).
+        """
+        own: dict[str, Any] = {}
+        inductor: dict[str, Any] = dict(mode_options(mode)) if mode and mode != "default" else {}
+        known = [f.name for f in fields(cls) if f.name != "inductor"]
+        for key, value in (options or {}).items():
+            name = key.replace("-", "_")
+            if name in known:
+                own[name] = _checked(name, value)
+            elif name in inductor_keys():
+                problem = inductor_config_error(name, value)
+                if problem:
+                    raise OptionError(f"option {key!r}: {problem}")
+                inductor[name] = value
+            else:
+                near = difflib.get_close_matches(name, [*known, *inductor_keys()], n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"options of this backend: {', '.join(known)}"
+                raise OptionError(f"unknown option {key!r}: {hint} (keys of torch._inductor.config are accepted too)")
+        return cls(**own, inductor=inductor)
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in ("capture", "strict"):
+        if not isinstance(value, bool):
+            raise OptionError(f"option {name!r} takes True or False, not {value!r}")
+        return value
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else None
+    unknown = [n for n in names if n not in _PASSES] if names is not None else [value]
+    if unknown:
+        raise OptionError(f"option {name!r} takes a list of pass names, not {unknown[0]!r}; the passes are: {', '.join(_PASSES)}")
+    return names

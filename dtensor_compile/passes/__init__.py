@@ -1,0 +1,47 @@
+"""Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
+
+A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place. Each single rewrite is
+right by itself, so a pass that stops half-way leaves a graph that is right.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
+from dtensor_compile.passes.share_equal_redistributions import share_equal_redistributions
+
+Pass = Callable[[torch.fx.Graph], list[Decision]]
+
+PASSES: tuple[Pass, ...] = (
+    share_equal_redistributions,
+    cancel_inverse_pairs,
+)
+
+
+def run_passes(
+    graph: torch.fx.Graph, passes: Sequence[Pass] = PASSES, *, disabled: Sequence[str] = (), strict: bool = False
+) -> list[Decision]:
+    """Runs the passes in order and returns what they decided.
+
+    A pass that raises is dropped with a warning and a decision that says so; with `strict` its exception goes on.
+    """
+    decisions: list[Decision] = []
+    for run in passes:
+        name = run.__name__
+        if name in disabled:
+            continue
+        try:
+            decisions += run(graph)
+            graph.lint()
+        except Exception as error:
+            if strict:
+                raise
+            reason = f"pass dropped: {type(error).__name__}: {error}"
+            warnings.warn(f'dtensor_compile: {name}: {reason}; options={{"strict": True}} raises instead', stacklevel=2)
+            decisions.append(Decision(name, "", reason))
+    return decisions

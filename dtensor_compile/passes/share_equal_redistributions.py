@@ -1,0 +1,35 @@
+"""Equal redistributions of one tensor are made once.
+
+    f(redistribute(x, A -> B)), g(redistribute(x, A -> B))  =  f(y), g(y)  with  y = redistribute(x, A -> B)
+
+Right because the operator is a function of its arguments and its result is never written to: the graph is functional here.
+
+It pays always in bytes. The result lives until its last reader; where a backward reader would keep it alive from the forward, the
+partitioner decides between saving it and making it again.
+
+    before   q = mm(redistribute(x, S(0) -> R), wq); k = mm(redistribute(x, S(0) -> R), wk)
+    after    a = redistribute(x, S(0) -> R); q = mm(a, wq); k = mm(a, wk)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.nodes import read, redistributions, source_line
+
+
+def share_equal_redistributions(graph: torch.fx.Graph) -> list[Decision]:
+    """Makes equal redistributions in `graph` one node, the first of them."""
+    first: dict[tuple, torch.fx.Node] = {}
+    decisions = []
+    for node in redistributions(graph):
+        key = tuple(read(node))
+        earlier = first.setdefault(key, node)
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            graph.erase_node(node)
+            decisions.append(
+                Decision("share_equal_redistributions", source_line(node), f"equal to {earlier.name}", str(read(earlier)), "shared")
+            )
+    return decisions
