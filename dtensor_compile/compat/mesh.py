@@ -59,11 +59,11 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, global ranks and backend of every process group of this process, in order of creation."""
-    groups = []
-    for group, ranks in _world.pg_group_ranks.items():
-        groups.append((str(_get_process_group_name(group)), tuple(sorted(ranks)), dist.get_backend(group)))
-    return groups
+    """Name, global ranks and backend of every process group that this rank is in, in order of creation."""
+    return [
+        (str(_get_process_group_name(group)), tuple(sorted(_world.pg_group_ranks[group])), str(backend))
+        for group, (backend, _) in _world.pg_map.items()
+    ]
 
 
 def group_of_ranks(ranks: Sequence[int]) -> str:

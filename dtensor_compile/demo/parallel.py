@@ -1,0 +1,101 @@
+"""Three ways to spread `Llama` over ranks, as users write them with torch's own API. Nothing here knows of a compiler."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.utils.parametrize import register_parametrization
+
+from dtensor_compile.demo.llama import Llama
+
+
+def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Tensor and sequence parallel over a 1-D mesh: weights are split by heads and by hidden units, activations between the
+    blocks by sequence; the embedding is split by rows of its table. Logits come back whole on every rank."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(
+                    input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+                ),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+                "ffn_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+                "feed_forward.w3": ColwiseParallel(),
+            },
+        )
+    return model
+
+
+class Gathered(nn.Module):
+    """A parameter that is stored in shards over `mesh` and whole while it is used; its gradient is summed into the shards.
+
+    Where the whole parameter is itself a DTensor over another mesh (tensor parallel inside, sharded storage outside), `inner` is
+    that mesh and `placement` the placement on it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, inner: DeviceMesh | None = None, placement: Shard | Replicate | None = None) -> None:
+        super().__init__()
+        self.mesh, self.inner = mesh, inner
+        rest = () if inner is None else (placement,)
+        self.whole = (Replicate(), *rest)
+        self.gradient = (Partial(), *rest)
+
+    def forward(self, shard: DTensor) -> torch.Tensor:
+        local = shard.redistribute(self.mesh, self.whole).to_local(grad_placements=self.gradient)
+        return local if self.inner is None else DTensor.from_local(local, self.inner, self.whole[1:], run_check=False)
+
+
+def shard_parameters(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Data parallel over a 1-D mesh with parameters, gradients and optimizer states in shards (as FSDP stores them). Each rank
+    feeds its own part of the batch, and divides its loss by the number of ranks."""
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            setattr(module, name, nn.Parameter(sharded))
+            register_parametrization(module, name, Gathered(mesh), unsafe=True)
+    return model
+
+
+def two_dim(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Both over a 2-D mesh (dp, tp): tensor and sequence parallel inside, parameters stored in shards over the data-parallel ranks.
+    A parameter is sharded over dp along another tensor dim than over tp, so that each gather is over one mesh dim."""
+    tp = mesh[mesh.mesh_dim_names[1]]
+    tensor_parallel(model, tp)
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()
+            dim = 1 - placement.dim if isinstance(placement, Shard) and parameter.dim() > 1 else 0
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            part = local.detach().chunk(mesh.size(0), dim)[mesh.get_local_rank(0)].contiguous()
+            sharded = DTensor.from_local(part, mesh, [Shard(dim), placement], run_check=False)
+            setattr(module, name, nn.Parameter(sharded))
+            inner = tp if isinstance(parameter, DTensor) else None
+            register_parametrization(module, name, Gathered(mesh, inner, placement) if inner else Gathered(mesh), unsafe=True)
+    return model
