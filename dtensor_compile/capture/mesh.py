@@ -16,15 +16,16 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.compat import mesh as compat_mesh
-from dtensor_compile.errors import SpecTextError
+from dtensor_compile.errors import NoProcessGroupError, SpecTextError
 
-_TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[\d.]+)")
+_TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[0-9]+(\.[0-9]+)*\.?)")
+_DIM = re.compile(r"((?P<name>[^=\],]+)=)?(?P<sizes>[0-9]+:[0-9]+(\*[0-9]+:[0-9]+)*)")
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,25 @@ def parse_mesh(text: str) -> MeshLayout:
         raise SpecTextError(f"mesh {text!r} does not parse; a mesh looks like 'cpu[dp=2:2,tp=2:1]@4'")
     dims = []
     for part in match["dims"].split(","):
-        name, _, sizes = part.rpartition("=")
-        pairs = [tuple(map(int, pair.split(":"))) for pair in sizes.split("*")]
-        if any(len(pair) != 2 for pair in pairs):
+        dim = _DIM.fullmatch(part)
+        if dim is None:
             raise SpecTextError(f"mesh {text!r}: dim {part!r} is not of the form name=size:stride")
-        dims.append(MeshDim(name or None, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)))
+        pairs = [tuple(map(int, pair.split(":"))) for pair in dim["sizes"].split("*")]
+        dims.append(MeshDim(dim["name"], tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)))
     listed = match["ranks"].split(".")
     ranks = tuple(range(int(listed[0]))) if len(listed) == 1 else tuple(int(r) for r in listed if r)
+    _check_layout(text, dims, ranks)
     return MeshLayout(match["device"], tuple(dims), ranks)
+
+
+def _check_layout(text: str, dims: Sequence[MeshDim], ranks: Sequence[int]) -> None:
+    pairs = [pair for dim in dims for pair in zip(dim.sizes, dim.strides)]
+    if any(size < 1 or stride < 1 for size, stride in pairs):
+        raise SpecTextError(f"mesh {text!r}: sizes and strides start at 1")
+    if len(set(ranks)) != len(ranks):
+        raise SpecTextError(f"mesh {text!r} lists a rank twice")
+    if sum((size - 1) * stride for size, stride in pairs) >= len(ranks):
+        raise SpecTextError(f"mesh {text!r}: its dims reach past the {len(ranks)} ranks that it lists")
 
 
 # Meshes seen by a capture in this process, so that a graph finds their process groups by its text.

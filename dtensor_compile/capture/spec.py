@@ -18,7 +18,7 @@ from dtensor_compile.errors import SpecTextError
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 
-_WORD = re.compile(r"R|S\((?P<dim>\d+)\)|_S\((?P<sdim>\d+),(?P<factor>\d+)\)|P\((?P<op>\w+)\)")
+_WORD = re.compile(r"R|S\((?P<dim>[0-9]+)\)|_S\((?P<sdim>[0-9]+),(?P<factor>[1-9][0-9]*)\)|P\((?P<op>\w+)\)")
 
 
 def placement_text(placement: Placement) -> str:
@@ -29,9 +29,9 @@ def placement_text(placement: Placement) -> str:
         return f"S({placement.dim})"
     if type(placement) is Replicate:
         return "R"
-    if type(placement) is Partial:
+    if type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
         return f"P({placement.reduce_op})"
-    raise SpecTextError(f"{placement!r} has no text form; known are Shard, Replicate, Partial and strided shards")
+    raise SpecTextError(f"{placement!r} has no text form; known are Shard, Replicate, strided shards and Partial of {', '.join(REDUCE_OPS)}")
 
 
 def spec_text(placements: Sequence[Placement]) -> str:
