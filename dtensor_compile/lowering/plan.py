@@ -15,6 +15,10 @@ Why a plan is right: where several mesh dims shard one tensor dim, they nest fro
 up a shard of tensor dim d only while no mesh dim to its right shards d. Every step obeys that, so every state on the way is a
 valid spec of the same global tensor. The cheapest path over these states is found with Dijkstra's algorithm.
 
+Why a plan is never worse than torch's own: cheapest in time may mean a collective more for fewer bytes, or bytes more for one
+collective less. torch's greedy path is one of the paths here (with its all_to_all, which on CPU is an all_gather there), so paths
+that have more collectives or more bytes than that one are left out, and at least that one remains.
+
 Plans depend on the global shape and the mesh alone, never on the rank, so that all ranks choose the same one.
 """
 
@@ -85,6 +89,27 @@ def elements_sent(kind: StepKind, n: int, local: int) -> int:
     return 0
 
 
+def _elements_sent(kind: StepKind, state: State, mesh_dim: int, target: Placement, mesh_shape: Sequence[int], shape: Sequence[int]) -> int:
+    """Elements that one rank sends for a step from `state`; what is scattered unevenly is padded first, and counts padded."""
+    n, sizes = mesh_shape[mesh_dim], list(shape)
+    for placement, m in zip(state, mesh_shape):
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = -(-sizes[placement.dim] // m)
+    if isinstance(target, Shard):
+        sizes[target.dim] = -(-sizes[target.dim] // n) * n
+    return elements_sent(kind, n, math.prod(sizes))
+
+
+#: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the others.
+_PARTITIONS = ("sum", "avg", "min", "max")
+
+
+def _commute(placements: Sequence[Placement]) -> bool:
+    """Whether the reductions that `placements` wait for may be done in any order: one kind, or sums and averages."""
+    ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    return len(ops) <= 1 or ops <= {"sum", "avg"}
+
+
 def _moves(state: State, goal: State, mesh_shape: Sequence[int], ndim: int) -> Iterator[tuple[int, StepKind, Placement]]:
     """Every legal change of one placement: mesh dim, kind, new placement."""
     for i, source in enumerate(state):
@@ -100,8 +125,47 @@ def _moves(state: State, goal: State, mesh_shape: Sequence[int], ndim: int) -> I
             yield from ((i, "all_to_all", s) for s in shards if s != source)
         elif isinstance(source, Replicate):
             yield from ((i, "slice", s) for s in shards)
-            if isinstance(goal[i], Partial):
+            if isinstance(goal[i], Partial) and _commute((*state, goal[i])):
                 yield i, "partition", goal[i]
+
+
+def _torch_path(start: State, goal: State) -> Iterator[tuple[int, Placement]]:
+    """torch's greedy choice, mesh dim and new placement of each step: from the innermost mesh dim outwards what can change at once
+    (a shard that would nest otherwise in the goal is gathered), then from the outermost inwards what is left.
+    """
+    state = list(start)
+    if any(isinstance(p, Shard) for p in start):
+        for i in reversed(range(len(state))):
+            target = goal[i]
+            if isinstance(target, Shard):
+                outer = [[p == target for p in placements[:i]] for placements in (state, goal)]
+                if outer[0] != outer[1]:
+                    target = Replicate()
+            if state[i] != target:
+                yield i, target
+                state[i] = target
+    for i, target in enumerate(goal):
+        if state[i] != target:
+            yield i, target
+
+
+def _kind(source: Placement, target: Placement) -> StepKind:
+    if isinstance(source, Partial):
+        return "reduce_scatter" if isinstance(target, Shard) else "all_reduce"
+    if isinstance(source, Shard):
+        return "all_to_all" if isinstance(target, Shard) else "all_gather"
+    return "slice" if isinstance(target, Shard) else "partition"
+
+
+def _limits(start: State, goal: State, mesh_shape: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+    """Collectives and elements of torch's greedy path."""
+    state, count, elements = start, 0, 0
+    for i, target in _torch_path(start, goal):
+        kind = _kind(state[i], target)
+        count += kind in COLLECTIVES
+        elements += _elements_sent(kind, state, i, target, mesh_shape, shape)
+        state = (*state[:i], target, *state[i + 1 :])
+    return count, elements
 
 
 def plan(source: str, target: str, mesh_shape: Sequence[int], shape: Sequence[int], itemsize: int = 4) -> tuple[Step, ...]:
@@ -111,7 +175,7 @@ def plan(source: str, target: str, mesh_shape: Sequence[int], shape: Sequence[in
 
     Raises:
         PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing leads
-            from the one to the other (a shard cannot become partial, nor one partial another).
+            from the one to the other (a shard cannot become partial, nor one partial another; nor does torch do that).
     """
     return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize)
 
@@ -141,31 +205,39 @@ def _plan(
         sent = sum(elements_sent("all_gather", mesh_shape[i], local) for i in changed if not isinstance(start[i], Replicate))
         return (Step("torch", changed[0], start[changed[0]], goal[changed[0]], sent),)
 
-    # Dijkstra's algorithm. Ties are broken by order of discovery, which is the same on every rank.
+    for a, b in zip(start, goal):
+        if isinstance(b, Partial) and a != b and not (isinstance(a, Replicate) and b.reduce_op in _PARTITIONS):
+            raise PlanError(f"redistribute from {source} to {target} not supported: nothing leads from {placement_text(a)} to {placement_text(b)}")
+    for placements in (start, goal):
+        if not _commute(placements):
+            raise PlanError(f"spec {spec_text(placements)} mixes reductions whose order matters")
+
+    # Dijkstra's algorithm within the limits: a path to a state is kept unless another is at most as dear, with at most as many
+    # collectives and at most as many elements. Ties are broken by order of discovery, which is the same on every rank.
+    most_collectives, most_elements = _limits(start, goal, mesh_shape, shape)
     order = itertools.count()
-    queue: list[tuple[float, int, State, tuple[Step, ...]]] = [(0.0, next(order), start, ())]
-    done: set[State] = set()
+    queue: list[tuple[float, int, State, tuple[Step, ...], int, int]] = [(0.0, next(order), start, (), 0, 0)]
+    done: dict[State, list[tuple[int, int]]] = {}
     while queue:
-        cost, _, state, steps = heapq.heappop(queue)
+        cost, _, state, steps, count, elements = heapq.heappop(queue)
         if state == goal:
             return steps
-        if state in done:
+        kept = done.setdefault(state, [])
+        if any(c <= count and e <= elements for c, e in kept):
             continue
-        done.add(state)
+        kept.append((count, elements))
         local = local_elements(state, mesh_shape, shape)
         for i, kind, placement in _moves(state, goal, mesh_shape, len(shape)):
-            successor = (*state[:i], placement, *state[i + 1 :])
-            if successor in done:
+            sent = _elements_sent(kind, state, i, placement, mesh_shape, shape)
+            after = count + (kind in COLLECTIVES), elements + sent
+            if after[0] > most_collectives or after[1] > most_elements:
                 continue
-            sent = elements_sent(kind, mesh_shape[i], local)
             price = sent * itemsize + (LATENCY_BYTES if kind in COLLECTIVES else 0)
             price += local * itemsize * 1e-3 + 1e-3  # a local copy costs little, but not nothing
             step = Step(kind, i, state[i], placement, sent)
-            heapq.heappush(queue, (cost + price, next(order), successor, (*steps, step)))
-    raise PlanError(
-        f"redistribute from {spec_text(start)} to {spec_text(goal)} not supported yet: no collective leads from "
-        f"{' or '.join(sorted({placement_text(a) for a, b in zip(start, goal) if a != b}))} to what is asked for"
-    )
+            successor = (*state[:i], placement, *state[i + 1 :])
+            heapq.heappush(queue, (cost + price, next(order), successor, (*steps, step), *after))
+    raise AssertionError(f"{source}->{target}: torch's path is not among the legal ones")
 
 
 def bytes_sent(steps: Sequence[Step], itemsize: int) -> int:
