@@ -14,6 +14,7 @@ from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
 from dtensor_compile.report.record import GraphLog, cache_key, recording
+from dtensor_compile.variables import install_trackers
 
 
 def dtensor(
@@ -55,7 +56,9 @@ def dtensor(
             example_inputs,
             joint_pass=plan_joint_graph,
             post_grad_pass=lower_graph,
-            key=(opts.disable_passes, cache_key()),
+            key=None if recording() else (opts.disable_passes, opts.strict, cache_key()),
             settings=opts.inductor,
-            cached=not recording(),
         )
+
+
+install_trackers(dtensor)

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ class GraphPass(CustomGraphPass):
 
     Args:
         run: changes a graph in place.
-        key: everything besides the graph that decides what `run` does.
+        key: everything besides the graph that decides what `run` does; None keeps the graph out of the caches.
         then: a pass of the user's own for the same place, which runs after ours.
     """
 
-    def __init__(self, run: GraphFunction, key: tuple[Any, ...], then: Any = None) -> None:
+    def __init__(self, run: GraphFunction, key: tuple[Any, ...] | None, then: Any = None) -> None:
         self.run = run
         self.key = key
         self.then = tuple(then) if isinstance(then, (list, tuple)) else (then,) if then is not None else ()
@@ -49,7 +50,7 @@ class GraphPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         ids = [follower.uuid() if hasattr(follower, "uuid") else None for follower in self.then]
-        return None if None in ids else (package_digest(), self.key, tuple(ids))
+        return None if self.key is None or None in ids else (package_digest(), self.key, tuple(ids))
 
 
 @functools.cache
@@ -91,26 +92,22 @@ def compile_graph(
     *,
     joint_pass: GraphFunction,
     post_grad_pass: GraphFunction,
-    key: tuple[Any, ...],
+    key: tuple[Any, ...] | None,
     settings: Mapping[str, Any],
-    cached: bool = True,
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
 
     Args:
         joint_pass: runs on the joint graph (on the forward graph where there is no backward).
         post_grad_pass: runs on the forward and on the backward graph before Inductor's own post-grad passes.
-        key: what decides the work of both passes besides the graph; part of the cache keys.
+        key: what decides the work of both passes besides the graph; part of the cache keys. None: no cache is used.
         settings: Inductor's configuration for this graph, on top of the current one.
-        cached: whether compiled graphs may come from and go to Inductor's caches.
     """
     from torch._inductor.compile_fx import compile_fx
 
     patches = dict(settings)
     patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(post_grad_pass, key, _configured(patches, "post_grad_custom_pre_pass"))
-    if not cached:
-        patches["force_disable_caches"] = True
     return compile_fx(gm, example_inputs, config_patches=patches)
 
 
@@ -125,6 +122,13 @@ def _configured(settings: Mapping[str, Any], key: str) -> Any:
     from torch._inductor import config
 
     return settings.get(key, getattr(config, key))
+
+
+def fresh_caches() -> AbstractContextManager[None]:
+    """While it is entered, Inductor's caches on disk are an empty folder, so that compile times compare."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
 
 
 def trace_local(function: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.fx.GraphModule:

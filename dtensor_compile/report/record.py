@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,7 @@ class Recording:
 
 
 _active: list[Recording] = []
+_watchers: list[Callable[[str, torch.fx.Graph], None]] = []
 
 
 @contextlib.contextmanager
@@ -99,9 +100,19 @@ def record() -> Iterator[Recording]:
         _active.remove(recording_)
 
 
+@contextlib.contextmanager
+def watch_graphs(watcher: Callable[[str, torch.fx.Graph], None]) -> Iterator[None]:
+    """Calls ``watcher(stage, graph)`` for every graph compiled meanwhile: ``"captured"``, ``"planned"``, ``"lowered"``."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
 def recording() -> bool:
-    """Whether a recording is on."""
-    return bool(_active)
+    """Whether somebody looks at the stages of what is compiled."""
+    return bool(_active or _watchers)
 
 
 class GraphLog:
@@ -117,6 +128,7 @@ class GraphLog:
         self._list(graph, "planned")
 
     def _list(self, graph: torch.fx.Graph, attribute: str) -> None:
+        _show(attribute, graph)
         if self.recordings:
             texts = [f"{read(node)} {source_line(node)}".strip() for node in redistributions(graph)]
             for recording_ in self.recordings:
@@ -129,8 +141,14 @@ class GraphLog:
             recording_.decisions.extend(decisions)
 
     def lowered(self, graph: torch.fx.Graph) -> None:
+        _show("lowered", graph)
         for recording_ in self.recordings:
             recording_.graphs.append(GraphRecord(graph_name(graph), collectives_in(graph)))
+
+
+def _show(stage: str, graph: torch.fx.Graph) -> None:
+    for watcher in _watchers:
+        watcher(stage, graph)
 
 
 def graph_name(graph: torch.fx.Graph) -> str:
@@ -175,4 +193,4 @@ def observe_stock(recording_: Recording) -> dict[str, Any]:
     def observe(graph: torch.fx.Graph) -> None:
         recording_.graphs.append(GraphRecord(graph_name(graph), collectives_in(graph)))
 
-    return {"post_grad_custom_post_pass": GraphPass(observe, ("observe",)), "force_disable_caches": True}
+    return {"post_grad_custom_post_pass": GraphPass(observe, None)}

@@ -1,0 +1,30 @@
+"""The command ``dtensor-compile``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="dtensor-compile", description='tools around torch.compile(model, backend="dtensor")')
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="train a small Llama eager, with stock Inductor and with this backend, and compare")
+    demo.add_argument("--ranks", type=int, default=2, help="number of processes on this machine (default 2)")
+    demo.epilog = "other options go to dtensor_compile.demo.train: --layout {tp,fsdp,2d}, --layers, --steps, --timed, --json FILE"
+    args, rest = parser.parse_known_args(argv)
+    return run_demo(args.ranks, rest)
+
+
+def run_demo(ranks: int, rest: list[str]) -> int:
+    """Starts `ranks` processes of the demonstration on this machine and waits for them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+    return subprocess.call([*command, "-m", "dtensor_compile.demo.train", *rest], env=environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
