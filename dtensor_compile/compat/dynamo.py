@@ -1,0 +1,295 @@
+"""Dynamo: the scope in which it traces for our backend, and the names that trackers are built from.
+
+`install_while_tracing` puts trackers of ours in place while Dynamo traces for one backend, and takes them out again. Three
+things about it are not obvious:
+
+- *When.* ``torch.compile`` drops the ``backend_ctx_ctor`` of a backend that is given by name, so the scope comes from Dynamo's
+  compile callbacks. ``torch._dynamo.reset()`` clears their list. The list is the only owner of each callback of ours, so that
+  clearing it ends the callback, and its finalizer registers the next one.
+- *For whom.* A callback is not told which backend the compilation is for. It is in the local variable ``compiler_fn`` of
+  Dynamo's function ``_compile``, further up the stack.
+- *Nested.* Callbacks run for the outermost compilation only, and one that is still pending on another thread delays the end. So
+  every entry asks once more, of the frame that is being traced, for whom it is, and hands over to torch where it is not for us.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch._dynamo import convert_frame
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.exc import raise_observed_exception, unimplemented
+from torch._dynamo.guards import get_verbose_code_parts, install_guard
+from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+from torch._dynamo.source import AttrSource, GlobalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import LambdaVariable
+from torch._dynamo.variables.script_object import OpaqueObjectClassVariable, TorchScriptObjectVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._guards import Guard, Source
+from torch._library.fake_class_registry import FakeScriptObject
+
+Translator = InstructionTranslatorBase
+#: Tracks an object that tensors and operators carry around without looking inside: meshes, groups, placements.
+OpaqueVariable = TorchScriptObjectVariable
+#: Tracks the class of such objects.
+OpaqueClassVariable = OpaqueObjectClassVariable
+
+Backend = Callable[..., Any]
+#: Makes a tracker of an opaque object: ``(tx, proxy, value, source, options)``.
+Track = Callable[[Translator, Any, Any, "Source | None", Mapping[str, Any]], VariableTracker]
+#: Makes a tracker of one certain object: ``(tx, object, source)``.
+TrackOne = Callable[[Translator, Any, Source], VariableTracker]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What is in place while Dynamo traces for our backend.
+
+    Attributes:
+        opaque: class of an opaque object (subclasses included) to what makes its tracker.
+        objects: pairs of one certain object, a class for instance, and what makes its tracker.
+    """
+
+    opaque: Mapping[type, Track]
+    objects: tuple[tuple[Any, TrackOne], ...] = ()
+
+
+def real_object(value: Any) -> Any:
+    """The object itself: while tracing it may be wrapped."""
+    return object.__getattribute__(value, "real_obj") if isinstance(value, FakeScriptObject) else value
+
+
+# ---- the scope -------------------------------------------------------------------------------------------------------------
+
+_UNWRAP: tuple[tuple[type, str], ...] = (
+    (WrapBackendDebug, "_torchdynamo_orig_backend"),
+    (torch._TorchCompileWrapper, "compiler_fn"),
+    (functools.partial, "func"),
+)
+
+
+def unwrapped_backend(compiler_fn: Any) -> Any:
+    """The backend function inside what ``torch.compile`` wraps around it, and inside a ``functools.partial`` of it."""
+    for wrapper, attribute in _UNWRAP:
+        if isinstance(compiler_fn, wrapper):
+            return unwrapped_backend(getattr(compiler_fn, attribute))
+    return compiler_fn
+
+
+def backend_on_stack() -> Any:
+    """The backend of the innermost compilation that is under way on this thread; None where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_globals is vars(convert_frame):
+            return unwrapped_backend(frame.f_locals.get("compiler_fn"))
+        frame = frame.f_back
+    return None
+
+
+@dataclass
+class _Scope:
+    """Entries of one backend, in place from `start` to `end`."""
+
+    backend: Backend
+    entries: Entries
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def start(self, args: CallbackArgs) -> None:
+        if args.callback_trigger is CallbackTrigger.DYNAMO and backend_on_stack() is self.backend:
+            self.install()
+
+    def end(self, args: CallbackArgs) -> None:
+        self.remove()
+
+    def serves(self, tx: Translator | None) -> bool:
+        """Whether the frame that `tx` traces is compiled by our backend."""
+        tx = tx if tx is not None else InstructionTranslator.current_tx()
+        return unwrapped_backend(tx.output.compiler_fn) is self.backend
+
+    def install(self) -> None:
+        self.remove()
+        self._replace_factory()
+        table = VariableBuilder._id_dispatch()
+        for thing, track in self.entries.objects:
+            self._enter(table, thing, track)
+
+    def remove(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+
+    def _replace_factory(self) -> None:
+        """torch makes every tracker of an opaque object, with a source or as the result of a node, in one static method."""
+        before = vars(OpaqueVariable)["create"]
+        stock = OpaqueVariable.create
+
+        def create(proxy: Any, value: Any, *args: Any, tx: Translator | None = None, **options: Any) -> VariableTracker:
+            track = self._track_of(type(real_object(value)))
+            if track is None or not self.serves(tx):
+                return stock(proxy, value, *args, tx=tx, **options)
+            source = options.pop("source", None)
+            return track(tx or InstructionTranslator.current_tx(), proxy, value, source, options)
+
+        OpaqueVariable.create = staticmethod(create)
+        self.undo.append(lambda: setattr(OpaqueVariable, "create", before))
+
+    def _track_of(self, cls: type) -> Track | None:
+        return next((self.entries.opaque[base] for base in cls.__mro__ if base in self.entries.opaque), None)
+
+    def _enter(self, table: dict[int, Any], thing: Any, track: TrackOne) -> None:
+        def entry(builder: VariableBuilder, value: Any) -> VariableTracker:
+            if self.serves(builder.tx):
+                return track(builder.tx, value, builder.source)
+            del table[id(thing)]
+            try:
+                return builder._wrap(value)
+            finally:
+                table[id(thing)] = entry
+
+        if id(thing) in table:
+            return  # someone else's, torch.compiler.substitute_in_graph for instance
+        table[id(thing)] = entry
+        self.undo.append(lambda: table.pop(id(thing)))
+
+
+class _Callback:
+    """A callable that a weak reference can point to."""
+
+    def __init__(self, function: Callable[[CallbackArgs], None]) -> None:
+        self.function = function
+
+    def __call__(self, args: CallbackArgs) -> None:
+        self.function(args)
+
+
+def _register_for_good(register: Callable[[Any], Any], function: Callable[[CallbackArgs], None]) -> None:
+    callback = _Callback(function)
+    weakref.finalize(callback, _register_for_good, register, function).atexit = False
+    register(callback)
+
+
+_scopes: list[_Scope] = []
+
+
+def install_while_tracing(backend: Backend, entries: Entries) -> None:
+    """From now on, `entries` are in place whenever Dynamo traces for `backend`, and at no other time. Once per backend."""
+    if any(scope.backend is backend for scope in _scopes):
+        return
+    scope = _Scope(backend, entries)
+    _scopes.append(scope)
+    _register_for_good(callback_handler.register_start_callback, scope.start)
+    _register_for_good(callback_handler.register_end_callback, scope.end)
+
+
+def installed_backends() -> list[Backend]:
+    """The backends whose entries are in place right now."""
+    return [scope.backend for scope in _scopes if scope.undo]
+
+
+# ---- what trackers need ----------------------------------------------------------------------------------------------------
+
+
+def graph_break(kind: str, context: str, explanation: str, hint: str) -> NoReturn:
+    """An ordinary graph break: an error with ``fullgraph=True``, otherwise this piece of the program runs in eager.
+
+    Args:
+        kind: names the cause, without anything of this program in it, so that reports can count it.
+        context, explanation, hint: what was met, why it is not traced, what the user can do.
+    """
+    unimplemented(gb_type=kind, context=context, explanation=explanation, hints=[hint])
+
+
+def raise_in_program(tx: Translator, error: Exception) -> NoReturn:
+    """The traced program meets `error` here, as it would in eager: it may catch it."""
+    raise_observed_exception(type(error), tx, args=[str(arg) for arg in error.args])
+
+
+def constant_argument(argument: VariableTracker) -> Any:
+    """The value of an argument; a size that became symbolic is fixed to what it is, under a guard.
+
+    Raises:
+        NotImplementedError: the value is only known when the program runs.
+    """
+    if isinstance(argument, SymNodeVariable):
+        return argument.evaluate_expr()
+    return argument.as_python_constant()
+
+
+def build(tx: Translator, value: Any) -> VariableTracker:
+    """A tracker for a value that was computed while tracing."""
+    return VariableTracker.build(tx, value)
+
+
+def member_function(
+    owner: VariableTracker, name: str, call: Callable[[list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
+) -> VariableTracker:
+    """The bound method `name` of `owner`, which calls `call` with the trackers of its arguments."""
+    source = AttrSource(owner.source, name) if owner.source else None
+    return LambdaVariable(lambda *args, **kwargs: call(list(args), kwargs), source=source)
+
+
+def inline_member(owner: OpaqueVariable, tx: Translator, name: str) -> VariableTracker:
+    """Member `name` as of any Python object: data under guards, a method as code that is traced when it is called."""
+    return UserDefinedObjectVariable.var_getattr(owner, tx, name)
+
+
+def constant_source(tx: Translator, kind: str, value: Any) -> Source:
+    """A source for an object that tracing made or found: the compiled code keeps it, and can load it."""
+    return GlobalSource(tx.output.install_global_by_id(f"__dtensor_compile_{kind}", value))
+
+
+def tracked(tx: Translator, value: Any) -> VariableTracker | None:
+    """The tracker that `value` already has in this frame, if any."""
+    return tx.output.side_effects[value] if value in tx.output.side_effects else None
+
+
+def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTracker:
+    """Whoever meets `value` again in this frame, from whatever source, gets `tracker` (and a guard that it is the same one)."""
+    if value in tx.output.side_effects:
+        return tracker
+    return tx.output.side_effects.track_object_existing(value, tracker)
+
+
+def build_unguarded(tx: Translator, value: Any, source: Source) -> VariableTracker:
+    """A tracker with a source whose object cannot change."""
+    with tx.output.tracing_context.guards_context.skip_guard_install():
+        return VariableBuilder(tx, source)(value)
+
+
+def class_guard(source: Source) -> None:
+    """Guards that `source` is the same class."""
+    from torch._dynamo.guards import GuardBuilder
+
+    install_guard(source.make_guard(GuardBuilder.CLASS_MATCH))
+
+
+def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], None]:
+    """A kind of guard: what ``facts(object)`` says is the same as while tracing. The result installs one on a source."""
+
+    def create(builder: Any, guard: Guard) -> None:
+        recorded = facts(real_object(builder.get(guard)))
+        code = f"{name}({guard.name}) == {recorded!r}"
+        builder.get_guard_manager(guard).add_lambda_guard(
+            lambda value: facts(real_object(value)) == recorded, get_verbose_code_parts(code, guard), guard.user_stack
+        )
+
+    create.__name__ = name
+    return lambda source: install_guard(source.make_guard(create))
+
+
+__all__ = [
+    "ConstantVariable", "Entries", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "VariableTracker",
+    "backend_on_stack", "build", "build_unguarded", "class_guard", "constant_argument", "constant_source", "fact_guard",
+    "graph_break", "inline_member", "install_while_tracing", "installed_backends", "member_function", "raise_in_program",
+    "real_object", "remember", "tracked", "unwrapped_backend",
+]  # fmt: skip

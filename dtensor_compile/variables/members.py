@@ -1,0 +1,152 @@
+"""Trackers that decide by a table what becomes of each member of an object.
+
+An object that a guard holds fixed has members that are fixed too. `TableVariable` looks a member up in the table of its class:
+
+- `BAKE`: read or called with the real object while tracing; the result is a constant of the graph. Right for members whose
+  result follows from what is guarded, and that change nothing.
+- `INLINE`: traced like any other Python code, under guards of its own.
+- `BREAK`: not traceable; an ordinary graph break that says so.
+
+Whatever a member returns that is itself a mesh, a group or a placement gets a tracker with a source (`Tracked.source_of`), so that
+guards, graph inputs and returned values work for it as they do for an input.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dtensor_compile.compat.dynamo import (
+    OpaqueVariable,
+    Source,
+    Translator,
+    VariableTracker,
+    build,
+    build_unguarded,
+    constant_argument,
+    constant_source,
+    graph_break,
+    inline_member,
+    member_function,
+    raise_in_program,
+    remember,
+    tracked,
+)
+
+
+class Rule(enum.Enum):
+    """What becomes of a member of an object."""
+
+    BAKE = enum.auto()
+    INLINE = enum.auto()
+    BREAK = enum.auto()
+
+
+def table(*, bake: str = "", inline: str = "", breaks: str = "") -> Mapping[str, Rule]:
+    """A table from lists of names, separated by white space."""
+    rules = {Rule.BAKE: bake, Rule.INLINE: inline, Rule.BREAK: breaks}
+    return {name: rule for rule, names in rules.items() for name in names.split()}
+
+
+class TableVariable(OpaqueVariable):
+    """An opaque object whose members follow a table.
+
+    Class attributes:
+        kind: what a message calls such an object.
+        members: rule per member.
+        outside: rule for all other members.
+    """
+
+    kind: ClassVar[str]
+    members: ClassVar[Mapping[str, Rule]]
+    outside: ClassVar[Rule] = Rule.BREAK
+
+    def rule(self, name: str) -> Rule:
+        return self.members.get(name, self.outside)
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        rule, real = self.rule(name), self.as_python_constant()
+        if rule is Rule.INLINE or name == "__class__":
+            return inline_member(self, tx, name)
+        try:
+            value = getattr(real, name)
+        except Exception as error:  # noqa: BLE001 - whatever a property raises, the program sees it
+            raise_in_program(tx, error)
+        if callable(value):
+            return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
+        return build(tx, value) if rule is Rule.BAKE else self._break(name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        rule = self.rule(name)
+        if rule is Rule.BAKE:
+            return self._call_real(tx, name, args, kwargs)
+        if rule is Rule.INLINE:
+            return inline_member(self, tx, name).call_function(tx, list(args), dict(kwargs))
+        self._break(name)
+
+    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
+        return build(tx, hasattr(self.as_python_constant(), name))
+
+    def mp_subscript_impl(self, tx: Translator, key: VariableTracker) -> VariableTracker:
+        return self.call_method(tx, "__getitem__", [key], {})
+
+    def repr_impl(self, tx: Translator) -> VariableTracker:
+        return self._call_real(tx, "__repr__", [], {})
+
+    def str_impl(self, tx: Translator) -> VariableTracker:
+        return self._call_real(tx, "__str__", [], {})
+
+    def _call_real(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        try:
+            real_args = [constant_argument(arg) for arg in args]
+            real_kwargs = {key: constant_argument(arg) for key, arg in kwargs.items()}
+        except NotImplementedError:
+            graph_break(
+                f"dtensor backend: argument of a {self.kind} method is not a constant",
+                f"{self}.{name}({', '.join(map(str, [*args, *kwargs.values()]))})",
+                f"backend='dtensor' evaluates {type(self.as_python_constant()).__name__}.{name} while it traces, and needs the "
+                "values of its arguments then.",
+                "Compute the argument outside of the compiled function, or make it a constant.",
+            )
+        try:
+            result = getattr(self.as_python_constant(), name)(*real_args, **real_kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever the method raises, the program sees it
+            raise_in_program(tx, error)
+        return build(tx, result)
+
+    def _break(self, name: str) -> Any:
+        cls = type(self.as_python_constant()).__name__
+        graph_break(
+            f"dtensor backend: {self.kind} member is not traced",
+            f"{self}.{name}",
+            f"backend='dtensor' does not trace the member '{name}' of {cls}: it may change the {self.kind} or depend on more "
+            "than what is guarded.",
+            f"Use '{name}' outside of the compiled function and pass its result in.",
+        )
+
+
+class SourcedVariable(TableVariable):
+    """An opaque object with an identity (a mesh, a group): always tracked with a source, and once per frame."""
+
+    @classmethod
+    def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
+        """Makes the tracker; called in place of torch's factory.
+
+        An object without a source was computed by a node of the graph or by a member. While the guards hold it is always this one,
+        so that the tracker of an input serves where it is one, and a constant where it is not.
+        """
+        variable = cls(proxy, value, source=source, **options)
+        real = variable.as_python_constant()
+        if source is None:
+            return tracked(tx, real) or build_unguarded(tx, real, constant_source(tx, cls.kind, real))
+        cls.guard(source)
+        return remember(tx, real, variable)
+
+    @classmethod
+    def guard(cls, source: Source) -> None:
+        """Installs what torch's own guards on `source` leave open."""

@@ -1,0 +1,30 @@
+"""``ProcessGroup``, and ``torch.distributed.group`` / ``GroupMember``, whose ``WORLD`` is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from dtensor_compile.compat.dynamo import Source, fact_guard
+from dtensor_compile.variables.members import SourcedVariable, table
+
+
+def group_facts(group: dist.ProcessGroup) -> tuple[Any, ...]:
+    """All that a graph may hold of a group: its name, the rank of this process in it, and its ranks in order."""
+    return group.group_name, group.rank(), dist.get_process_group_ranks(group)
+
+
+#: torch guards the type of a group only, but rank, size and name are constants of the graph.
+_same_group = fact_guard("PROCESS_GROUP_MATCH", group_facts)
+
+
+class ProcessGroupVariable(SourcedVariable):
+    kind = "group"
+    members = table(
+        bake="rank size name group_name group_desc _get_backend_name __repr__ __str__ __hash__ __eq__ __ne__ __format__"
+    )
+
+    @classmethod
+    def guard(cls, source: Source) -> None:
+        _same_group(source)
