@@ -4,7 +4,9 @@
 
 `source` and `target` are specs in text form (``capture/spec.py``), `mesh` is a mesh in text form (``capture/mesh.py``), `shape`
 is the global shape. All of it is text and integers, the same on every rank: graphs with this node read well, go through
-caches, and can be planned as a whole. The result never aliases the input.
+caches, and can be planned as a whole. The result never aliases the input. It is contiguous where something was sent; a slice or a
+copy keeps the order of strides of the input. (So does torch, except that it leaves some uneven shards as views of a padded
+buffer, with strides that depend on the device and on the rank.)
 
 Its kernels run the plan of ``lowering/``: the eager one with collectives, so that every captured graph runs, the fake one from
 plain integers. There is no gradient formula: DTensor redistributes below autograd, so the backward redistribution is a node of
@@ -24,9 +26,9 @@ from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.dtensor import make_spec, stock_redistribute_local
 from dtensor_compile.compat.shapes import size_hints
-from dtensor_compile.errors import NoProcessGroupError
-from dtensor_compile.lowering.expand import expand, local_shape
-from dtensor_compile.lowering.plan import Step, plan
+from dtensor_compile.errors import NoProcessGroupError, PlanError
+from dtensor_compile.lowering.expand import canonical, expand, local_shape
+from dtensor_compile.lowering.plan import COLLECTIVES, Step, plan
 
 _library = torch.library.Library("dtensor_compile", "DEF")
 _library.define(
@@ -57,13 +59,32 @@ def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: S
     coordinate = layout.coordinate(rank)
     if coordinate is None:  # this rank is not part of the mesh: its local tensor is empty and stays so
         return local.clone()
+    _check_shape(local, source, layout, coordinate, shape)
     steps = plan_of(source, target, layout, shape, local.element_size())
     if any(step.kind == "torch" for step in steps):
-        return _by_torch(local, source, target, mesh, shape)
-    out = expand(
-        local, steps, parse_spec(source), layout, coordinate, shape, lambda i: mesh_module.group_name(mesh, i, rank)
-    )
+        out = _by_torch(local, source, target, mesh, shape)
+    else:
+        out = expand(
+            local, steps, parse_spec(source), layout, coordinate, shape, lambda i: mesh_module.group_name(mesh, i, rank)
+        )
+    if _sends(steps):
+        out = canonical(out)
     return local.clone() if out is local else out
+
+
+def _sends(steps: Sequence[Step]) -> bool:
+    return any(step.kind in COLLECTIVES for step in steps)
+
+
+def _check_shape(local: torch.Tensor, source: str, layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> None:
+    wanted = local_shape(parse_spec(source), layout, coordinate, shape) if len(parse_spec(source)) == len(coordinate) else None
+    if wanted is None or not all(isinstance(size, int) for size in (*local.shape, *wanted)):
+        return
+    if list(local.shape) != wanted:
+        raise PlanError(
+            f"local tensor of shape {list(local.shape)} does not fit {source} of {list(shape)} on {layout}: "
+            f"at {list(coordinate)} it has the shape {wanted}"
+        )
 
 
 def _by_torch(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
@@ -71,9 +92,7 @@ def _by_torch(local: torch.Tensor, source: str, target: str, mesh: str, shape: S
     device_mesh = mesh_module.live_mesh(mesh)
     specs = [make_spec(device_mesh, parse_spec(text), shape, local.dtype) for text in (source, target)]
     out = stock_redistribute_local(local, *specs)
-    if hasattr(out, "wait"):
-        out = out.wait()
-    return local.clone() if out is local else out
+    return out.wait() if hasattr(out, "wait") else out
 
 
 def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
@@ -82,13 +101,11 @@ def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Seque
     if coordinate is None:
         return torch.empty_like(local)
     steps = plan_of(source, target, layout, shape, local.element_size())
-    if steps and all(step.kind in _CONTIGUOUS for step in steps):
+    if _sends(steps):
+        _check_shape(local, source, layout, coordinate, shape)
         return local.new_empty(local_shape(parse_spec(target), layout, coordinate, shape))
     return carry_out(local, source, target, mesh, shape)
 
-
-#: Steps whose result is contiguous whatever the strides of the input.
-_CONTIGUOUS = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
 
 _library.impl("redistribute", carry_out, "CompositeExplicitAutograd")
 _library._register_fake("redistribute", _fake)

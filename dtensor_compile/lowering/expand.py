@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dtensor_compile.capture.mesh import MeshLayout
-from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
+from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.lowering.plan import Step
 
 GroupName = Callable[[int], str]
@@ -31,12 +31,27 @@ def shard_range(size: Any, n: int, coordinate: int) -> tuple[Any, Any]:
 
 
 def local_shape(placements: Sequence[Placement], layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> list[Any]:
-    """Shape of the local tensor at `coordinate`; for `Shard`, `Replicate` and `Partial`."""
+    """Shape of the local tensor at `coordinate`."""
     sizes = list(shape)
     for placement, n, c in zip(placements, layout.shape, coordinate):
         if isinstance(placement, Shard) and n > 1:
             sizes[placement.dim] = shard_range(sizes[placement.dim], n, c)[1]
+        elif isinstance(placement, StridedShard) and n > 1:
+            size, factor = sizes[placement.dim], int(placement.split_factor)
+            sizes[placement.dim] = sum(shard_range(shard_range(size, factor, k)[1], n, c)[1] for k in range(factor))
     return sizes
+
+
+def canonical(x: torch.Tensor) -> torch.Tensor:
+    """`x` contiguous, with the strides of a fresh tensor of its shape on dims of size 1 too."""
+    x = x.contiguous()
+    if not all(isinstance(size, int) for size in x.shape):
+        return x
+    strides, step = [], 1
+    for size in reversed(x.shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return x if x.stride() == tuple(strides) else x.flatten().view(x.shape)
 
 
 def expand(
