@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.checks import check_program
 from dtensor_compile.compat.inductor import compile_as_stock, compile_graph
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
-from dtensor_compile.report.record import GraphLog, cache_key, recording
+from dtensor_compile.report.recorder import GraphLog, cache_key, recording
 from dtensor_compile.variables import install_trackers
 
 
@@ -42,6 +43,7 @@ def dtensor(
     log = GraphLog()
 
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
+        bind_meshes_to_primals(graph)
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
         log.planned(graph)

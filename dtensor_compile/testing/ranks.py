@@ -1,0 +1,212 @@
+"""Real ranks on one machine for tests: gloo processes that are started once and reused.
+
+    @on_ranks(2)
+    def test_sum():                     # runs on both ranks; a failure on any of them fails the test
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [2, 2]
+
+A job that fails or does not answer in time is ended (its processes by their ids) and a new one serves the next test, so no test
+waits for ever and none suffers from another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: Seconds that the other ranks have to come back after one has failed.
+GRACE = 5.0
+
+
+class RankError(AssertionError):
+    """A rank failed, died, or did not answer in time. The message carries what each rank said."""
+
+
+def on_ranks(world: int, timeout: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function runs on `world` ranks at once, each with the process group initialized (gloo).
+
+    Args:
+        world: number of ranks.
+        timeout: seconds after which the job is ended and the call fails.
+
+    The decorated function returns the list of what each rank returned. Arguments and results are pickled. The function has to
+    be reachable by its name in its module.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            run_on_ranks(world, function, *args, timeout=timeout, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
+def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    """Runs ``function(*args, **kwargs)`` on every rank and returns the results in order of rank.
+
+    Raises:
+        RankError: a rank raised, died or did not answer within `timeout` seconds.
+    """
+    job = _jobs.get(world)
+    if job is None:
+        job = _jobs[world] = _Job(world)
+    try:
+        return job.call(function, args, kwargs, timeout)
+    except RankError:
+        _jobs.pop(world, None)
+        job.end()
+        raise
+
+
+@functools.lru_cache(maxsize=None)
+def make_mesh(shape: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu") -> Any:
+    """`init_device_mesh`, once per process for the same arguments: tests share the process groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, tuple(shape), mesh_dim_names=names)
+
+
+class _Job:
+    """The processes of one world size, and one pipe to each."""
+
+    def __init__(self, world: int) -> None:
+        self.directory = tempfile.TemporaryDirectory(prefix="dtensor_compile_ranks_")
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[multiprocessing.connection.Connection] = []
+        self.processes = []
+        # The child must not run the parent's main module again: under pytest or -c there is nothing in it for a rank.
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world, self.directory.name, list(sys.path)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+        code = sys.modules[function.__module__]
+        request = (function.__module__, getattr(code, "__file__", None), function.__qualname__, args, kwargs)
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send(request)
+            except OSError as error:
+                raise RankError(f"rank {rank} is gone: {error}") from None
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline, failed = time.monotonic() + timeout, False
+        while len(answers) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                try:
+                    answers[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
+                except (EOFError, OSError):
+                    answers[waiting[pipe]] = ("died", "the process ended without an answer")  # type: ignore[index]
+                if answers[waiting[pipe]][0] != "ok" and not failed:  # type: ignore[index]
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if len(answers) == len(self.pipes) and not failed:
+            return [answers[rank][1] for rank in range(len(self.pipes))]
+        raise RankError("\n".join(self._report(rank, answers.get(rank), timeout) for rank in range(len(self.pipes))))
+
+    def _report(self, rank: int, answer: tuple[str, Any] | None, timeout: float) -> str:
+        if answer is None:
+            return f"rank {rank}: no answer (limit {timeout:g} s); it was at\n{self._stack(rank)}"
+        return f"rank {rank}: ok" if answer[0] == "ok" else f"rank {rank}: {answer[1]}"
+
+    def _stack(self, rank: int) -> str:
+        import signal
+
+        with contextlib.suppress(OSError, TypeError):
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
+            time.sleep(0.3)
+            return (pathlib.Path(self.directory.name) / f"stack{rank}").read_text()[-3000:]
+        return "(unknown)"
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(timeout=10)
+        self.directory.cleanup()
+
+
+_jobs: dict[int, _Job] = {}
+
+
+@atexit.register
+def _end_all() -> None:
+    for job in _jobs.values():
+        job.end()
+    _jobs.clear()
+
+
+def _serve(pipe: Any, rank: int, world: int, directory: str, path: list[str]) -> None:
+    """Body of a rank's process: answers requests until the pipe closes."""
+    import signal
+
+    stack = open(pathlib.Path(directory) / f"stack{rank}", "w")  # noqa: SIM115 - stays open for the life of the process
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    sys.path[:] = path
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+    while True:
+        try:
+            request = pipe.recv()
+        except (EOFError, OSError):
+            return
+        pipe.send(_answer(request))
+
+
+def _answer(request: tuple) -> tuple[str, Any]:
+    import torch
+
+    module_name, file, qualname, args, kwargs = request
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            function: Any = _module(module_name, file)
+            for name in qualname.split("."):
+                function = getattr(function, name)
+            result = getattr(function, "__wrapped__", function)(*args, **kwargs)
+        pickle.dumps(result)
+        return "ok", result
+    except BaseException:  # noqa: BLE001 - a rank reports whatever ended the test
+        return "error", traceback.format_exc()
+    finally:
+        torch._dynamo.reset()
+
+
+def _module(name: str, file: str | None) -> Any:
+    if name != "__main__":
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("__rank_main__", file)  # type: ignore[arg-type]
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    sys.modules["__rank_main__"] = module
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module

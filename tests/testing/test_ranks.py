@@ -1,0 +1,47 @@
+"""The ranks that all other tests stand on: results come back in order, and failures and hangs end."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.testing import RankError, on_ranks, run_on_ranks
+
+
+@on_ranks(2)
+def test_body_runs_on_every_rank():
+    x = torch.ones(2) * dist.get_rank()
+    dist.all_reduce(x)
+    assert x.tolist() == [1, 1]
+
+
+def rank_times(factor):
+    return dist.get_rank() * factor
+
+
+def fail_on_one():
+    if dist.get_rank() == 1:
+        raise ValueError("only rank 1")
+    dist.barrier()
+
+
+def sleep_on_one():
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    return dist.get_rank()
+
+
+def test_results_come_in_order_of_rank():
+    assert run_on_ranks(2, rank_times, 3) == [0, 3]
+
+
+def test_failure_of_one_rank_names_it_and_ends_the_others():
+    with pytest.raises(RankError, match="only rank 1"):
+        run_on_ranks(2, fail_on_one)
+    assert run_on_ranks(2, rank_times, 1) == [0, 1]
+
+
+def test_hang_of_one_rank_ends_with_its_stack():
+    with pytest.raises(RankError, match=r"rank 1: no answer[\s\S]*sleep_on_one"):
+        run_on_ranks(2, sleep_on_one, timeout=10)
