@@ -1,0 +1,74 @@
+"""Backward hooks in compiled code, on tensors and on modules."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.testing.parity import compare_values
+
+
+def _step(run, local):
+    local = local.clone().requires_grad_()
+    d = DTensor.from_local(local, make_mesh((2,), ("tp",)), [Shard(0)])
+    out = run(d)
+    out.to_local().sum().backward()
+    return out, local.grad
+
+
+@on_ranks(2)
+def test_hook_on_an_intermediate_dtensor():
+    def program(d):
+        y = d * 2
+        y.register_hook(lambda grad: grad * 3)
+        return y * y
+
+    x = torch.arange(4.0).reshape(2, 2)
+    compiled = torch.compile(program, backend="dtensor", fullgraph=True)
+    assert not compare_values("step", _step(program, x), _step(compiled, x))
+
+
+@on_ranks(2)
+def test_hook_reads_mesh_and_placements():
+    def program(d):
+        y = d * 2
+        y.register_hook(lambda grad: grad * d.device_mesh.size() if d.placements[0].is_shard() else grad)
+        return y * y
+
+    x = torch.arange(4.0).reshape(2, 2)
+    compiled = torch.compile(program, backend="dtensor", fullgraph=True)
+    assert not compare_values("step", _step(program, x), _step(compiled, x))
+
+
+@on_ranks(2)
+def test_module_backward_hook_with_compiled_autograd():
+    from torch._dynamo import compiled_autograd
+
+    mesh = make_mesh((2,), ("tp",))
+
+    def module():
+        torch.manual_seed(0)
+        linear = distribute_module(torch.nn.Linear(2, 2), mesh)
+        linear.register_full_backward_hook(lambda module, grad_in, grad_out: tuple(g * 5 for g in grad_in))
+        return linear
+
+    x = torch.arange(4.0).reshape(2, 2)
+    eager, model = module(), torch.compile(module(), backend="dtensor")
+    expected = _step(lambda d: eager(d.redistribute(placements=[Replicate()])), x)
+    with compiled_autograd._enable(lambda gm: torch.compile(gm, backend="dtensor")):
+        got = _step(lambda d: model(d.redistribute(placements=[Replicate()])), x)
+    assert not compare_values("step", expected, got)
+
+
+@on_ranks(2)
+def test_module_backward_hook_without_compiled_autograd_breaks_the_graph():
+    mesh = make_mesh((2,), ("tp",))
+    linear = distribute_module(torch.nn.Linear(2, 2), mesh)
+    linear.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    x = torch.arange(4.0).reshape(2, 2)
+    compiled = torch.compile(linear, backend="dtensor")
+    wrap = lambda f: lambda d: f(d.redistribute(placements=[Replicate()]))  # noqa: E731
+    assert not compare_values("step", _step(wrap(linear), x), _step(wrap(compiled), x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="require compiled autograd"):
+        _step(wrap(torch.compile(linear, backend="dtensor", fullgraph=True)), x)
