@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.compat import mesh as compat_mesh
-from dtensor_compile.errors import NoProcessGroupError, SpecTextError
+from dtensor_compile.errors import SpecTextError
 
 _TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[0-9]+(\.[0-9]+)*\.?)")
 _DIM = re.compile(r"((?P<name>[^=\],]+)=)?(?P<sizes>[0-9]+:[0-9]+(\*[0-9]+:[0-9]+)*)")
@@ -82,6 +82,14 @@ class MeshLayout:
         offsets = list(dim.offsets())
         start = position - offsets[dim.coordinate(position)]
         return tuple(self.ranks[start + offset] for offset in offsets)
+
+    @functools.cached_property
+    def in_rank_order(self) -> bool:
+        """Whether coordinates grow with ranks in every group. Process groups are in rank order, so that of a mesh which is not (a
+        permuted list of ranks) exchanges shards in another order than that of the mesh.
+        """
+        groups = [self.group(rank, dim) for rank in self.ranks for dim in range(len(self.dims))]
+        return all(tuple(sorted(group)) == group for group in groups)
 
     def dim_name(self, mesh_dim: int) -> str:
         """Name of the mesh dim, or its index where the mesh has no names."""
@@ -162,15 +170,3 @@ def group_name(text: str, mesh_dim: int, rank: int) -> str:
         if compat_mesh.group_exists(name):
             return name
     return compat_mesh.group_of_ranks(parse_mesh(text).group(rank, mesh_dim))
-
-
-def live_mesh(text: str) -> DeviceMesh:
-    """The mesh with that text that this process has seen.
-
-    Raises:
-        NoProcessGroupError: this process has not seen one, or it is gone.
-    """
-    mesh = _meshes.get(text)
-    if mesh is None:
-        raise NoProcessGroupError(f"no DeviceMesh {text} is alive in this process: create it before the graph that uses it runs")
-    return mesh

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from dtensor_compile.capture import mesh as mesh_module
 from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
 from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.dtensor import make_spec, stock_redistribute_local
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.lowering.expand import canonical, expand, local_shape
@@ -61,13 +60,8 @@ def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: S
         return local.clone()
     _check_shape(local, source, layout, coordinate, shape)
     steps = plan_of(source, target, layout, shape, local.element_size())
-    if any(step.kind == "torch" for step in steps):
-        out = _by_torch(local, source, target, mesh, shape)
-    else:
-        out = expand(
-            local, steps, parse_spec(source), layout, coordinate, shape, lambda i: mesh_module.group_name(mesh, i, rank)
-        )
-    if _sends(steps):
+    out = expand(local, steps, parse_spec(source), layout, coordinate, shape, lambda i: mesh_module.group_name(mesh, i, rank))
+    if _sends(steps) or any(isinstance(size, int) and size == 0 for size in out.shape):
         out = canonical(out)
     return local.clone() if out is local else out
 
@@ -85,14 +79,6 @@ def _check_shape(local: torch.Tensor, source: str, layout: MeshLayout, coordinat
             f"local tensor of shape {list(local.shape)} does not fit {source} of {list(shape)} on {layout}: "
             f"at {list(coordinate)} it has the shape {wanted}"
         )
-
-
-def _by_torch(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
-    """Strided shards: torch knows in which order their pieces lie."""
-    device_mesh = mesh_module.live_mesh(mesh)
-    specs = [make_spec(device_mesh, parse_spec(text), shape, local.dtype) for text in (source, target)]
-    out = stock_redistribute_local(local, *specs)
-    return out.wait() if hasattr(out, "wait") else out
 
 
 def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:

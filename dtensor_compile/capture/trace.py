@@ -6,6 +6,7 @@ backend traces, calls to it become the operator. What the operator does not spea
 - A masked partial (row-wise embedding) owes a mask before it is summed. The mask is applied as a local operator, what is left is
   an ordinary partial sum. Making the mask sends nothing and is torch's own code.
 - Placements of a class made by the user, and changes that torch refuses.
+- Meshes over a permuted list of ranks: what they mean depends on the order of torch's own steps.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.capture.mesh import mesh_text, parse_mesh
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
-from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dtensor import (
@@ -30,6 +30,7 @@ from dtensor_compile.compat.dtensor import (
     canonical_placements,
     make_spec,
     redistribute_hook,
+    stock_redistribute_local,
 )
 from dtensor_compile.errors import PlanError, SpecTextError
 
@@ -53,18 +54,20 @@ def _emit(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], t
     pending = [p for p in before if isinstance(p, MaskPartial)]
     if len(pending) > 1:
         return stock()
-    for p in pending:
-        local = apply_mask(p, local)
     before = tuple(Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before)
     shape = source.tensor_meta.shape
     try:
         names = spec_text(before), spec_text(after)
         text = mesh_text(mesh)
-        if not plan_of(*names, parse_mesh(text), shape, local.element_size()):
-            return local
+        layout = parse_mesh(text)
+        needed = plan_of(*names, layout, shape, local.element_size())
     except (SpecTextError, PlanError):
         return stock()
-    return redistribute_op(local, *names, text, shape)
+    if not layout.in_rank_order:
+        return stock()
+    for p in pending:
+        local = apply_mask(p, local)
+    return redistribute_op(local, *names, text, shape) if needed else local
 
 
 def _emit_to_mask(
@@ -82,6 +85,4 @@ def _emit_to_mask(
     replicated = tuple(Replicate() if isinstance(p, MaskPartial) else p for p in after)
     middle = make_spec(source.mesh, replicated, source.tensor_meta.shape, source.tensor_meta.dtype)
     local = _emit(local, source, middle, stock)
-    from dtensor_compile.compat.dtensor import stock_redistribute_local
-
     return stock_redistribute_local(local, middle, target)

@@ -37,9 +37,14 @@ def local_shape(placements: Sequence[Placement], layout: MeshLayout, coordinate:
         if isinstance(placement, Shard) and n > 1:
             sizes[placement.dim] = shard_range(sizes[placement.dim], n, c)[1]
         elif isinstance(placement, StridedShard) and n > 1:
-            size, factor = sizes[placement.dim], int(placement.split_factor)
-            sizes[placement.dim] = sum(shard_range(shard_range(size, factor, k)[1], n, c)[1] for k in range(factor))
+            sizes[placement.dim] = sum(lengths[c] for lengths in _strided_pieces(placement, sizes[placement.dim], n))
     return sizes
+
+
+def _strided_pieces(placement: StridedShard, size: Any, n: int) -> list[list[Any]]:
+    """Lengths of the pieces in which ``_S(d, f)`` cuts a dim of `size`, in order: ``[k][c]`` is the part of c in the k-th of f."""
+    factor = int(placement.split_factor)
+    return [[shard_range(shard_range(size, factor, k)[1], n, c)[1] for c in range(n)] for k in range(factor)]
 
 
 def canonical(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +72,7 @@ def expand(
 
     Args:
         x: local tensor of this rank under `source`.
-        steps: a plan that starts at `source`, without ``"torch"`` steps.
+        steps: a plan that starts at `source`.
         layout, coordinate: the mesh, and the place of this rank in it.
         shape: global shape, in elements; may be symbolic.
         group_name: name of the process group of this rank along a mesh dim.
@@ -82,12 +87,16 @@ def expand(
         group = group_name(i) if step.kind not in ("slice", "partition") else ""
         if step.kind == "all_reduce":
             x = _wait(_c10d.all_reduce(x.contiguous(), _reduce_op(step.source), group))
+        elif step.kind == "all_gather" and isinstance(step.source, StridedShard):
+            x = _all_gather_strided(x, step.source, sizes, n, group)
         elif step.kind == "all_gather":
             x = _all_gather(x, _dim(step.source), sizes, n, group)
         elif step.kind == "reduce_scatter":
             x = _reduce_scatter(x, _dim(step.target), sizes, n, c, _reduce_op(step.source), group)
         elif step.kind == "all_to_all":
             x = _all_to_all(x, _dim(step.source), _dim(step.target), sizes, n, c, group)
+        elif step.kind == "slice" and isinstance(step.target, StridedShard):
+            x = _slice_strided(x, step.target, sizes, n, c)
         elif step.kind == "slice":
             start, length = shard_range(sizes[_dim(step.target)], n, c)
             x = x.narrow(_dim(step.target), start, length).clone()
@@ -148,6 +157,26 @@ def _all_gather(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, group: 
     return x.narrow(dim, 0, size).contiguous() if uneven else x
 
 
+def _all_gather_strided(x: torch.Tensor, placement: StridedShard, sizes: Sequence[Any], n: int, group: str) -> torch.Tensor:
+    dim, pieces = placement.dim, _strided_pieces(placement, sizes[placement.dim], n)
+    x = _pad(x, dim, sum(lengths[0] for lengths in pieces)).contiguous()  # rank 0 has the longest
+    chunks = _wait(_c10d.all_gather_into_tensor(x, n, group)).view(n, *x.shape).unbind(0)
+    parts, starts = [], [0] * n
+    for lengths in pieces:
+        for c, length in enumerate(lengths):
+            parts.append(chunks[c].narrow(dim, starts[c], length))
+            starts[c] = starts[c] + length
+    return torch.cat(parts, dim)
+
+
+def _slice_strided(x: torch.Tensor, placement: StridedShard, sizes: Sequence[Any], n: int, c: int) -> torch.Tensor:
+    parts, start = [], 0
+    for lengths in _strided_pieces(placement, sizes[placement.dim], n):
+        parts.append(x.narrow(placement.dim, start + sum(lengths[:c]), lengths[c]))
+        start = start + sum(lengths)
+    return torch.cat(parts, placement.dim)
+
+
 def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, c: int, op: str, group: str) -> torch.Tensor:
     size, padded = sizes[dim], _padded(sizes[dim], n)
     if padded is not size:
@@ -161,6 +190,8 @@ def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, c: 
 
 
 def _all_to_all(x: torch.Tensor, gather: int, scatter: int, sizes: Sequence[Any], n: int, c: int, group: str) -> torch.Tensor:
+    if x.is_complex():  # gloo does not exchange complex numbers
+        return torch.view_as_complex(_all_to_all(torch.view_as_real(x.resolve_conj()), gather, scatter, sizes, n, c, group))
     whole, split = _padded(sizes[gather], n), _padded(sizes[scatter], n)
     if whole is not sizes[gather]:
         x = _pad(x, gather, whole // n)

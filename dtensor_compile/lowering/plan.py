@@ -7,6 +7,7 @@ In: two specs on one mesh and the global shape. Out: a tuple of `Step`, each of 
     S(d)  -> R      all_gather       (n-1) times
     S(d)  -> S(e)   all_to_all       (n-1)/n
     R     -> S(d)   slice            nothing
+    _S(d,f) <-> R   all_gather, slice, as S(d) <-> R
     R     -> P(op)  partition        nothing
 
 (n: size of the mesh dim; ring algorithms, the same counts as in NCCL's documentation of its performance figures.)
@@ -36,10 +37,13 @@ from dtensor_compile.capture.spec import parse_spec, placement_text, spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.errors import PlanError
 
-StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partition", "torch"]
+StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partition"]
 
 #: Kinds of steps that send something.
-COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "torch"})
+COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
+
+#: Placements that cut a tensor dim.
+CUTS = (Shard, StridedShard)
 
 #: What one more collective costs, in bytes: about what a 1 Gbit/s link carries in the 100 microseconds that a collective takes to
 #: start. It keeps a plan from trading a few bytes for another collective.
@@ -53,7 +57,7 @@ class Step:
     """One change of placement on one mesh dim.
 
     Attributes:
-        kind: what is called; ``"torch"`` leaves the whole change to torch's own code (strided shards).
+        kind: what is called.
         mesh_dim: the mesh dim whose placement changes.
         source, target: placements before and after.
         elements: elements that one rank sends.
@@ -73,9 +77,19 @@ def local_elements(placements: Sequence[Placement], mesh_shape: Sequence[int], s
     """Elements of the largest local tensor under these placements (uneven shards count as the padded ones)."""
     sizes = list(shape)
     for placement, n in zip(placements, mesh_shape):
-        if isinstance(placement, (Shard, StridedShard)):
-            sizes[placement.dim] = -(-sizes[placement.dim] // n)
+        _cut(sizes, placement, n)
     return math.prod(sizes)
+
+
+def _cut(sizes: list[int], placement: Placement, n: int) -> None:
+    """Sizes of the largest shard in place of those of the whole."""
+    if isinstance(placement, Shard):
+        sizes[placement.dim] = -(-sizes[placement.dim] // n)
+    elif isinstance(placement, StridedShard):
+        # Each of the pieces is cut, as torch.chunk does it: full pieces, then the rest.
+        size, factor = sizes[placement.dim], int(placement.split_factor)
+        piece = -(-size // factor)
+        sizes[placement.dim] = sum(-(-min(piece, max(0, size - piece * k)) // n) for k in range(factor))
 
 
 def elements_sent(kind: StepKind, n: int, local: int) -> int:
@@ -93,8 +107,7 @@ def _elements_sent(kind: StepKind, state: State, mesh_dim: int, target: Placemen
     """Elements that one rank sends for a step from `state`; what is scattered unevenly is padded first, and counts padded."""
     n, sizes = mesh_shape[mesh_dim], list(shape)
     for placement, m in zip(state, mesh_shape):
-        if isinstance(placement, Shard):
-            sizes[placement.dim] = -(-sizes[placement.dim] // m)
+        _cut(sizes, placement, m)
     if isinstance(target, Shard):
         sizes[target.dim] = -(-sizes[target.dim] // n) * n
     return elements_sent(kind, n, math.prod(sizes))
@@ -115,7 +128,7 @@ def _moves(state: State, goal: State, mesh_shape: Sequence[int], ndim: int) -> I
     for i, source in enumerate(state):
         if mesh_shape[i] == 1:
             continue
-        nested = {p.dim for p in state[i + 1 :] if isinstance(p, Shard)}
+        nested = {p.dim for p in state[i + 1 :] if isinstance(p, CUTS)}
         shards = [Shard(d) for d in range(ndim) if d not in nested]
         if isinstance(source, Partial):
             yield i, "all_reduce", Replicate()
@@ -123,8 +136,12 @@ def _moves(state: State, goal: State, mesh_shape: Sequence[int], ndim: int) -> I
         elif isinstance(source, Shard) and source.dim not in nested:
             yield i, "all_gather", Replicate()
             yield from ((i, "all_to_all", s) for s in shards if s != source)
+        elif isinstance(source, StridedShard) and source.dim not in nested:
+            yield i, "all_gather", Replicate()
         elif isinstance(source, Replicate):
             yield from ((i, "slice", s) for s in shards)
+            if isinstance(goal[i], StridedShard) and goal[i].dim not in nested:
+                yield i, "slice", goal[i]
             if isinstance(goal[i], Partial) and _commute((*state, goal[i])):
                 yield i, "partition", goal[i]
 
@@ -157,8 +174,10 @@ def _kind(source: Placement, target: Placement) -> StepKind:
     return "slice" if isinstance(target, Shard) else "partition"
 
 
-def _limits(start: State, goal: State, mesh_shape: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
-    """Collectives and elements of torch's greedy path."""
+def _limits(start: State, goal: State, mesh_shape: Sequence[int], shape: Sequence[int]) -> tuple[float, float]:
+    """Collectives and elements of torch's greedy path; none where shards are strided, because it is wrong there."""
+    if any(isinstance(p, StridedShard) for p in (*start, *goal)):
+        return math.inf, math.inf
     state, count, elements = start, 0, 0
     for i, target in _torch_path(start, goal):
         kind = _kind(state[i], target)
@@ -189,7 +208,7 @@ def _plan(
         if len(placements) != len(mesh_shape):
             raise PlanError(f"spec {text} has {len(placements)} placements, but the mesh has {len(mesh_shape)} dims")
         for p in placements:
-            if isinstance(p, (Shard, StridedShard)) and p.dim >= len(shape):
+            if isinstance(p, CUTS) and p.dim >= len(shape):
                 raise PlanError(f"{placement_text(p)} in spec {text}: the tensor has {len(shape)} dims, {shape}")
 
     def trivial(placements: State) -> State:
@@ -199,12 +218,6 @@ def _plan(
     start, goal = trivial(start), trivial(goal)
     if start == goal:
         return ()
-    if any(isinstance(p, StridedShard) for p in (*start, *goal)):
-        local = local_elements(start, mesh_shape, shape)
-        changed = [i for i, (a, b) in enumerate(zip(start, goal)) if a != b]
-        sent = sum(elements_sent("all_gather", mesh_shape[i], local) for i in changed if not isinstance(start[i], Replicate))
-        return (Step("torch", changed[0], start[changed[0]], goal[changed[0]], sent),)
-
     for a, b in zip(start, goal):
         if isinstance(b, Partial) and a != b and not (isinstance(a, Replicate) and b.reduce_op in _PARTITIONS):
             raise PlanError(f"redistribute from {source} to {target} not supported: nothing leads from {placement_text(a)} to {placement_text(b)}")

@@ -13,7 +13,6 @@ from dtensor_compile.capture.mesh import (
     MeshDim,
     MeshLayout,
     group_name,
-    live_mesh,
     mesh_layout,
     mesh_text,
     parse_mesh,
@@ -84,6 +83,13 @@ def test_text_that_is_no_mesh(text):
         parse_mesh(text)
 
 
+def test_rank_order_of_groups():
+    assert parse_mesh("cpu[dp=2:2,tp=2:1]@4").in_rank_order
+    assert parse_mesh("cpu[dp=2:2,tp=2:1]@0.2.1.3").in_rank_order
+    assert not parse_mesh("cpu[dp=2:2,tp=2:1]@1.0.3.2").in_rank_order
+    assert not parse_mesh("cpu[p=4:1]@3.1.0.2").in_rank_order
+
+
 def meshes_of_four_ranks():
     grid, cube = make_mesh((2, 2), ("dp", "tp")), make_mesh((2, 1, 2), ("pp", "dp", "tp"))
     line = make_mesh((4,), ("tp",))
@@ -151,13 +157,7 @@ def test_two_meshes_with_one_text_and_one_of_them_gone():
     assert mesh_text(DeviceMesh("cpu", [0, 1], mesh_dim_names=("twin",))) == text
     gc.collect()
     assert mesh_text(kept) == text
-    assert live_mesh(text) == kept
-
-
-@on_ranks(2)
-def test_mesh_that_was_never_seen_is_an_error_that_says_so():
-    with pytest.raises(NoProcessGroupError, match=r"no DeviceMesh cpu\[unseen=2:1\]@2 is alive"):
-        live_mesh("cpu[unseen=2:1]@2")
+    assert group_name(text, 0, dist.get_rank()) == kept.get_group(0).group_name
 
 
 @on_ranks(4)

@@ -197,10 +197,12 @@ def test_mesh_dims_of_size_one_need_nothing():
     assert [step.mesh_dim for step in plan("S(0)S(1)", "RR", (1, 2), (8, 8))] == [1]
 
 
-def test_strided_shards_are_left_to_torch():
-    (step,) = plan("_S(0,2)S(0)", "RR", (2, 2), (8, 8))
-    assert step.kind == "torch"
+def test_strided_shards_nest_like_shards():
+    steps = plan("_S(0,2)S(0)", "RR", (2, 2), (8, 8))
+    assert [str(step) for step in steps] == ["all_gather[1] S(0)->R", "all_gather[0] _S(0,2)->R"]
+    assert [str(step) for step in plan("RR", "_S(0,2)S(0)", (2, 2), (8, 8))] == ["slice[0] R->_S(0,2)", "slice[1] R->S(0)"]
     assert plan("_S(0,2)S(0)", "_S(0,2)S(0)", (2, 2), (8, 8)) == ()
+    assert collectives(plan("_S(0,2)S(1)", "_S(0,2)R", (2, 2), (8, 8))) == 1
 
 
 @pytest.mark.parametrize(
