@@ -1,0 +1,99 @@
+"""Programs that cannot work: an error that says what to do, the same on every rank, and no rank that waits."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from dtensor_compile.checks import check_mesh
+from dtensor_compile.errors import MeshError, NoProcessGroupError
+from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
+
+
+def message_of(function, *args):
+    """Type and text of what `function` raises, eager and compiled."""
+    answers = []
+    for run in (function, torch.compile(function, backend="dtensor", fullgraph=True)):
+        try:
+            run(*args)
+            answers.append((None, ""))
+        except Exception as error:
+            answers.append((type(error).__name__, str(error)))
+    return answers
+
+
+def test_no_process_group():
+    code = "import torch; torch.compile(lambda x: x + 1, backend='dtensor')(torch.ones(2))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0
+    assert "call torch.distributed.init_process_group()" in result.stderr
+
+
+def mesh_too_large():
+    mesh = DeviceMesh("cpu", [0, 1, 2], _init_backend=False, _rank=dist.get_rank())
+    with pytest.raises(MeshError) as error:
+        check_mesh(mesh)
+    return str(error.value)
+
+
+def test_mesh_with_ranks_that_do_not_exist():
+    messages = run_on_ranks(2, mesh_too_large)
+    assert messages[0] == messages[1]
+    assert "covers ranks [2], but the job has 2 ranks (0..1): start 3 processes or make the mesh smaller" in messages[0]
+
+
+def device_not_there():
+    mesh = DeviceMesh("xpu", [0, 1], _init_backend=False, _rank=dist.get_rank())
+    with pytest.raises(MeshError) as error:
+        check_mesh(mesh)
+    return str(error.value)
+
+
+def test_device_type_that_is_not_there():
+    messages = run_on_ranks(2, device_not_there)
+    assert messages[0] == messages[1]
+    assert "'xpu', which is not available in this process" in messages[0]
+
+
+@on_ranks(2)
+def test_process_group_of_the_mesh_is_gone():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gone",))
+    group = dist.new_group([0, 1])
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("gone",))
+    dist.destroy_process_group(group)
+    with pytest.raises(NoProcessGroupError, match="dim gone of mesh .* does not exist any more"):
+        check_mesh(mesh)
+
+
+def placements_do_not_fit():
+    mesh = make_mesh((2,), ("tp",))
+    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    return message_of(lambda x: x.redistribute(placements=[Shard(2)]), x)
+
+
+def shard_to_partial():
+    mesh = make_mesh((2,), ("tp",))
+    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    return message_of(lambda x: x.redistribute(placements=[Partial()]), x)
+
+
+def mixed_with_plain():
+    mesh = make_mesh((2,), ("tp",))
+    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+    return message_of(lambda x, y: x + y, x, torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("case", [placements_do_not_fit, shard_to_partial, mixed_with_plain])
+def test_same_message_as_eager_with_the_users_line_on_every_rank(case):
+    answers = run_on_ranks(2, case)
+    assert answers[0] == answers[1]
+    (eager_type, eager_text), (ours_type, ours_text) = answers[0]
+    assert eager_type is not None and ours_type is not None
+    first = re.sub(r"\s+", " ", eager_text.strip().splitlines()[0])[:80]
+    assert first in re.sub(r"\s+", " ", ours_text), ours_text
+    assert "test_bad_input.py" in ours_text and case.__name__ in open(__file__).read()
