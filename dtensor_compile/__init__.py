@@ -16,7 +16,7 @@ from dtensor_compile.errors import (
     UnsupportedTorchError,
 )
 from dtensor_compile.options import Options
-from dtensor_compile.report.record import record
+from dtensor_compile.report.recorder import record
 
 __version__ = "0.1.0"
 __all__ = [

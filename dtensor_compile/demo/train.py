@@ -30,7 +30,7 @@ from dtensor_compile.compat import counters
 from dtensor_compile.compat.inductor import fresh_caches
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel, two_dim
-from dtensor_compile.report.record import Recording, observe_stock, record
+from dtensor_compile.report.recorder import Recording, observe_stock, record
 
 BATCH = 4
 LEARNING_RATE = 1e-3

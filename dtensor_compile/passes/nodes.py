@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -39,13 +40,15 @@ def read(node: torch.fx.Node) -> Redistribution:
     return Redistribution(local, source, target, mesh, tuple(shape))  # type: ignore[arg-type]
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
 def source_line(node: torch.fx.Node) -> str:
     """The user's line that caused a node, ``file:line: code``; for a node of the backward that of its forward operator."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or node.meta.get("fwd_source_stack") or "")
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return ""
-    file, line, code = frames[-1]
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    file, line, code = (own or frames)[-1]
     return f"{file}:{line}: {code.strip()}"

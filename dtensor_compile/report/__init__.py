@@ -1,5 +1,5 @@
 """What was captured, decided and sent: `record` collects it while programs compile."""
 
-from dtensor_compile.report.record import Collective, GraphRecord, Recording, collectives_in, record
+from dtensor_compile.report.recorder import Collective, GraphRecord, Recording, collectives_in, record
 
 __all__ = ["Collective", "GraphRecord", "Recording", "collectives_in", "record"]
