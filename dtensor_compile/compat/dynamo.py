@@ -15,7 +15,9 @@ things about it are not obvious:
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,18 +26,18 @@ from typing import Any, NoReturn
 import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import raise_observed_exception, unimplemented
 from torch._dynamo.guards import get_verbose_code_parts, install_guard
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
-from torch._dynamo.source import AttrSource, GlobalSource
+from torch._dynamo.source import AttrSource, GlobalSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
+from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.misc import LambdaVariable
 from torch._dynamo.variables.script_object import OpaqueObjectClassVariable, TorchScriptObjectVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Guard, Source
 from torch._library.fake_class_registry import FakeScriptObject
 
@@ -48,8 +50,10 @@ OpaqueClassVariable = OpaqueObjectClassVariable
 Backend = Callable[..., Any]
 #: Makes a tracker of an opaque object: ``(tx, proxy, value, source, options)``.
 Track = Callable[[Translator, Any, Any, "Source | None", Mapping[str, Any]], VariableTracker]
-#: Makes a tracker of one certain object: ``(tx, object, source)``.
-TrackOne = Callable[[Translator, Any, Source], VariableTracker]
+#: Makes a tracker of a value that tracing made: ``(tx, value)``.
+TrackMade = Callable[[Translator, Any], VariableTracker]
+#: Makes a tracker of one certain object from the one that torch makes.
+Retrack = Callable[[VariableTracker], VariableTracker]
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,13 @@ class Entries:
 
     Attributes:
         opaque: class of an opaque object (subclasses included) to what makes its tracker.
+        made: class of a value that tracing made (subclasses excluded) to what makes its tracker.
         objects: pairs of one certain object, a class for instance, and what makes its tracker.
     """
 
     opaque: Mapping[type, Track]
-    objects: tuple[tuple[Any, TrackOne], ...] = ()
+    made: Mapping[type, TrackMade]
+    objects: tuple[tuple[Any, Retrack], ...]
 
 
 def real_object(value: Any) -> Any:
@@ -120,9 +126,10 @@ class _Scope:
     def install(self) -> None:
         self.remove()
         self._replace_factory()
-        table = VariableBuilder._id_dispatch()
-        for thing, track in self.entries.objects:
-            self._enter(table, thing, track)
+        for cls, track in self.entries.made.items():
+            self._enter(SourcelessBuilder._type_handlers, cls, functools.partial(self._made, track))
+        for thing, retrack in self.entries.objects:
+            self._enter(VariableBuilder._id_dispatch(), id(thing), functools.partial(self._object, retrack))
 
     def remove(self) -> None:
         while self.undo:
@@ -146,20 +153,30 @@ class _Scope:
     def _track_of(self, cls: type) -> Track | None:
         return next((self.entries.opaque[base] for base in cls.__mro__ if base in self.entries.opaque), None)
 
-    def _enter(self, table: dict[int, Any], thing: Any, track: TrackOne) -> None:
-        def entry(builder: VariableBuilder, value: Any) -> VariableTracker:
-            if self.serves(builder.tx):
-                return track(builder.tx, value, builder.source)
-            del table[id(thing)]
-            try:
-                return builder._wrap(value)
-            finally:
-                table[id(thing)] = entry
+    def _made(self, track: TrackMade, stock: Callable[..., VariableTracker], tx: Translator, value: Any) -> VariableTracker:
+        return track(tx, value) if self.serves(tx) else stock(SourcelessBuilder.create, tx, value)
 
-        if id(thing) in table:
+    def _object(
+        self, retrack: Retrack, stock: Callable[..., VariableTracker], builder: VariableBuilder, value: Any
+    ) -> VariableTracker:
+        variable = stock(builder._wrap, value)
+        return retrack(variable) if self.serves(builder.tx) else variable
+
+    def _enter(self, table: dict[Any, Any], key: Any, entry: Callable[..., VariableTracker]) -> None:
+        """Puts ``entry(stock, *args)`` into a table of Dynamo's, where ``stock(look_up, *args)`` is what torch does itself."""
+        if key in table:
             return  # someone else's, torch.compiler.substitute_in_graph for instance
-        table[id(thing)] = entry
-        self.undo.append(lambda: table.pop(id(thing)))
+
+        def stock(look_up: Callable[..., VariableTracker], *args: Any) -> VariableTracker:
+            del table[key]
+            try:
+                return look_up(*args)
+            finally:
+                table[key] = ours
+
+        ours = functools.partial(entry, stock)
+        table[key] = ours
+        self.undo.append(lambda: table.pop(key))
 
 
 class _Callback:
@@ -197,6 +214,18 @@ def installed_backends() -> list[Backend]:
 
 
 # ---- what trackers need ----------------------------------------------------------------------------------------------------
+
+
+def describe_fake(value: Any) -> None:
+    """``str`` of a wrapped object is that of the real one; Dynamo asks the wrapper, and would bake its address into the program."""
+    if isinstance(value, FakeScriptObject):
+        real = real_object(value)
+        object.__setattr__(value, "__str__", lambda: str(real))
+
+
+def never_trace(function: types.FunctionType) -> None:
+    """Dynamo leaves frames of `function` to Python from now on, as it does itself for objects that it cannot look into."""
+    skip_code(function.__code__)
 
 
 def graph_break(kind: str, context: str, explanation: str, hint: str) -> NoReturn:
@@ -238,9 +267,30 @@ def member_function(
     return LambdaVariable(lambda *args, **kwargs: call(list(args), kwargs), source=source)
 
 
-def inline_member(owner: OpaqueVariable, tx: Translator, name: str) -> VariableTracker:
-    """Member `name` as of any Python object: data under guards, a method as code that is traced when it is called."""
-    return UserDefinedObjectVariable.var_getattr(owner, tx, name)
+def inline_member(owner: VariableTracker, tx: Translator, name: str) -> VariableTracker | None:
+    """Member `name` of the object of `owner`, as of any Python object: data under guards, functions as code that is traced.
+
+    None for what is neither data of the object itself nor Python code of its class.
+    """
+    real, source = owner.as_python_constant(), AttrSource(owner.source, name)
+    found = inspect.getattr_static(type(real), name, None)
+    if isinstance(found, types.FunctionType):
+        return UserMethodVariable(found, owner, source=source)
+    if isinstance(found, property) and isinstance(found.fget, types.FunctionType):
+        return UserMethodVariable(found.fget, owner).call_function(tx, [], {})
+    if name in getattr(real, "__dict__", ()):
+        return build_member(owner, tx, name, vars(real)[name])
+    return None
+
+
+def build_member(owner: VariableTracker, tx: Translator, name: str, value: Any) -> VariableTracker:
+    """Member `name` of the object of `owner` as data that is read there again when the program runs, under guards."""
+    return VariableBuilder(tx, AttrSource(owner.source, name))(value)
+
+
+def class_of(owner: VariableTracker, tx: Translator) -> VariableTracker:
+    """The class of the object of `owner`."""
+    return VariableBuilder(tx, TypeSource(owner.source))(type(owner.as_python_constant()))
 
 
 def constant_source(tx: Translator, kind: str, value: Any) -> Source:
@@ -266,13 +316,6 @@ def build_unguarded(tx: Translator, value: Any, source: Source) -> VariableTrack
         return VariableBuilder(tx, source)(value)
 
 
-def class_guard(source: Source) -> None:
-    """Guards that `source` is the same class."""
-    from torch._dynamo.guards import GuardBuilder
-
-    install_guard(source.make_guard(GuardBuilder.CLASS_MATCH))
-
-
 def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], None]:
     """A kind of guard: what ``facts(object)`` says is the same as while tracing. The result installs one on a source."""
 
@@ -288,8 +331,8 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
 
 
 __all__ = [
-    "ConstantVariable", "Entries", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "VariableTracker",
-    "backend_on_stack", "build", "build_unguarded", "class_guard", "constant_argument", "constant_source", "fact_guard",
-    "graph_break", "inline_member", "install_while_tracing", "installed_backends", "member_function", "raise_in_program",
-    "real_object", "remember", "tracked", "unwrapped_backend",
+    "Backend", "Entries", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "VariableTracker", "backend_on_stack",
+    "build", "build_member", "build_unguarded", "class_of", "constant_argument", "constant_source", "describe_fake", "fact_guard",
+    "graph_break", "inline_member", "install_while_tracing", "installed_backends", "member_function", "never_trace",
+    "raise_in_program", "real_object", "remember", "tracked", "unwrapped_backend",
 ]  # fmt: skip

@@ -6,18 +6,20 @@ first (`compat.dynamo` says how the scope is kept). The trackers extend torch's 
 these, and differ in three things: members follow a table (`members`), an object that a member or a node returns has a source,
 and what torch leaves unguarded is guarded.
 
-DTensors need no tracker: torch's serves, and their meshes and placements come here. Hooks neither.
+DTensors and backward hooks have no tracker of ours: torch's serve, and the meshes and placements of DTensors come here.
 """
 
 from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, install_while_tracing
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
-from dtensor_compile.variables.placement import PlacementVariable
+from dtensor_compile.variables.dtensor import track_spec
+from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 
 ENTRIES = Entries(
@@ -26,6 +28,8 @@ ENTRIES = Entries(
         Placement: PlacementVariable.track,
         ProcessGroup: ProcessGroupVariable.track,
     },
+    made={Spec: track_spec},
+    objects=tuple((cls, PlacementClassVariable.retrack) for cls in (Shard, Replicate, Partial, StridedShard, MaskPartial)),
 )
 
 

@@ -4,18 +4,19 @@ An object that a guard holds fixed has members that are fixed too. `TableVariabl
 
 - `BAKE`: read or called with the real object while tracing; the result is a constant of the graph. Right for members whose
   result follows from what is guarded, and that change nothing.
-- `INLINE`: traced like any other Python code, under guards of its own.
-- `BREAK`: not traceable; an ordinary graph break that says so.
+- `READ`: data with a source, under guards of its own.
+- `INLINE`: traced like any other Python code of the class.
+- `BREAK`: a call is not traceable; an ordinary graph break that says so. (Data that no table names is read under a guard.)
 
-Whatever a member returns that is itself a mesh, a group or a placement gets a tracker with a source (`Tracked.source_of`), so that
-guards, graph inputs and returned values work for it as they do for an input.
+Whatever a member returns that is itself a mesh, a group or a placement gets a tracker with a source
+(`SourcedVariable.track`), so that guards, graph inputs and returned values work for it as they do for an input.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from dtensor_compile.compat.dynamo import (
     OpaqueVariable,
@@ -23,9 +24,12 @@ from dtensor_compile.compat.dynamo import (
     Translator,
     VariableTracker,
     build,
+    build_member,
     build_unguarded,
+    class_of,
     constant_argument,
     constant_source,
+    describe_fake,
     graph_break,
     inline_member,
     member_function,
@@ -39,13 +43,14 @@ class Rule(enum.Enum):
     """What becomes of a member of an object."""
 
     BAKE = enum.auto()
+    READ = enum.auto()
     INLINE = enum.auto()
     BREAK = enum.auto()
 
 
-def table(*, bake: str = "", inline: str = "", breaks: str = "") -> Mapping[str, Rule]:
+def table(*, bake: str = "", read: str = "", inline: str = "") -> Mapping[str, Rule]:
     """A table from lists of names, separated by white space."""
-    rules = {Rule.BAKE: bake, Rule.INLINE: inline, Rule.BREAK: breaks}
+    rules = {Rule.BAKE: bake, Rule.READ: read, Rule.INLINE: inline}
     return {name: rule for rule, names in rules.items() for name in names.split()}
 
 
@@ -62,20 +67,27 @@ class TableVariable(OpaqueVariable):
     members: ClassVar[Mapping[str, Rule]]
     outside: ClassVar[Rule] = Rule.BREAK
 
+    def python_type(self) -> type:
+        return type(self.as_python_constant())
+
     def rule(self, name: str) -> Rule:
         return self.members.get(name, self.outside)
 
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
-        rule, real = self.rule(name), self.as_python_constant()
-        if rule is Rule.INLINE or name == "__class__":
-            return inline_member(self, tx, name)
+        if name == "__class__":
+            return class_of(self, tx)
+        rule = self.rule(name)
+        if rule is Rule.INLINE:
+            return self._inline(tx, name)
         try:
-            value = getattr(real, name)
+            value = getattr(self.as_python_constant(), name)
         except Exception as error:  # noqa: BLE001 - whatever a property raises, the program sees it
             raise_in_program(tx, error)
         if callable(value):
             return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
-        return build(tx, value) if rule is Rule.BAKE else self._break(name)
+        if rule is Rule.READ:
+            return build_member(self, tx, name, value)
+        return build(tx, value) if rule is Rule.BAKE else self._inline(tx, name)
 
     def call_method(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
@@ -84,8 +96,11 @@ class TableVariable(OpaqueVariable):
         if rule is Rule.BAKE:
             return self._call_real(tx, name, args, kwargs)
         if rule is Rule.INLINE:
-            return inline_member(self, tx, name).call_function(tx, list(args), dict(kwargs))
-        self._break(name)
+            return self._inline(tx, name).call_function(tx, list(args), dict(kwargs))
+        self.refuse(name)
+
+    def _inline(self, tx: Translator, name: str) -> VariableTracker:
+        return inline_member(self, tx, name) or self.refuse(name)
 
     def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
         return build(tx, hasattr(self.as_python_constant(), name))
@@ -119,7 +134,8 @@ class TableVariable(OpaqueVariable):
             raise_in_program(tx, error)
         return build(tx, result)
 
-    def _break(self, name: str) -> Any:
+    def refuse(self, name: str) -> NoReturn:
+        """The graph break for a member that is not traced."""
         cls = type(self.as_python_constant()).__name__
         graph_break(
             f"dtensor backend: {self.kind} member is not traced",
@@ -144,6 +160,7 @@ class SourcedVariable(TableVariable):
         real = variable.as_python_constant()
         if source is None:
             return tracked(tx, real) or build_unguarded(tx, real, constant_source(tx, cls.kind, real))
+        describe_fake(value)
         cls.guard(source)
         return remember(tx, real, variable)
 

@@ -6,10 +6,20 @@ A placement is a value: torch guards it by equality, so whatever a member says f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtensor_compile.compat.dynamo import Source, Translator, VariableTracker, constant_source
+from dtensor_compile.compat.dynamo import (
+    OpaqueClassVariable,
+    Source,
+    Translator,
+    VariableTracker,
+    build,
+    constant_argument,
+    constant_source,
+    graph_break,
+    remember,
+)
 from dtensor_compile.variables.members import Rule, TableVariable, table
 
 
@@ -23,4 +33,29 @@ class PlacementVariable(TableVariable):
     @classmethod
     def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
         """Makes the tracker; called in place of torch's factory. A placement made in the program is a constant of the code."""
-        return cls(proxy, value, source=source or constant_source(tx, cls.kind, value), **options)
+        if source is None:
+            return cls(proxy, value, source=constant_source(tx, cls.kind, value), **options)
+        return remember(tx, value, cls(proxy, value, source=source, **options))
+
+
+class PlacementClassVariable(OpaqueClassVariable):
+    """The class, as torch tracks it; its instances may be made with sizes that are symbolic."""
+
+    @classmethod
+    def retrack(cls, stock: VariableTracker) -> VariableTracker:
+        return cls(stock.as_python_constant(), source=stock.source)
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        try:
+            fixed_args = [build(tx, constant_argument(arg)) for arg in args]
+            fixed_kwargs = {key: build(tx, constant_argument(arg)) for key, arg in kwargs.items()}
+        except NotImplementedError:
+            graph_break(
+                "dtensor backend: argument of a placement is not a constant",
+                f"{self.value.__name__}({', '.join(map(str, [*args, *kwargs.values()]))})",
+                "backend='dtensor' makes placements while it traces, and needs the values of their arguments then.",
+                "Make the placement outside of the compiled function and pass it in.",
+            )
+        return super().call_function(tx, fixed_args, fixed_kwargs)

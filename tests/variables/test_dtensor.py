@@ -1,10 +1,13 @@
 """DTensors in compiled code: what they say of themselves, and conversions over meshes and placements from anywhere."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from dtensor_compile import backend
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 from tests.variables.programs import assert_expression_like_eager, assert_like_eager
@@ -68,26 +71,32 @@ def test_placements_and_mesh_of_an_input_are_guarded():
 
 
 @on_ranks(2)
-def test_one_mesh_of_many_inputs_is_one_input_of_the_graph():
+def test_spec_of_a_result_with_symbolic_sizes_breaks_the_graph():
     mesh = make_mesh((2,), ("tp",))
-    seen = []
+    tensors = [DTensor.from_local(torch.ones(n, 4), mesh, [Shard(0)]) for n in (2, 3)]
+    program = lambda d: (d @ d.T, (d + 1)._spec.placements)  # noqa: E731
+    assert_like_eager(program, *((d,) for d in tensors), fullgraph=False, dynamic=True)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="backend='dtensor' makes a constant of the spec"):
+        torch.compile(program, backend="dtensor", fullgraph=True, dynamic=True)(tensors[0])
+
+
+@on_ranks(2)
+def test_one_mesh_of_many_inputs_is_one_input_of_the_graph():
+    mesh, meshes = make_mesh((2,), ("tp",)), []
 
     def count_meshes(gm, inputs):
-        seen.append(sum(not isinstance(x, torch.Tensor) for x in inputs))
-        return gm.forward
+        meshes.append(sum(not isinstance(x, torch.Tensor) for x in inputs))
 
-    from torch._dynamo.backends.registry import lookup_backend
+    def program(tensors, mesh):
+        return sum(d.redistribute(d.device_mesh, [Replicate()]).to_local() for d in tensors) + DTensor.from_local(
+            torch.ones(4, 2), mesh, [Replicate()]
+        ).to_local()
 
-    import dtensor_compile.backend as backend
-
-    assert lookup_backend("dtensor") is backend.dtensor
-    stock, backend.check_program = backend.check_program, count_meshes
-    try:
-        tensors = [DTensor.from_local(torch.eye(2) + i, mesh, [Shard(0)]) for i in range(6)]
-        torch.compile(lambda ts, mesh: sum(ts) * mesh.size(), backend="dtensor", fullgraph=True)(tensors, mesh)
-    finally:
-        backend.check_program = stock
-    assert seen == [1]
+    tensors = [DTensor.from_local(torch.eye(2) + i, mesh, [Shard(0)]) for i in range(4)]
+    with mock.patch.object(backend, "check_program", count_meshes):
+        assert_like_eager(program, (tensors, mesh), graphs=1)
+    assert meshes == [1]
 
 
 @on_ranks(2)
@@ -124,7 +133,6 @@ def test_mesh_and_placements_inside_a_checkpointed_region():
     results = []
     for run in (program, torch.compile(program, backend="dtensor", fullgraph=True)):
         local = (torch.eye(4) + 1).requires_grad_()
-        d = DTensor.from_local(local, mesh, [Replicate(), Shard(0)])
         d = DTensor.from_local(local, mesh, [Replicate(), Replicate()])
         out = run(d)
         out.sum().backward()
