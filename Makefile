@@ -1,0 +1,33 @@
+# make demo, make test: the two commands of the README. Each makes .venv with what it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RANKS ?= 2
+LAYOUT ?= tp
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test examples bench-compile clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/dtensor-compile demo --ranks $(RANKS) --layout $(LAYOUT)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest tests
+
+examples: $(VENV)/.installed
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/sharded_parameters.py
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/two_dim.py
+
+bench-compile: $(VENV)/.installed
+	$(BIN)/python tools/bench/compile_time.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
