@@ -1,7 +1,7 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
-A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place. Each single rewrite is
-right by itself, so a pass that stops half-way leaves a graph that is right.
+A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place. What a pass that raises
+has changed until then is taken back.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dtensor_compile.compat.fx import copy_of_graph, put_back
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.share_equal_redistributions import share_equal_redistributions
@@ -35,12 +36,15 @@ def run_passes(
         name = run.__name__
         if name in disabled:
             continue
+        saved = None if strict else copy_of_graph(graph)
         try:
-            decisions += run(graph)
+            made = run(graph)
             graph.lint()
+            decisions += made
         except Exception as error:
-            if strict:
+            if saved is None:
                 raise
+            put_back(graph, saved)
             reason = f"pass dropped: {type(error).__name__}: {error}"
             warnings.warn(f'dtensor_compile: {name}: {reason}; options={{"strict": True}} raises instead', stacklevel=2)
             decisions.append(Decision(name, "", reason))

@@ -8,7 +8,7 @@ It pays always in bytes. The result lives until its last reader; where a backwar
 partitioner decides between saving it and making it again.
 
     before   q = mm(redistribute(x, S(0) -> R), wq); k = mm(redistribute(x, S(0) -> R), wk)
-    after    a = redistribute(x, S(0) -> R); q = mm(a, wq); k = mm(a, wk)
+    after    a = redistribute(x, S(0) -> R); q = mm(a, wq); k = mm(clone(a), wk)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.copies import behind_copies, can_copy, replace_by_copy
 from dtensor_compile.passes.nodes import read, redistributions, source_line
 
 
@@ -24,12 +25,12 @@ def share_equal_redistributions(graph: torch.fx.Graph) -> list[Decision]:
     first: dict[tuple, torch.fx.Node] = {}
     decisions = []
     for node in redistributions(graph):
-        key = tuple(read(node))
+        this = read(node)
+        key = (behind_copies(this.local), *this[1:])
         earlier = first.setdefault(key, node)
-        if earlier is not node:
-            node.replace_all_uses_with(earlier)
-            graph.erase_node(node)
+        if earlier is not node and can_copy(earlier, node):
             decisions.append(
-                Decision("share_equal_redistributions", source_line(node), f"equal to {earlier.name}", str(read(earlier)), "shared")
+                Decision("share_equal_redistributions", source_line(node), f"equal to {earlier.name}", str(this), "shared")
             )
+            replace_by_copy(node, earlier)
     return decisions

@@ -1,0 +1,24 @@
+"""Taking back a change of a graph."""
+
+from __future__ import annotations
+
+import torch
+
+
+def copy_of_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy with the same node names; metadata is shared value by value."""
+    copy = torch.fx.Graph()
+    result = copy.graph_copy(graph, {}, return_output_node=True)
+    if result is not None:
+        value, output = result
+        copy.output(value).meta = dict(output.meta)
+    return copy
+
+
+def put_back(graph: torch.fx.Graph, saved: torch.fx.Graph) -> None:
+    """Makes `graph` what `saved` is, whatever state it is in; `saved` is used up. Nodes of `graph` held elsewhere are void."""
+    for name in ("_root", "_len", "_graph_namespace", "_insert", "_find_nodes_lookup_table"):
+        setattr(graph, name, getattr(saved, name))
+    for node in [graph._root, *graph.nodes]:
+        node.graph = graph
+    graph.inserting_before(graph._root)

@@ -1,0 +1,44 @@
+"""Small graphs for the tests of passes: traced on real ranks, run before and after on the same tensors."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.capture.redistribute import redistribute_op
+from dtensor_compile.testing import graph_text, make_mesh
+
+SHAPE = [4, 6]
+
+
+def mesh():
+    return mesh_text(make_mesh((2,)))
+
+
+def move(x, source, target, shape=SHAPE, on=None):
+    return redistribute_op(x, source, target, on or mesh(), list(shape))
+
+
+def local(*sizes):
+    return torch.arange(torch.Size(sizes).numel()).reshape(sizes).float() + 100 * dist.get_rank()
+
+
+def rewritten(run_pass, function, *args):
+    """(text before, text after, decisions) of a pass on the graph of a function; results are compared and must not alias more."""
+    mesh()  # process groups are made outside the trace
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    before = graph_text(gm.graph)
+    changed = copy.deepcopy(gm)
+    decisions = run_pass(changed.graph)
+    changed.graph.lint()
+    changed.recompile()
+    wanted, out = (g(*[a.clone() for a in args]) for g in (gm, changed))
+    assert [o.stride() for o in wanted] == [o.stride() for o in out]
+    assert all(torch.equal(a, b) for a, b in zip(wanted, out, strict=True))
+    inputs = [a.clone() for a in args]
+    results = [*inputs, *changed(*inputs)]
+    pointers = [r.untyped_storage().data_ptr() for r in results]
+    assert len(set(pointers)) == len(pointers), "an output aliases an input or another output"
+    return before, graph_text(changed.graph), [(d.kind, d.before, d.after) for d in decisions]
