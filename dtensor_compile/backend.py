@@ -1,4 +1,4 @@
-"""The ``"dtensor"`` backend: the stages, in order."""
+"""The ``"dtensor"`` backend: the stages, in order. And ``"dtensor_aten"``, the same without Inductor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.checks import check_program
-from dtensor_compile.compat.inductor import compile_as_stock, compile_graph
+from dtensor_compile.compat.aot import compile_to_aten
+from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
@@ -53,7 +54,9 @@ def dtensor(
         log.lowered(graph)
 
     with capture_redistributions():
-        return compile_graph(
+        if opts.kernels == "aten":
+            return compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
+        return compile_with_inductor(
             gm,
             example_inputs,
             joint_pass=plan_joint_graph,
@@ -63,4 +66,16 @@ def dtensor(
         )
 
 
+def dtensor_aten(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`dtensor` with ``options={"kernels": "aten"}``: compiles fast, runs like eager; for tests and for finding faults."""
+    return dtensor(gm, example_inputs, mode=mode, options={**(options or {}), "kernels": "aten"})
+
+
 install_trackers(dtensor)
+install_trackers(dtensor_aten)

@@ -13,6 +13,7 @@ from typing import Any
 from dtensor_compile.compat.inductor import inductor_config_error, inductor_keys, mode_options
 from dtensor_compile.errors import OptionError
 
+_KERNELS = ("inductor", "aten")
 _PASSES = ("cancel_inverse_pairs", "share_equal_redistributions")
 
 
@@ -22,12 +23,14 @@ class Options:
     Attributes:
         capture: keep redistributions as nodes until after autograd, so that they are planned together. ``False`` compiles as
             stock Inductor does; for finding out whether a difference comes from us.
+        kernels: ``"inductor"`` generates kernels; ``"aten"`` runs the lowered graph operator by operator.
         disable_passes: names of graph passes that do not run.
         strict: a pass that raises ends the compilation. Otherwise its change is dropped, with a warning.
         inductor: settings handed to Inductor.
     """
 
     capture: bool = True
+    kernels: str = "inductor"
     disable_passes: tuple[str, ...] = ()
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +65,10 @@ def _checked(name: str, value: Any) -> Any:
     if name in ("capture", "strict"):
         if not isinstance(value, bool):
             raise OptionError(f"option {name!r} takes True or False, not {value!r}")
+        return value
+    if name == "kernels":
+        if value not in _KERNELS:
+            raise OptionError(f"option 'kernels' takes one of {', '.join(map(repr, _KERNELS))}, not {value!r}")
         return value
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else None
     unknown = [n for n in names if n not in _PASSES] if names is not None else [value]

@@ -86,7 +86,7 @@ def mode_options(mode: str) -> Mapping[str, Any]:
     return modes[mode]
 
 
-def compile_graph(
+def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
