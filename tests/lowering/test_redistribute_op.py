@@ -143,7 +143,7 @@ def test_locals_that_are_not_contiguous(world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_other_dtypes(world):
-    dtypes = [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
+    dtypes = [torch.bfloat16, torch.float64, torch.int64, torch.uint8]
     assert_like_torch(world, (world,), WORDS, [(8, 4), (5, 6)], dtypes, ["contiguous"])
 
 
@@ -199,7 +199,7 @@ def compare_strided(mesh_shape, words, shapes):
     [(2, (2,), ("R", "S(0)", "_S(0,2)", "_S(1,3)", "_S(0,5)")), (4, (4,), ("R", "_S(0,2)")), (4, (2, 2), ("R", "S(0)", "_S(0,2)", "S(1)"))],
 )  # fmt: skip
 def test_strided_shards_to_and_fro(world, mesh_shape, words):
-    answers = run_on_ranks(world, compare_strided, mesh_shape, words, [(8, 8), (12, 6), (7, 5), (1, 3)])
+    answers = run_on_ranks(world, compare_strided, mesh_shape, words, [(8, 8), (7, 5), (1, 3)])
     assert [line for lines in answers for line in lines] == []
 
 

@@ -38,16 +38,35 @@ redistribute_1: [2, 6] = redistribute(redistribute, R->S(0))
 relu: [2, 6] = relu(redistribute_1)
 return [relu]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """""")
+        self.assertExpectedInline(after, """\
+x_1: [2, 6]
+mul: [2, 6] = mul(x_1, 2)
+clone_default: [2, 6] = clone(mul)
+relu: [2, 6] = relu(clone_default)
+return [relu]
+""")
         assert decisions == [("cancel_inverse_pairs", "S(0)->R->S(0)", "nothing")]
 
     def test_pair_whose_middle_is_read_keeps_its_first_half(self):
         _, after, _ = run_on_ranks(2, pair_whose_middle_is_read)[0]
-        self.assertExpectedInline(after, """""")
+        self.assertExpectedInline(after, """\
+x_1: [2, 6]
+mul: [2, 6] = mul(x_1, 2)
+redistribute: [4, 6] = redistribute(mul, S(0)->R)
+add: [4, 6] = add(redistribute, 1)
+clone_default: [2, 6] = clone(mul)
+relu: [2, 6] = relu(clone_default)
+return [add, relu]
+""")
 
     def test_identity_goes_away(self):
         _, after, _ = run_on_ranks(2, identity)[0]
-        self.assertExpectedInline(after, """""")
+        self.assertExpectedInline(after, """\
+x_1: [2, 6]
+clone_default: [2, 6] = clone(x_1)
+add: [2, 6] = add(clone_default, 1)
+return [add]
+""")
 
 
 def assert_unchanged(function, *args):

@@ -25,7 +25,14 @@ redistribute_1: [4, 6] = redistribute(x_1, S(0)->R)
 cos: [4, 6] = cos(redistribute_1)
 return [sin, cos]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """""")
+        self.assertExpectedInline(after, """\
+x_1: [2, 6]
+redistribute: [4, 6] = redistribute(x_1, S(0)->R)
+sin: [4, 6] = sin(redistribute)
+clone_default: [4, 6] = clone(redistribute)
+cos: [4, 6] = cos(clone_default)
+return [sin, cos]
+""")
         assert decisions == [("share_equal_redistributions", "S(0)->R", "shared")]
 
 
