@@ -58,7 +58,7 @@ def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: S
     coordinate = layout.coordinate(rank)
     if coordinate is None:  # this rank is not part of the mesh: its local tensor is empty and stays so
         return local.clone()
-    _check_shape(local, source, layout, coordinate, shape)
+    check_local(local, source, layout, coordinate, shape)
     steps = plan_of(source, target, layout, shape, local.element_size())
     out = expand(local, steps, parse_spec(source), layout, coordinate, shape, lambda i: mesh_module.group_name(mesh, i, rank))
     if _sends(steps) or any(isinstance(size, int) and size == 0 for size in out.shape):
@@ -70,7 +70,8 @@ def _sends(steps: Sequence[Step]) -> bool:
     return any(step.kind in COLLECTIVES for step in steps)
 
 
-def _check_shape(local: torch.Tensor, source: str, layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> None:
+def check_local(local: torch.Tensor, source: str, layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> None:
+    """Raises `PlanError` where the shape of `local` is not what the spec makes of the global shape; symbolic sizes pass."""
     wanted = local_shape(parse_spec(source), layout, coordinate, shape) if len(parse_spec(source)) == len(coordinate) else None
     if wanted is None or not all(isinstance(size, int) for size in (*local.shape, *wanted)):
         return
@@ -88,7 +89,7 @@ def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Seque
         return torch.empty_like(local)
     steps = plan_of(source, target, layout, shape, local.element_size())
     if _sends(steps):
-        _check_shape(local, source, layout, coordinate, shape)
+        check_local(local, source, layout, coordinate, shape)
         return local.new_empty(local_shape(parse_spec(target), layout, coordinate, shape))
     return carry_out(local, source, target, mesh, shape)
 

@@ -5,7 +5,8 @@ backend traces, calls to it become the operator. What the operator does not spea
 
 - A masked partial (row-wise embedding) owes a mask before it is summed. The mask is applied as a local operator, what is left is
   an ordinary partial sum. Making the mask sends nothing and is torch's own code.
-- Placements of a class made by the user, and changes that torch refuses.
+- Placements of a class made by the user, changes that torch refuses, and local tensors that are not what their spec says (torch's
+  rule for a convolution over a sharded image calls the gradient of its input replicated): there torch's own code decides what comes out.
 - Meshes over a permuted list of ranks: what they mean depends on the order of torch's own steps.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dtensor_compile.capture.mesh import mesh_text, parse_mesh
-from dtensor_compile.capture.redistribute import plan_of, redistribute_op
+from dtensor_compile.capture.redistribute import check_local, plan_of, redistribute_op
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dtensor import (
@@ -61,6 +62,7 @@ def _emit(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], t
         text = mesh_text(mesh)
         layout = parse_mesh(text)
         needed = plan_of(*names, layout, shape, local.element_size())
+        check_local(local, names[0], layout, mesh.get_coordinate() or (), shape)
     except (SpecTextError, PlanError):
         return stock()
     if not layout.in_rank_order:
