@@ -32,20 +32,51 @@ from torch._dynamo.guards import get_verbose_code_parts, install_guard
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.source import AttrSource, GlobalSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.variables import script_object
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.misc import LambdaVariable
-from torch._dynamo.variables.script_object import OpaqueObjectClassVariable, TorchScriptObjectVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._guards import Guard, Source
 from torch._library.fake_class_registry import FakeScriptObject
 
 Translator = InstructionTranslatorBase
+
+
+def _named(module: types.ModuleType, *names: str) -> Any:
+    """The first of `names` that the module has: releases call the same thing by different names."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
 #: Tracks an object that tensors and operators carry around without looking inside: meshes, groups, placements.
-OpaqueVariable = TorchScriptObjectVariable
+OpaqueVariable: Any = _named(script_object, "TorchScriptObjectVariable", "CustomClassObjectVariable")
 #: Tracks the class of such objects.
-OpaqueClassVariable = OpaqueObjectClassVariable
+OpaqueClassVariable: Any = _named(script_object, "OpaqueObjectClassVariable", "CustomClassVariable")
+
+
+class MemberVariable(OpaqueVariable):
+    """Tracks an opaque object: what Dynamo asks of it, under names that stay the same from release to release."""
+
+    def read_member(self, tx: Translator, name: str) -> VariableTracker:
+        """``object.name``"""
+        raise NotImplementedError
+
+    def text(self, tx: Translator, method: str) -> VariableTracker:
+        """``repr(object)`` or ``str(object)``: `method` is ``"__repr__"`` or ``"__str__"``."""
+        raise NotImplementedError
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        return self.read_member(tx, name)
+
+    def repr_impl(self, tx: Translator) -> VariableTracker:
+        return self.text(tx, "__repr__")
+
+    def str_impl(self, tx: Translator) -> VariableTracker:
+        return self.text(tx, "__str__")
+
+    tp_getattro_impl, tp_repr_impl, tp_str_impl = var_getattr, repr_impl, str_impl  # as of 2.14
+
 
 Backend = Callable[..., Any]
 #: Makes a tracker of an opaque object: ``(tx, proxy, value, source, options)``.
@@ -217,7 +248,7 @@ def installed_backends() -> list[Backend]:
 
 
 def describe_fake(value: Any) -> None:
-    """``str`` of a wrapped object is that of the real one; Dynamo asks the wrapper, and would bake its address into the program."""
+    """``str`` of a wrapped object is that of the real one; Dynamo asks the wrapper, and would bake in the wrapper's address."""
     if isinstance(value, FakeScriptObject):
         real = real_object(value)
         object.__setattr__(value, "__str__", lambda: str(real))
@@ -331,8 +362,9 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
 
 
 __all__ = [
-    "Backend", "Entries", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "VariableTracker", "backend_on_stack",
-    "build", "build_member", "build_unguarded", "class_of", "constant_argument", "constant_source", "describe_fake", "fact_guard",
-    "graph_break", "inline_member", "install_while_tracing", "installed_backends", "member_function", "never_trace",
-    "raise_in_program", "real_object", "remember", "tracked", "unwrapped_backend",
+    "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator",
+    "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "constant_argument",
+    "constant_source", "describe_fake", "fact_guard", "graph_break", "inline_member", "install_while_tracing",
+    "installed_backends", "member_function", "never_trace", "raise_in_program", "real_object", "remember", "tracked",
+    "unwrapped_backend",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ def track_spec(tx: Translator, spec: Spec) -> VariableTracker:
         graph_break(
             "dtensor backend: spec of an intermediate DTensor with symbolic sizes",
             f"{spec}",
-            "backend='dtensor' makes a constant of the spec of a DTensor that the program computes, which needs sizes that are fixed.",
+            "backend='dtensor' makes a constant of the spec of a DTensor that the program computes; its sizes must be fixed.",
             "Use placements, device_mesh and shape of the DTensor, or compile with dynamic=False.",
         )
     real = dataclasses.replace(spec, mesh=real_object(spec.mesh))

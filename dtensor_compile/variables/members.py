@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from dtensor_compile.compat.dynamo import (
-    OpaqueVariable,
+    MemberVariable,
     Source,
     Translator,
     VariableTracker,
@@ -54,7 +54,7 @@ def table(*, bake: str = "", read: str = "", inline: str = "") -> Mapping[str, R
     return {name: rule for rule, names in rules.items() for name in names.split()}
 
 
-class TableVariable(OpaqueVariable):
+class TableVariable(MemberVariable):
     """An opaque object whose members follow a table.
 
     Class attributes:
@@ -73,7 +73,7 @@ class TableVariable(OpaqueVariable):
     def rule(self, name: str) -> Rule:
         return self.members.get(name, self.outside)
 
-    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+    def read_member(self, tx: Translator, name: str) -> VariableTracker:
         if name == "__class__":
             return class_of(self, tx)
         rule = self.rule(name)
@@ -108,11 +108,8 @@ class TableVariable(OpaqueVariable):
     def mp_subscript_impl(self, tx: Translator, key: VariableTracker) -> VariableTracker:
         return self.call_method(tx, "__getitem__", [key], {})
 
-    def repr_impl(self, tx: Translator) -> VariableTracker:
-        return self._call_real(tx, "__repr__", [], {})
-
-    def str_impl(self, tx: Translator) -> VariableTracker:
-        return self._call_real(tx, "__str__", [], {})
+    def text(self, tx: Translator, method: str) -> VariableTracker:
+        return self._call_real(tx, method, [], {})
 
     def _call_real(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
@@ -153,8 +150,8 @@ class SourcedVariable(TableVariable):
     def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
         """Makes the tracker; called in place of torch's factory.
 
-        An object without a source was computed by a node of the graph or by a member. While the guards hold it is always this one,
-        so that the tracker of an input serves where it is one, and a constant where it is not.
+        An object without a source was computed by a node of the graph or by a member. While the guards hold it is always this
+        one, so that the tracker of an input serves where it is one, and a constant where it is not.
         """
         variable = cls(proxy, value, source=source, **options)
         real = variable.as_python_constant()

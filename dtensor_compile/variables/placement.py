@@ -43,6 +43,8 @@ class PlacementClassVariable(OpaqueClassVariable):
 
     @classmethod
     def retrack(cls, stock: VariableTracker) -> VariableTracker:
+        if not isinstance(stock, OpaqueClassVariable):
+            return stock
         return cls(stock.as_python_constant(), source=stock.source)
 
     def call_function(
