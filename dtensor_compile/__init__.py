@@ -12,6 +12,7 @@ from dtensor_compile.errors import (
     MeshError,
     NoProcessGroupError,
     OptionError,
+    PlacementError,
     PlanError,
     UnsupportedTorchError,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "NoProcessGroupError",
     "OptionError",
     "Options",
+    "PlacementError",
     "PlanError",
     "UnsupportedTorchError",
     "record",

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dtensor_compile.capture.mesh import mesh_layout
 from dtensor_compile.compat import mesh as compat_mesh
-from dtensor_compile.errors import MeshError, NoProcessGroupError
+from dtensor_compile.compat.dtensor import StridedShard
+from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
 
 
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -21,6 +22,7 @@ def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> No
     Raises:
         NoProcessGroupError: ``torch.distributed`` is not initialized, or a group of a mesh was destroyed.
         MeshError: a mesh names ranks that do not exist, or a device type that is not there.
+        PlacementError: the placements of an input do not fit its mesh or its number of dims.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise NoProcessGroupError(
@@ -29,6 +31,25 @@ def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> No
         )
     for mesh in {id(mesh): mesh for mesh in _meshes(gm, example_inputs)}.values():
         check_mesh(mesh)
+    names = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
+    for name, value in zip(names, example_inputs):
+        if isinstance(value, DTensor):
+            check_placements(value.placements, value.device_mesh, value.dim(), f"input {name}")
+
+
+def check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what: str) -> None:
+    """Raises `PlacementError` unless there is one placement per mesh dim and each shard names one of the `ndim` tensor dims."""
+    layout = mesh_layout(compat_mesh.real_mesh(mesh))
+    if len(placements) != len(layout.dims):
+        raise PlacementError(
+            f"{what} has the placements {tuple(placements)}, but its mesh {layout} has {len(layout.dims)} dims: give one placement per mesh dim"
+        )
+    for placement, dim in zip(placements, range(len(layout.dims))):
+        if isinstance(placement, (Shard, StridedShard)) and not -ndim <= placement.dim < ndim:
+            raise PlacementError(
+                f"{what} cannot be {placement} over mesh dim {layout.dim_name(dim)} of {layout}: the tensor has {ndim} dims, so a shard "
+                f"takes a dim from 0 to {ndim - 1}"
+            )
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

@@ -23,6 +23,10 @@ class MeshError(DTensorCompileError):
     """A device mesh does not fit the job: ranks that do not exist, a device type that is not there."""
 
 
+class PlacementError(DTensorCompileError, ValueError):
+    """The placements of a tensor do not fit its mesh or its number of dims."""
+
+
 class PlanError(DTensorCompileError):
     """No sequence of collectives leads from one spec to the other."""
 
