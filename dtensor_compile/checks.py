@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dtensor_compile.capture.mesh import mesh_layout
 from dtensor_compile.compat import mesh as compat_mesh
-from dtensor_compile.compat.dtensor import StridedShard
+from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
 
 
@@ -42,14 +43,29 @@ def check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: in
     layout = mesh_layout(compat_mesh.real_mesh(mesh))
     if len(placements) != len(layout.dims):
         raise PlacementError(
-            f"{what} has the placements {tuple(placements)}, but its mesh {layout} has {len(layout.dims)} dims: give one placement per mesh dim"
+            f"{what} cannot have the placements {tuple(placements)}: the mesh {layout} has {len(layout.dims)} dims, "
+            "and every mesh dim takes one placement"
         )
     for placement, dim in zip(placements, range(len(layout.dims))):
         if isinstance(placement, (Shard, StridedShard)) and not -ndim <= placement.dim < ndim:
             raise PlacementError(
-                f"{what} cannot be {placement} over mesh dim {layout.dim_name(dim)} of {layout}: the tensor has {ndim} dims, so a shard "
-                f"takes a dim from 0 to {ndim - 1}"
+                f"{what} cannot be {placement!r} over mesh dim {layout.dim_name(dim)} of {layout}: it has {ndim} dims, "
+                f"so a shard takes a dim from 0 to {ndim - 1}"
             )
+
+
+@contextlib.contextmanager
+def check_redistributions() -> Iterator[None]:
+    """While it is entered, a redistribution to placements that do not fit raises `PlacementError` (torch: an IndexError)."""
+
+    def check(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if source.tensor_meta is not None:
+            shape = source.tensor_meta.shape
+            check_placements(target.placements, target.mesh, len(shape), f"a tensor of shape {list(shape)}")
+        return stock()
+
+    with redistribute_hook(check):
+        yield
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

@@ -70,10 +70,30 @@ def test_process_group_of_the_mesh_is_gone():
         check_mesh(mesh)
 
 
-def placements_do_not_fit():
+def redistributed_to_placements_that_do_not_fit():
     mesh = make_mesh((2,), ("tp",))
     x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
     return message_of(lambda x: x.redistribute(placements=[Shard(2)]), x)
+
+
+def test_placements_that_do_not_fit_are_named_with_the_users_line():
+    answers = run_on_ranks(2, redistributed_to_placements_that_do_not_fit)
+    assert answers[0] == answers[1]
+    _, text = answers[0][1]
+    assert "a tensor of shape [4, 6] cannot be Shard(dim=2) over mesh dim tp" in text and "a dim from 0 to 1" in text
+    assert "in <lambda>" in text and "test_bad_input.py" in text
+
+
+def input_with_too_many_placements():
+    mesh = make_mesh((2,), ("tp",))
+    x = DTensor.from_local(torch.randn(4, 6), mesh, [Replicate(), Replicate()], run_check=False)
+    return message_of(lambda x: x + 1, x)
+
+
+def test_input_with_more_placements_than_mesh_dims():
+    answers = run_on_ranks(2, input_with_too_many_placements)
+    assert answers[0] == answers[1]
+    assert "has 1 dims, and every mesh dim takes one placement" in answers[0][1][1]
 
 
 def shard_to_partial():
@@ -88,7 +108,7 @@ def mixed_with_plain():
     return message_of(lambda x, y: x + y, x, torch.randn(4, 6))
 
 
-@pytest.mark.parametrize("case", [placements_do_not_fit, shard_to_partial, mixed_with_plain])
+@pytest.mark.parametrize("case", [shard_to_partial, mixed_with_plain])
 def test_same_message_as_eager_with_the_users_line_on_every_rank(case):
     answers = run_on_ranks(2, case)
     assert answers[0] == answers[1]

@@ -20,6 +20,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -95,11 +96,13 @@ class Entries:
         opaque: class of an opaque object (subclasses included) to what makes its tracker.
         made: class of a value that tracing made (subclasses excluded) to what makes its tracker.
         objects: pairs of one certain object, a class for instance, and what makes its tracker.
+        contexts: make context managers that are entered meanwhile.
     """
 
     opaque: Mapping[type, Track]
     made: Mapping[type, TrackMade]
     objects: tuple[tuple[Any, Retrack], ...]
+    contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
 
 
 def real_object(value: Any) -> Any:
@@ -161,6 +164,10 @@ class _Scope:
             self._enter(SourcelessBuilder._type_handlers, cls, functools.partial(self._made, track))
         for thing, retrack in self.entries.objects:
             self._enter(VariableBuilder._id_dispatch(), id(thing), functools.partial(self._object, retrack))
+        contexts = ExitStack()
+        self.undo.append(contexts.close)
+        for context in self.entries.contexts:
+            contexts.enter_context(context())
 
     def remove(self) -> None:
         while self.undo:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, install_while_tracing
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
@@ -30,6 +31,7 @@ ENTRIES = Entries(
     },
     made={Spec: track_spec},
     objects=tuple((cls, PlacementClassVariable.retrack) for cls in (Shard, Replicate, Partial, StridedShard, MaskPartial)),
+    contexts=(check_redistributions,),
 )
 
 
