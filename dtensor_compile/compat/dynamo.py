@@ -29,9 +29,9 @@ from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import raise_observed_exception, unimplemented
-from torch._dynamo.guards import get_verbose_code_parts, install_guard
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
-from torch._dynamo.source import AttrSource, GlobalSource, TypeSource
+from torch._dynamo.source import AttrSource, GlobalSource, GradSource, TypeSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import script_object
 from torch._dynamo.variables.base import VariableTracker
@@ -41,6 +41,7 @@ from torch._dynamo.variables.misc import LambdaVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._guards import Guard, Source
 from torch._library.fake_class_registry import FakeScriptObject
+from torch.utils.weak import TensorWeakRef
 
 Translator = InstructionTranslatorBase
 
@@ -86,6 +87,8 @@ Track = Callable[[Translator, Any, Any, "Source | None", Mapping[str, Any]], Var
 TrackMade = Callable[[Translator, Any], VariableTracker]
 #: Makes a tracker of one certain object from the one that torch makes.
 Retrack = Callable[[VariableTracker], VariableTracker]
+#: Guards a tensor of one class beyond what torch guards: ``(source, value)``.
+GuardTensor = Callable[[Source, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,14 @@ class Entries:
         made: class of a value that tracing made (subclasses excluded) to what makes its tracker.
         objects: pairs of one certain object, a class for instance, and what makes its tracker.
         contexts: make context managers that are entered meanwhile.
+        tensors: class of a tensor with a source (subclasses excluded) to what guards it, after torch made its tracker.
     """
 
     opaque: Mapping[type, Track]
     made: Mapping[type, TrackMade]
     objects: tuple[tuple[Any, Retrack], ...]
     contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
+    tensors: Mapping[type, GuardTensor] = field(default_factory=dict)
 
 
 def real_object(value: Any) -> Any:
@@ -164,6 +169,8 @@ class _Scope:
             self._enter(SourcelessBuilder._type_handlers, cls, functools.partial(self._made, track))
         for thing, retrack in self.entries.objects:
             self._enter(VariableBuilder._id_dispatch(), id(thing), functools.partial(self._object, retrack))
+        for cls, guard in self.entries.tensors.items():
+            self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._tensor, guard))
         contexts = ExitStack()
         self.undo.append(contexts.close)
         for context in self.entries.contexts:
@@ -199,6 +206,14 @@ class _Scope:
     ) -> VariableTracker:
         variable = stock(builder._wrap, value)
         return retrack(variable) if self.serves(builder.tx) else variable
+
+    def _tensor(
+        self, guard: GuardTensor, stock: Callable[..., VariableTracker], builder: VariableBuilder, value: torch.Tensor
+    ) -> VariableTracker:
+        variable = stock(builder._wrap, value)
+        if self.serves(builder.tx):
+            guard(builder.get_source(), value)
+        return variable
 
     def _enter(self, table: dict[Any, Any], key: Any, entry: Callable[..., VariableTracker]) -> None:
         """Puts ``entry(stock, *args)`` into a table of Dynamo's, where ``stock(look_up, *args)`` is what torch does itself."""
@@ -354,6 +369,16 @@ def build_unguarded(tx: Translator, value: Any, source: Source) -> VariableTrack
         return VariableBuilder(tx, source)(value)
 
 
+def guard_sizes(source: Source, value: torch.Tensor) -> None:
+    """Guards type, dtype and the sizes and strides that are constants of the graph; sizes that are symbolic stay free.
+
+    torch guards a DTensor by its local tensor and its spec, and compares specs without their shapes.
+    """
+    if isinstance(source, GradSource) and is_from_optimizer_source(source):
+        return  # as torch does: the shape of a gradient is that of its parameter
+    install_guard(source.make_guard(functools.partial(GuardBuilder.TENSOR_MATCH, value=TensorWeakRef(value))))
+
+
 def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], None]:
     """A kind of guard: what ``facts(object)`` says is the same as while tracing. The result installs one on a source."""
 
@@ -371,7 +396,7 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
 __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator",
     "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "constant_argument",
-    "constant_source", "describe_fake", "fact_guard", "graph_break", "inline_member", "install_while_tracing",
+    "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
     "installed_backends", "member_function", "never_trace", "raise_in_program", "real_object", "remember", "tracked",
     "unwrapped_backend",
 ]  # fmt: skip

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
-from dtensor_compile.compat.dynamo import Backend, Entries, install_while_tracing
+from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import track_spec
 from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
@@ -31,6 +31,7 @@ ENTRIES = Entries(
     },
     made={Spec: track_spec},
     objects=tuple((cls, PlacementClassVariable.retrack) for cls in (Shard, Replicate, Partial, StridedShard, MaskPartial)),
+    tensors={DTensor: guard_sizes},
     contexts=(check_redistributions,),
 )
 
