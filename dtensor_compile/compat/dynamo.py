@@ -266,6 +266,11 @@ def installed_backends() -> list[Backend]:
     return [scope.backend for scope in _scopes if scope.undo]
 
 
+def traces_for_us(tx: Translator | None = None) -> bool:
+    """Whether the frame that `tx` traces (the one that this thread traces now) is compiled by a backend of ours."""
+    return any(scope.serves(tx) for scope in _scopes)
+
+
 # ---- what trackers need ----------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +402,6 @@ __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator",
     "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "constant_argument",
     "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
-    "installed_backends", "member_function", "never_trace", "raise_in_program", "real_object", "remember", "tracked",
-    "unwrapped_backend",
+    "installed_backends", "member_function", "never_trace", "raise_in_program", "real_object", "remember", "traces_for_us",
+    "tracked", "unwrapped_backend",
 ]  # fmt: skip

@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
+from dtensor_compile.compat.dynamo_calls import read_constant_tensors
+from dtensor_compile.variables import factories
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import track_spec
+from dtensor_compile.variables.optimizer import OPTIMIZER_CONTEXTS, OPTIMIZER_OBJECTS
 from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 
@@ -30,9 +33,12 @@ ENTRIES = Entries(
         ProcessGroup: ProcessGroupVariable.track,
     },
     made={Spec: track_spec},
-    objects=tuple((cls, PlacementClassVariable.retrack) for cls in (Shard, Replicate, Partial, StridedShard, MaskPartial)),
+    objects=(
+        *((cls, PlacementClassVariable.retrack) for cls in (Shard, Replicate, Partial, StridedShard, MaskPartial)),
+        *OPTIMIZER_OBJECTS,
+    ),
     tensors={DTensor: guard_sizes},
-    contexts=(check_redistributions,),
+    contexts=(check_redistributions, *OPTIMIZER_CONTEXTS),
 )
 
 

@@ -1,0 +1,170 @@
+"""Optimizers, as Dynamo sees them while it traces for our backend.
+
+torch breaks the graph before and after every ``step()`` on purpose, and prepares a step (`_init_group` makes state, and collects
+parameters, gradients and state in lists) by running it for real while it traces. Both assume that a step is a region of its own.
+Inside a larger region they are wrong: the gradients that count are those that the program has at that point, which a backward pass
+further up in the same region may just have computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.optim.optimizer as _optimizer
+from torch._dynamo import graph_break as break_function
+from torch._dynamo.decorators import mark_static_address
+from torch._dynamo.eval_frame import TorchPatcher
+from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSource
+from torch._dynamo.utils import unpack_iterable
+from torch._dynamo.variables import builder as _builder
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from dtensor_compile.compat.dynamo import Translator, graph_break, traces_for_us
+
+#: Code of the wrapper that every ``step()`` has, with the two breaks in it.
+_STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
+#: Methods of an optimizer that torch does not trace, and that can be traced.
+_TRACEABLE = frozenset({"zero_grad"})
+
+
+class BreakAroundStep(SkipFunctionVariable):
+    """``torch._dynamo.graph_break``: does nothing where the wrapper of an optimizer's ``step()`` calls it."""
+
+    @classmethod
+    def retrack(cls, stock: VariableTracker) -> VariableTracker:
+        return cls(stock.value, stock.reason, source=stock.source) if isinstance(stock, SkipFunctionVariable) else stock
+
+    def call_function(self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        if tx.f_code is _STEP_CODE:
+            return ConstantVariable.create(None)
+        return super().call_function(tx, list(args), kwargs)
+
+
+def retrack_enabled(stock: VariableTracker) -> VariableTracker:
+    """A function that torch keeps out of graphs (``torch._dynamo.disable``), as code that is traced."""
+    if not isinstance(stock, SkipFunctionVariable):
+        return stock
+    function, source = stock.value, stock.source
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+        source = source and AttrSource(source, "_torchdynamo_orig_callable")
+    return UserFunctionVariable(function, source=source)
+
+
+class TracedOptimizerVariable(OptimizerVariable):
+    """An optimizer whose steps belong to the region that they are in."""
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        if name in _TRACEABLE and name not in vars(self.value):
+            method = getattr(type(self.value), name)
+            return UserMethodVariable(getattr(method, "__wrapped__", method), self)
+        return super().var_getattr(tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name == "_init_group" and hasattr(self.value, "_init_group"):
+            with contextlib.suppress(ArgMappingException):
+                return self._prepare_step(tx, args, kwargs)
+        return super().call_method(tx, name, args, kwargs)
+
+    def _prepare_step(self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        """Runs `_init_group` for real, on the gradients that the program has at this point.
+
+        It makes the state that is missing, as the first step in eager does, and appends parameters, gradients and state to lists.
+        Each tensor in these lists is looked up by identity and becomes the tracker of its place.
+        """
+        real_args, real_kwargs = self.get_python_args(*args, **kwargs)
+        self.move_step_if_cpu()
+        known: dict[int, VariableTracker] = {}
+        kept: list[Any] = []  # holds what `known` refers to by id
+        with contextlib.ExitStack() as restore:
+            for parameter, variable in self._parameters(tx):
+                gradient = variable.var_getattr(tx, "grad").realize()
+                known[id(parameter)] = variable
+                kept.append(_show_gradient(tx, parameter, variable, gradient, restore))
+                known[id(kept[-1])] = gradient
+            result = self.value._init_group(*real_args, **real_kwargs)
+        known.update(self._state(tx))
+        for arg, real in zip(args, real_args):
+            if isinstance(arg, ListVariable):
+                tx.output.side_effects.mutation(arg)
+                arg.items.extend(known[id(value)] if id(value) in known else VariableTracker.build(tx, value) for value in real)
+        tx.store_global_weakref_by_id(f"__optimizer_{id(self.value)}", self.value)
+        self.create_finalizer(tx)
+        return ConstantVariable.create(result)
+
+    def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable]]:
+        """Every parameter and its tracker."""
+        groups = self.var_getattr(tx, "param_groups").realize()
+        for group, variable in zip(self.value.param_groups, unpack_iterable(tx, groups)):
+            parameters = variable.realize().getitem_const(tx, ConstantVariable.create("params")).realize()
+            for parameter, tracker in zip(group["params"], unpack_iterable(tx, parameters)):
+                yield parameter, tracker.realize()
+
+    def _state(self, tx: Translator) -> dict[int, VariableTracker]:
+        """Trackers of all tensors in the state, by identity; the keys of the state are guarded.
+
+        The state is read for real, so a step that follows a change of its structure in the same region is not traced.
+        """
+        state, found = self.var_getattr(tx, "state").realize(), {}
+        tx.output.guard_on_key_order.add(state.source)
+        for position, (parameter, entry) in enumerate(self.value.state.items()):
+            source = DictGetItemSource(state.source, ConstDictKeySource(state.source, position))
+            variable = VariableTracker.build(tx, entry, source).realize()
+            if tx.output.side_effects.is_modified(variable):
+                graph_break(
+                    "dtensor backend: state of an optimizer made in the same region",
+                    f"{type(self.value).__name__}: {list(entry)}",
+                    "a step made state that a further step of the same optimizer in the same compiled region would need.",
+                    "Run the first step outside of the region, or compile one step at a time.",
+                )
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    mark_static_address(value, guard=True)
+                    found[id(value)] = VariableTracker.build(tx, value, DictGetItemSource(source, name)).realize()
+                    self.static_tensor_names.add(tx.output.module_key_name(found[id(value)].source.name))
+        return found
+
+
+def _show_gradient(
+    tx: Translator, parameter: torch.Tensor, variable: TensorVariable, gradient: VariableTracker, restore: contextlib.ExitStack
+) -> Any:
+    """Lets the real parameter have a gradient just where the program has one at this point; returns what it is."""
+    if tx.output.side_effects.has_pending_mutation_of_attr(variable, "grad"):
+        restore.callback(setattr, parameter, "grad", parameter.grad)
+        parameter.grad = parameter.detach() if isinstance(gradient, TensorVariable) else None
+    return parameter.grad
+
+
+@contextlib.contextmanager
+def optimizers_in_the_region() -> Iterator[None]:
+    """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`."""
+    stock = _builder.OptimizerVariable
+
+    def track(value: torch.optim.Optimizer, **options: Any) -> OptimizerVariable:
+        return (TracedOptimizerVariable if traces_for_us() else stock)(value, **options)
+
+    _builder.OptimizerVariable = track
+    try:
+        yield
+    finally:
+        _builder.OptimizerVariable = stock
+
+
+def fused_steps() -> tuple[Any, ...]:
+    """The functions for fused steps, which torch keeps out of graphs (from its first compilation on, which is under way)."""
+    TorchPatcher.patch()
+    modules = [module for module in vars(torch.optim).values() if inspect.ismodule(module)]
+    found = [getattr(module, name) for module in modules for name in vars(module) if name.startswith("_fused_")]
+    return tuple({id(function): function for function in found if hasattr(function, "_torchdynamo_disable")}.values())
