@@ -22,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
 def run_demo(ranks: int, rest: list[str]) -> int:
     """Starts `ranks` processes of the demonstration on this machine and waits for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # gloo warns on machines whose name does not resolve
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **quiet, **os.environ}
     return subprocess.call([*command, "-m", "dtensor_compile.demo.train", *rest], env=environment)
 
 
