@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
+from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.checks import check_program
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.lowering.lower import lower_redistributions
+from dtensor_compile.lowering.lower_collectives import lower_collectives, order_collectives
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
@@ -48,12 +51,14 @@ def dtensor(
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
         log.planned(graph)
+        order_collectives(graph)
 
     def lower_graph(graph: torch.fx.Graph) -> None:
         log.decided(lower_redistributions(graph, strict=opts.strict))
+        lower_collectives(graph)
         log.lowered(graph)
 
-    with capture_redistributions():
+    with capture_redistributions(), nullcontext() if opts.strict else defer_backward_errors(log.decided):
         if opts.kernels == "aten":
             return compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
         return compile_with_inductor(
