@@ -2,21 +2,28 @@
 
 torch guards a mesh by its ranks, layout, device type, dim names and thread. Shape, coordinates and slices follow from those, for
 the process that compiles. Slices and flattened meshes are made while tracing, once, and are constants of the compiled code: each
-would be a new object on each call of the eager program, equal to the others. Members that make other process groups
-(``_unflatten``) are left to Python: tracing may start over, and ranks would then disagree on how many groups there are.
+would be a new object on each call of the eager program, equal to the others. Members that make process groups are called once per
+place of the program (``factories.py``). ``mesh.mesh`` is a tensor of constants. ``with mesh:`` makes it the current one for what is
+traced inside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.compat.dynamo import never_trace
+from dtensor_compile.compat.dynamo import Translator, VariableTracker, never_trace
+from dtensor_compile.compat.dynamo_calls import ContextVariable, constant_tensor, emit_call
+from dtensor_compile.variables.factories import enter_mesh, make_once, real_arguments
 from dtensor_compile.variables.members import SourcedVariable, table
 
+#: Members that make meshes with groups of their own.
+_MAKERS = frozenset({"_unflatten", "_get_all_submeshes"})
 
-class DeviceMeshVariable(SourcedVariable):
+
+class DeviceMeshVariable(SourcedVariable, ContextVariable):
     kind = "mesh"
     members = table(
         bake="""
@@ -25,9 +32,30 @@ class DeviceMeshVariable(SourcedVariable):
             _device_type _mesh_dim_names _thread_id _coordinate_on_dim _stable_hash
             __repr__ __str__ __hash__ __eq__ __ne__ __format__
         """,
-        read="mesh _layout _rank_map _flatten_rank_map _root_mesh _pg_registry _flatten_mapping _dim_group_names",
+        read="_layout _rank_map _flatten_rank_map _root_mesh _pg_registry _flatten_mapping _dim_group_names",
         inline="get_group get_all_groups _get_or_create_default_group _get_root_mesh _hash_key",
     )
+
+    def begin(self) -> Callable[[], None]:
+        return enter_mesh(self.as_python_constant())
+
+    def read_member(self, tx: Translator, name: str) -> VariableTracker:
+        if name == "mesh":
+            ranks = self.as_python_constant().mesh
+            return emit_call(tx, constant_tensor, ranks.tolist(), ranks.dtype)
+        return super().read_member(tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        if name not in _MAKERS:
+            return super().call_method(tx, name, args, kwargs)
+        try:
+            real_args, real_kwargs = real_arguments(args, kwargs)
+        except NotImplementedError:
+            self.refuse(name)
+        mesh = self.as_python_constant()
+        return make_once(tx, f"DeviceMesh.{name}", getattr(DeviceMesh, name), [mesh, *real_args], real_kwargs)
 
     def refuse(self, name: str) -> NoReturn:
         never_trace(DeviceMesh.__init__)  # the member runs in Python, and torch cannot trace a mesh that is half made

@@ -1,0 +1,356 @@
+"""Dynamo: trackers of functions and classes whose calls we handle, constants with data in them, and calls after the graph.
+
+Built on ``compat/dynamo.py``; in place only while Dynamo traces for our backend, because entries of a table are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.exc import RequiresGradRestartAnalysis
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
+from torch._dynamo.variables.tensor import TensorSubclassVariable, TensorVariable
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from dtensor_compile.compat.dynamo import (
+    OpaqueClassVariable,
+    Retrack,
+    Translator,
+    graph_break,
+    member_function,
+    traces_for_us,
+)
+
+#: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
+Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
+
+
+class CallVariable(VariableTracker):
+    """Tracks a function: calls go to ours, all else to the tracker that torch makes of it."""
+
+    def __init__(self, stock: VariableTracker, call: Call) -> None:
+        super().__init__(source=stock.source)
+        self.stock, self.call = stock, call
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return self.call(tx, self.stock, list(args), dict(kwargs))
+
+    def python_type(self) -> type:
+        return self.stock.python_type()
+
+    def as_python_constant(self) -> Any:
+        return self.stock.as_python_constant()
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        return self.stock.var_getattr(tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return self.stock.call_method(tx, name, args, kwargs)
+
+    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
+        return self.stock.call_obj_hasattr(tx, name)
+
+    def reconstruct(self, codegen: Any) -> None:
+        self.stock.reconstruct(codegen)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
+
+
+def handle_calls(call: Call) -> Retrack:
+    """What makes a tracker of a function whose calls go to `call`."""
+    return lambda stock: CallVariable(stock, call)
+
+
+class _OpaqueClass(OpaqueClassVariable):
+    """The class of an opaque object, whose instances `make` makes."""
+
+    make: Call
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return type(self).make(tx, self, list(args), dict(kwargs))
+
+
+class _TensorClass(TensorSubclassVariable):
+    """A class of tensors, whose instances `make` makes."""
+
+    make: Call
+
+    def construct(
+        self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        """What torch does."""
+        return super().call_function(tx, args, kwargs)
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return type(self).make(tx, self, list(args), dict(kwargs))
+
+
+def handle_construction(make: Call) -> Retrack:
+    """What makes a tracker of a class, opaque or of tensors, whose construction goes to `make`."""
+    trackers = {
+        base: type(f"{base.__name__}_{make.__name__}", (base,), {"make": staticmethod(make)}) for base in (_OpaqueClass, _TensorClass)
+    }
+
+    def retrack(stock: VariableTracker) -> VariableTracker:
+        base = _TensorClass if isinstance(stock, TensorSubclassVariable) else _OpaqueClass
+        return trackers[base](stock.as_python_constant(), source=stock.source)
+
+    return retrack
+
+
+def emit_call(tx: Translator, function: Callable[..., Any], *args: Any) -> VariableTracker:
+    """A node of the graph that calls `function`; trackers among `args` (and in tuples among them) count with their proxies."""
+
+    def proxy(arg: Any) -> Any:
+        if isinstance(arg, (tuple, list)):
+            return tuple(map(proxy, arg))
+        return arg.as_proxy() if isinstance(arg, VariableTracker) else arg
+
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, tuple(map(proxy, args)), {}))
+
+
+# ---- contexts --------------------------------------------------------------------------------------------------------------
+
+
+class ContextVariable(GenericContextWrappingVariable):
+    """An object that can stand in a ``with`` statement; a graph break inside sends the frame to Python."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super(GenericContextWrappingVariable, self).__init__(*args, **kwargs)
+
+    def begin(self) -> Callable[[], None]:
+        """What ``__enter__`` does, while tracing; returns what undoes it."""
+        raise NotImplementedError
+
+    def enter(self, tx: Translator) -> VariableTracker:
+        undo = self.begin()
+        pending = [undo]
+
+        def leave() -> None:
+            while pending:
+                pending.pop()()
+
+        _leave.setdefault(self, []).append(leave)
+        tx.output.add_cleanup_hook(leave)  # tracing may end inside
+        return self
+
+    def exit(self, tx: Translator, *args: VariableTracker) -> VariableTracker:
+        _leave[self].pop()()
+        tx.active_generic_context_managers.pop()
+        return VariableTracker.build(tx, None)
+
+
+#: Per tracker what leaves the contexts that it entered and that are open.
+_leave: weakref.WeakKeyDictionary[ContextVariable, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+
+
+# ---- tensors that are constants ----------------------------------------------------------------------------------------------
+
+#: Their result follows from their arguments alone and they change none of them.
+_PURE = frozenset(
+    """
+    tensor arange full zeros ones zeros_like ones_like full_like view reshape flatten unflatten ravel squeeze unsqueeze permute
+    transpose t clone contiguous to long int short float double bool cpu detach getitem select narrow index_select gather take
+    movedim swapaxes expand repeat cat stack concat hstack vstack split chunk unbind tile flip roll sort argsort topk sum prod
+    min max amin amax argmin argmax mean any all cumsum cumprod count_nonzero numel add sub mul truediv floordiv mod neg pow
+    div remainder floor_divide eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not isin nonzero unique
+    where equal item tolist diff searchsorted bucketize abs sign clamp minimum maximum constant_tensor
+    """.split()
+)
+
+
+_IN_PLACE = frozenset("setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift set_data".split())
+#: Longer chains are left to run time.
+_MOST_NODES = 256
+
+
+def constant_value(variable: VariableTracker) -> torch.Tensor:
+    """The tensor that `variable` stands for, where it follows from constants of the program alone.
+
+    Raises:
+        NotImplementedError: the value is only known when the program runs.
+    """
+    if not isinstance(variable, TensorVariable) or variable.source is not None:
+        raise NotImplementedError(f"{variable} is not a constant tensor")
+    node, known = variable.as_proxy().node, {}
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+        value = _evaluate(node, known)
+    if any(_writes(other) and _reaches(other.all_input_nodes[0], known) for other in node.graph.nodes if other.all_input_nodes):
+        raise NotImplementedError(f"{node} is changed in place")
+    return value
+
+
+def _evaluate(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
+    if node in known:
+        return known[node]
+    if not _is_pure(node) or len(known) >= _MOST_NODES:
+        raise NotImplementedError(f"{node} is not a constant")
+    args = torch.fx.map_arg(node.args, lambda n: _evaluate(n, known))
+    kwargs = torch.fx.map_arg(node.kwargs, lambda n: _evaluate(n, known))
+    if node.op == "call_method":
+        known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    else:
+        known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[node]
+
+
+def _name(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _is_pure(node: torch.fx.Node) -> bool:
+    name = _name(node)
+    if name not in _PURE or "out" in node.kwargs:
+        return False
+    owners = (torch, operator, torch.Tensor)
+    return node.op == "call_method" or (
+        node.op == "call_function" and (node.target is constant_tensor or any(getattr(o, name, None) is node.target for o in owners))
+    )
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    """Whether a node of the graph may write into its arguments."""
+    name = _name(node)
+    return node.op in ("call_function", "call_method") and not _is_pure(node) and (
+        "out" in node.kwargs or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def _reaches(node: torch.fx.Node, wanted: Mapping[torch.fx.Node, Any]) -> bool:
+    """Whether a node is, or may be a view of, one of `wanted`."""
+    seen, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        if current in wanted:
+            return True
+        if current not in seen and _is_pure(current):
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return False
+
+
+def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of these values, on the CPU; a node of the graph that `constant_value` can look into."""
+    return torch.tensor(values, dtype=dtype)
+
+
+@contextlib.contextmanager
+def read_constant_tensors() -> Iterator[None]:
+    """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the program."""
+    stock = TensorVariable.call_method
+
+    def call_method(
+        self: TensorVariable, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name in ("item", "tolist") and traces_for_us(tx):
+            try:
+                value = constant_value(self)
+            except NotImplementedError:
+                return stock(self, tx, name, args, kwargs)
+            return VariableTracker.build(tx, getattr(value, name)())
+        return stock(self, tx, name, args, kwargs)
+
+    TensorVariable.call_method = call_method
+    try:
+        yield
+    finally:
+        TensorVariable.call_method = stock
+
+
+# ---- small things that handlers need -----------------------------------------------------------------------------------------
+
+
+class ObjectVariable(CallVariable):
+    """Tracks an object some of whose methods are handled by ours."""
+
+    def __init__(self, stock: VariableTracker, methods: Mapping[str, Call]) -> None:
+        super().__init__(stock, lambda tx, stock, args, kwargs: stock.call_function(tx, args, kwargs))
+        self.methods = methods
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        if name in self.methods:
+            return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
+        return self.stock.var_getattr(tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name in self.methods:
+            return self.methods[name](tx, self.stock, list(args), dict(kwargs))
+        return self.stock.call_method(tx, name, args, kwargs)
+
+    tp_getattro_impl = var_getattr
+
+
+def handle_methods(**methods: Call) -> Retrack:
+    """What makes a tracker of an object some of whose methods go to ours."""
+    return lambda stock: ObjectVariable(stock, methods)
+
+
+def attribute(tx: Translator, owner: VariableTracker, name: str) -> VariableTracker:
+    """``owner.name``"""
+    return owner.realize().var_getattr(tx, name)
+
+
+_met: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def call_site(tx: Translator) -> tuple[Any, ...]:
+    """The place of the program that is being traced: code and offset of every frame, and how often tracing was here before."""
+    frames, at = [], tx
+    while at is not None:
+        frames.append((at.f_code, at.current_instruction.offset))
+        at = at.parent if hasattr(at, "parent") else None
+    place = tuple(frames)
+    counts = _met.setdefault(tx.output.tracing_context, {})
+    counts[place] = counts.get(place, -1) + 1
+    return *place, counts[place]
+
+
+# ---- leaves made in the program ----------------------------------------------------------------------------------------------
+
+
+def leaf_is_returned(tx: Translator) -> bool:
+    """Whether an earlier attempt to trace this frame returned a leaf that the program makes; see `keep_leaves_inside`."""
+    return bool(tx.speculation_log.graph_break_on_requires_grad_)
+
+
+@contextlib.contextmanager
+def keep_leaves_inside(make_leaf: Callable[..., Any], explanation: str) -> Iterator[None]:
+    """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break in its place.
+
+    What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient outside.
+    """
+    stock = OutputGraph._check_requires_grad_intermediate_outputs
+
+    def check(self: OutputGraph, returned: list[VariableTracker], tx: Translator) -> None:
+        stock(self, returned, tx)
+        leaves = [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node.target is make_leaf]
+        if not leaves or not traces_for_us(tx):
+            return
+        if tx.one_graph:
+            graph_break("dtensor backend: a leaf made in the program is returned", str(leaves), explanation, "Make it outside.")
+        tx.speculation_log.graph_break_on_requires_grad_ = True
+        raise RequiresGradRestartAnalysis(restart_reason="a leaf made in the program is returned")
+
+    OutputGraph._check_requires_grad_intermediate_outputs = check
+    try:
+        yield
+    finally:
+        OutputGraph._check_requires_grad_intermediate_outputs = stock

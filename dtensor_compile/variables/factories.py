@@ -1,0 +1,300 @@
+"""What makes meshes, groups and DTensors inside the compiled program.
+
+A mesh or a group is made once, while tracing: the arguments are constants, every rank traces the same program, so all ranks make
+the same groups in the same order. What was made at a place of the program is kept and serves again when that place is traced again
+with the same arguments (tracing may start over, and may start over on one rank only). The compiled code is guarded on it: it holds as
+long as the job's groups do.
+
+A DTensor is made by nodes of the graph: a local tensor, and a spec whose parts are known while tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from dtensor_compile.compat.creation import MESH_ENV, SIZE_FUNCTIONS, group_is_alive, mesh_is_alive, world
+from dtensor_compile.compat.dynamo import (
+    Retrack,
+    Translator,
+    VariableTracker,
+    build,
+    constant_argument,
+    constant_source,
+    fact_guard,
+    graph_break,
+    never_trace,
+    raise_in_program,
+)
+from dtensor_compile.compat.dynamo_calls import (
+    attribute,
+    call_site,
+    constant_value,
+    emit_call,
+    handle_calls,
+    handle_construction,
+    handle_methods,
+    keep_leaves_inside,
+    leaf_is_returned,
+)
+
+
+# ---- evaluated while tracing ------------------------------------------------------------------------------------------------
+
+
+def real_argument(argument: VariableTracker) -> Any:
+    """The value of an argument: a constant, a mesh, a group, a placement, a tensor of constants, or a list of those.
+
+    Raises:
+        NotImplementedError: the value is only known when the program runs.
+    """
+    if argument.is_tensor():
+        return constant_value(argument)
+    return constant_argument(argument)
+
+
+def real_arguments(
+    args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> tuple[list[Any], dict[str, Any]]:
+    """`real_argument` of all of them."""
+    return [real_argument(arg) for arg in args], {name: real_argument(arg) for name, arg in kwargs.items()}
+
+
+def _frozen(value: Any) -> Any:
+    """A hashable stand-in for an argument, equal where the arguments are."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), _frozen(value.tolist()))
+    if isinstance(value, (list, tuple, range)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dist.ProcessGroup):
+        return ("group", id(value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in value.items())
+    return value
+
+
+#: What was made at a place of the program, and what it was made from (whose addresses are in the key), by default group, function,
+#: arguments, place, and how often the place was met before.
+_made: dict[Any, tuple[Any, Any]] = {}
+
+
+def _is_alive(thing: Any) -> bool:
+    if isinstance(thing, DeviceMesh):
+        return mesh_is_alive(thing)
+    if isinstance(thing, dist.ProcessGroup):
+        return group_is_alive(thing)
+    return not isinstance(thing, (list, tuple)) or all(map(_is_alive, thing))
+
+
+def _leaves(thing: Any) -> list[Any]:
+    if isinstance(thing, (list, tuple)):
+        return [leaf for part in thing for leaf in _leaves(part)]
+    return [thing] if isinstance(thing, (DeviceMesh, dist.ProcessGroup)) else []
+
+
+#: Groups end with ``destroy_process_group``; compiled code that has one in it ends with them.
+_alive = fact_guard("ALIVE", _is_alive)
+
+
+def make_once(
+    tx: Translator, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> VariableTracker:
+    """Calls ``function(*args, **kwargs)``, which makes meshes or groups, unless this place of the program did so before."""
+    key = (id(world()), name, _frozen(list(args)), _frozen(kwargs), *call_site(tx))
+    if key not in _made or not _is_alive(_made[key][0]):
+        try:
+            _made[key] = function(*args, **kwargs), (world(), args, kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it raises, the program sees it
+            raise_in_program(tx, error)
+    made = _made[key][0]
+    for leaf in _leaves(made):
+        _alive(constant_source(tx, "made", leaf))
+    return build(tx, made)
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    never_trace(DeviceMesh.__init__)  # it runs in Python, and torch cannot trace a mesh that is half made
+    graph_break(
+        "dtensor backend: argument of a function that makes meshes or groups is not a constant",
+        f"{name}: {what}",
+        f"backend='dtensor' calls {name} once, while it traces, and needs the values of its arguments then.",
+        "Make the mesh or the group outside of the compiled function and pass it in.",
+    )
+
+
+def _make(tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+    function = stock.as_python_constant()
+    try:
+        real_args, real_kwargs = real_arguments(args, kwargs)
+    except NotImplementedError:
+        _refuse(function.__name__, ", ".join(map(str, [*args, *kwargs.values()])))
+    return make_once(tx, function.__qualname__, function, real_args, real_kwargs)
+
+
+def _evaluate(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """A function without side effects whose result follows from its arguments; traced as torch does where they are not constants."""
+    try:
+        if any(_is_symbolic(arg) for arg in [*args, *kwargs.values()]):
+            raise NotImplementedError
+        real_args, real_kwargs = real_arguments(args, kwargs)
+    except NotImplementedError:
+        return stock.call_function(tx, args, kwargs)
+    try:
+        return build(tx, stock.as_python_constant()(*real_args, **real_kwargs))
+    except Exception as error:  # noqa: BLE001 - whatever it raises, the program sees it
+        raise_in_program(tx, error)
+
+
+def _is_symbolic(argument: VariableTracker) -> bool:
+    return not argument.is_python_constant() and not argument.is_tensor()
+
+
+# ---- the current mesh ---------------------------------------------------------------------------------------------------------
+
+#: A program that asks for the current mesh depends on the one that is current where it is called.
+_same_current_mesh = fact_guard("CURRENT_MESH", lambda env: list(env.mesh_stack[-1:]))
+#: How many ``with mesh:`` of the program that is being traced are open.
+_open: list[DeviceMesh] = []
+
+
+def enter_mesh(mesh: DeviceMesh) -> Callable[[], None]:
+    """Makes the mesh the current one while the body of ``with mesh:`` is traced; returns what ends that."""
+    MESH_ENV.mesh_stack.append(mesh)
+    _open.append(mesh)
+
+    def leave() -> None:
+        _open.pop()
+        MESH_ENV.mesh_stack.pop()
+
+    return leave
+
+
+def track_current_mesh(tx: Translator) -> VariableTracker:
+    """The mesh of the innermost ``with mesh:``, in the compiled program or around its call."""
+    if not _open:
+        _same_current_mesh(constant_source(tx, "mesh_env", MESH_ENV))
+    try:
+        return build(tx, MESH_ENV.get_current_mesh())
+    except RuntimeError as error:
+        raise_in_program(tx, error)
+
+
+# ---- DTensors -----------------------------------------------------------------------------------------------------------------
+
+
+def wrap_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], stride: tuple[int, ...]
+) -> DTensor:
+    """``DTensor(local, spec, requires_grad=False)`` in public terms: no gradient flows from a DTensor made so to its local tensor."""
+    return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A tensor that requires a gradient because another does, and passes none on: what a new leaf is to the rest of a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
+        return None, None
+
+
+def leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a new leaf; `like` requires a gradient, and gets none from here."""
+    return _WithoutGradient.apply(tensor, like)
+
+
+#: Why a leaf that the program makes stays inside.
+_LEAF = (
+    "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it leaves the compiled "
+    "function, Python has to make it."
+)
+
+
+def _construct(
+    tx: Translator, stock: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``DTensor(local_tensor, spec, *, requires_grad)``"""
+    named = dict(zip(("local_tensor", "spec"), args)) | kwargs
+    if len(args) > 2 or named.keys() != {"local_tensor", "spec", "requires_grad"} or not named["local_tensor"].is_tensor():
+        return stock.construct(tx, args, kwargs)
+    if constant_argument(named["requires_grad"]):
+        _refuse_leaf("DTensor(..., requires_grad=True)")
+    spec, meta = named["spec"], attribute(tx, named["spec"], "tensor_meta")
+    parts = [attribute(tx, owner, name) for owner, name in ((spec, "mesh"), (spec, "placements"), (meta, "shape"), (meta, "stride"))]
+    return emit_call(tx, wrap_local, named["local_tensor"], *parts)
+
+
+def _refuse_leaf(what: str) -> NoReturn:
+    graph_break(
+        "dtensor backend: a leaf is made in the program", what, _LEAF, "Make parameters outside of the compiled function."
+    )
+
+
+def _distribute(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``distribute_tensor``: of a tensor that requires a gradient it makes a new leaf."""
+    tensor = args[0] if args else kwargs.get("tensor")
+    if tensor is None or not tensor.is_tensor():
+        return stock.call_function(tx, args, kwargs)
+    tensor = tensor.realize()
+    if not tensor.requires_grad or tensor.python_type() is DTensor or not constant_argument(attribute(tx, tensor, "is_leaf")):
+        return stock.call_function(tx, args, kwargs)
+    if leaf_is_returned(tx):
+        _refuse_leaf("distribute_tensor of a tensor that requires a gradient")
+    detached = tensor.call_method(tx, "detach", [], {})
+    kwargs = {**kwargs, "tensor": detached} if not args else kwargs
+    distributed = stock.call_function(tx, [detached, *args[1:]] if args else [], kwargs)
+    return emit_call(tx, leaf_like, distributed, tensor)
+
+
+def _from_local(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``DTensor.from_local``, which torch traces as one node: without a mesh it takes the one that is current here."""
+    given = args[1] if len(args) > 1 else kwargs.get("device_mesh")
+    if given is not None and not given.is_constant_none():
+        return stock.call_function(tx, args, kwargs)
+    mesh = track_current_mesh(tx)
+    if len(args) > 1:
+        return stock.call_function(tx, [args[0], mesh, *args[2:]], kwargs)
+    return stock.call_function(tx, args, {**kwargs, "device_mesh": mesh})
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------------------
+
+_MAKERS = (
+    init_device_mesh,
+    DeviceMesh.from_group,
+    DeviceMesh._concatenate,
+    dist.new_group,
+    dist.new_subgroups,
+    dist.new_subgroups_by_enumeration,
+)
+
+#: Functions and classes whose calls are handled here.
+OBJECTS: tuple[tuple[Any, Retrack], ...] = (
+    *((maker, handle_calls(_make)) for maker in _MAKERS),
+    *((function, handle_calls(_evaluate)) for function in SIZE_FUNCTIONS),
+    (DeviceMesh, handle_construction(_make)),
+    (DTensor, handle_construction(_construct)),
+    (DTensor.from_local, handle_calls(_from_local)),
+    (distribute_tensor, handle_calls(_distribute)),
+    (MESH_ENV, handle_methods(get_current_mesh=lambda tx, stock, args, kwargs: track_current_mesh(tx))),
+)
+
+
+def keep_leaves() -> AbstractContextManager[None]:
+    """The context in which a leaf that `_distribute` makes does not leave the graph."""
+    return keep_leaves_inside(leaf_like, _LEAF)
