@@ -1,0 +1,106 @@
+"""What the collectives of ``torch.distributed`` are made of: functional operators, works in flight, reductions by name.
+
+Also the hooks through which an operator of ours fits in: what it means to functionalization, that nobody may drop it, and that
+Inductor keeps it in order with torch's collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_work
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+from torch.distributed import distributed_c10d
+from torch.fx.node import has_side_effect
+from torch.utils.checkpoint import CheckpointPolicy
+
+#: Reductions by the names under which torch's functional collectives know them.
+REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+
+
+def reduction_name(value: Any) -> str | None:
+    """The name of a reduction; None for one that is no plain reduction (a premultiplied sum)."""
+    return next((name for name, op in REDUCTIONS.items() if op == value), None)
+
+
+def other_names(*names: str) -> list[Callable[..., Any]]:
+    """Functions of c10d under names that some releases have and that ``torch.distributed`` need not show."""
+    return [getattr(distributed_c10d, name) for name in names if hasattr(distributed_c10d, name)]
+
+
+def functional(name: str) -> torch._ops.OpOverload:
+    """torch's functional collective of that name: starts, and returns what `wait_tensor` waits for."""
+    return getattr(torch.ops._c10d_functional, name).default
+
+
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+
+def wait_later(tensor: torch.Tensor, work: dist.Work | None) -> None:
+    """Whoever calls `wait_tensor` on `tensor` waits for `work`."""
+    if work is not None:
+        _register_work(tensor, work)
+
+
+def keep_in_place(op: torch._ops.OpOverload) -> None:
+    """No pass may drop a node of `op`, whether its result is used or not."""
+    has_side_effect(op)
+
+
+def never_recompute(node: torch.fx.Node) -> None:
+    """The partitioner keeps the result for the backward: a second run would be a message that no other rank expects."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def hide_mutation_from_autograd(op: torch._ops.OpOverload) -> None:
+    """Functionalization of ``op(Tensor(a!) x, Tensor value)``: from here on `x` is `value`, and autograd does not know.
+
+    As with a kernel that writes into the memory of `x`: its ``grad_fn`` and version stay, and a tensor that autograd has saved
+    earlier holds what was written.
+    """
+
+    @op.py_functionalize_impl
+    def replace(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> None:
+        old, new = ctx.unwrap_tensors((x, value))
+        with ctx.redispatch_to_next():
+            written = torch.ops.aten.copy.default(old, new)
+        ctx.replace(x, written)
+        ctx.mark_mutation_hidden_from_autograd(x)
+        ctx.commit_update(x)
+        ctx.sync(x)
+
+
+@functools.cache
+def lower_as_collective(op: torch._ops.OpOverload) -> None:
+    """Inductor treats `op` as it treats torch's collectives: opaque, never dropped, in the order of the graph."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch.utils._pytree import tree_map
+
+    def lower(*args: Any) -> Any:
+        return tree_map(ir.TensorBox.create, ir._CollectiveKernel.create_out_of_place(op, *args))
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
+class P2POpClassVariable(UserDefinedClassVariable):
+    """``torch.distributed.P2POp``: torch makes its objects while it traces, where its switch for messages between ranks is on."""
+
+    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        with dynamo_config.patch(enable_p2p_compilation=True):
+            return super().call_function(tx, args, kwargs)

@@ -1,0 +1,90 @@
+"""Collectives of the program: kept and ordered in the joint graph, started early and waited for late in a lowered one.
+
+    before   a = c10d_all_reduce(x, "sum", group, 0); b = relu(y); c = a + b
+    after    s = all_reduce(x, "sum", group); b = relu(y); a = wait_tensor(s); c = a + b
+
+    before   s = c10d_isend(x, 1, 0, group, 0); r = c10d_irecv(y, 1, 0, group, 1); b = relu(x); c = r + b
+    after    e = c10d_exchange([x, y], [0, 1], ...); r = e[1]; b = relu(x); r' = wait_tensor(r); c = r' + b; wait_tensor(e[0])
+
+Nothing is sent in another order than that of the program, since ranks need not run the same program (stages of a pipeline). Waits
+move towards the first use, which no other rank can notice, and not beyond a write to memory that a message may still be read from.
+Messages between ranks that follow each other without a use of what arrives are started as one batch: were each finished before
+the next starts, two ranks that send to each other would wait for ever.
+"""
+
+from __future__ import annotations
+
+import operator
+import torch
+
+from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, exchange, irecv, isend
+from dtensor_compile.compat.collectives import never_recompute, wait_tensor
+
+_INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
+
+
+def order_collectives(graph: torch.fx.Graph) -> None:
+    """On the joint graph: numbers all communication, so that no two nodes are equal, and has none run again in the backward."""
+    for place, node in enumerate(node for node in graph.nodes if node.target in COMMUNICATION):
+        node.args = (*node.args[:-1], place)
+        never_recompute(node)
+
+
+def lower_collectives(graph: torch.fx.Graph) -> None:
+    """On a forward or backward graph: starts and waits become nodes of their own."""
+    batch: list[torch.fx.Node] = []
+    for node in graph.nodes:  # also meets the waits that are put in further down
+        is_message = node.target in (isend, irecv)
+        uses_batch = not set(batch).isdisjoint(node.all_input_nodes)
+        if batch and (uses_batch or not is_message and (_communicates(node) or _writes(node) or node.op == "output")):
+            _lower_batch(batch)
+            batch = []
+        if is_message:
+            batch.append(node)
+        elif node.target in FUNCTIONAL:
+            _lower_functional(node)
+
+
+def _communicates(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) in ("dtensor_compile", "_c10d_functional", "_dtensor")
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _lower_functional(node: torch.fx.Node) -> None:
+    with node.graph.inserting_before(node):
+        start = _call(node, FUNCTIONAL[node.target], node.args[:-1], node.meta["val"])
+    _wait(node, start)
+
+
+def _lower_batch(batch: list[torch.fx.Node]) -> None:
+    """One exchange in the place of the last message of the batch."""
+    last = batch[-1]
+    tensors, peers, tags, groups = (list(column) for column in zip(*(node.args[:4] for node in batch)))
+    kinds = [int(node.target is irecv) for node in batch]
+    values = [node.meta["val"] if receives else node.meta["val"].new_empty(1) for node, receives in zip(batch, kinds)]
+    with last.graph.inserting_before(last):
+        start = _call(last, exchange, (tensors, kinds, peers, tags, groups), values)
+        results = [_call(node, operator.getitem, (start, i), values[i]) for i, node in enumerate(batch)]
+    for node, result in zip(batch, results):
+        _wait(node, result)
+
+
+def _wait(node: torch.fx.Node, start: torch.fx.Node) -> None:
+    """Replaces `node` by a wait for `start`, as late as may be."""
+    limit = start.next
+    while limit.op != "output" and limit not in node.users and not _writes(limit):
+        limit = limit.next
+    with node.graph.inserting_before(limit):
+        wait = _call(node, wait_tensor, (start,), start.meta["val"])
+    node.replace_all_uses_with(wait)
+    node.graph.erase_node(node)
+
+
+def _call(like: torch.fx.Node, target: object, args: tuple[object, ...], value: object) -> torch.fx.Node:
+    new = like.graph.call_function(target, args)
+    new.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
+    new.meta["val"] = value
+    return new
