@@ -36,7 +36,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTra
 from torch._dynamo.variables import script_object
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
-from torch._dynamo.variables.functions import UserMethodVariable
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.misc import LambdaVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._guards import Guard, Source
@@ -399,7 +399,7 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
 
 
 __all__ = [
-    "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator",
+    "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "UserFunctionVariable",
     "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "constant_argument",
     "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
     "installed_backends", "member_function", "never_trace", "raise_in_program", "real_object", "remember", "traces_for_us",
