@@ -6,8 +6,8 @@
     overwrite_(Tensor(a!) x, Tensor value) -> ()
 
 All but `overwrite_` are functional: the result is new and complete. A collective that works in place is the functional one, and
-then `overwrite_`: eager's collectives write into memory without autograd's knowledge, so gradients pass by a collective as if it had
-not been there, and so it is here.
+then `overwrite_`: eager's collectives write into memory without autograd's knowledge, so gradients pass by a collective as if it
+had not been there, and so it is here.
 
 `peer` is a rank of the group, `group` the name of one, `order` the place among all communication of a graph: it tells apart what
 looks the same, so that two messages never become one. No node is ever dropped, since another rank may count on it.

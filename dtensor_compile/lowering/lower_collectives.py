@@ -7,9 +7,9 @@
     after    e = c10d_exchange([x, y], [0, 1], ...); r = e[1]; b = relu(x); r' = wait_tensor(r); c = r' + b; wait_tensor(e[0])
 
 Nothing is sent in another order than that of the program, since ranks need not run the same program (stages of a pipeline). Waits
-move towards the first use, which no other rank can notice, and not beyond a write to memory that a message may still be read from.
-Messages between ranks that follow each other without a use of what arrives are started as one batch: were each finished before
-the next starts, two ranks that send to each other would wait for ever.
+move towards the first use, which no other rank can notice, and not beyond a write to memory that a message may still be read
+from. Messages between ranks that follow each other without a use of what arrives are started as one batch: were each finished
+before the next starts, two ranks that send to each other would wait for ever.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import operator
 import torch
 
-from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, exchange, irecv, isend
-from dtensor_compile.compat.collectives import never_recompute, wait_tensor
+from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, LOWERED, exchange, irecv, isend
+from dtensor_compile.compat.collectives import lower_as_collective, never_recompute, wait_tensor
 
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
 
@@ -43,6 +43,9 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
             batch.append(node)
         elif node.target in FUNCTIONAL:
             _lower_functional(node)
+    for node in graph.nodes:
+        if node.target in LOWERED:
+            lower_as_collective(node.target)
 
 
 def _communicates(node: torch.fx.Node) -> bool:
