@@ -13,6 +13,7 @@ from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.checks import check_program
 from dtensor_compile.compat.aot import compile_to_aten
+from dtensor_compile.compat.aot_backward import dtensor_tangents
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives, order_collectives
@@ -58,7 +59,7 @@ def dtensor(
         lower_collectives(graph)
         log.lowered(graph)
 
-    with capture_redistributions(), nullcontext() if opts.strict else defer_backward_errors(log.decided):
+    with capture_redistributions(), dtensor_tangents(), nullcontext() if opts.strict else defer_backward_errors(log.decided):
         if opts.kernels == "aten":
             return compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
         return compile_with_inductor(

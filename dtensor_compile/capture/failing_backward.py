@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.aot import traced_backward_hook
+from dtensor_compile.compat.aot_backward import traced_backward_hook
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import DTensorCompileError
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd import graph_capture_wrappers
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -42,35 +38,3 @@ def compile_to_aten(
         return lower(graph_module, inputs)
 
     return aot_autograd(fw_compiler=lower, bw_compiler=lower, inference_compiler=infer, partition_fn=partition)(gm, example_inputs)
-
-
-#: Gradients to put in place of an error: ``(error, inputs, tangents)``; None where the error stands.
-StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
-
-
-@contextlib.contextmanager
-def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
-    """While it is entered, an error of the backward pass that AOTAutograd traces on this thread goes to `stand_in`.
-
-    The one call in which AOTAutograd traces a backward pass is to ``torch.autograd.grad``, from its module
-    ``graph_capture_wrappers``; every other call, a program's own among them, is torch's.
-    """
-    owner, stock = threading.get_ident(), torch.autograd.grad
-
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        joint = threading.get_ident() == owner and sys._getframe(1).f_globals is vars(graph_capture_wrappers)
-        if not joint or not grad_outputs:
-            return stock(outputs, inputs, grad_outputs, *args, **kwargs)
-        try:
-            return stock(outputs, inputs, grad_outputs, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever a gradient formula raises
-            gradients = stand_in(error, inputs, grad_outputs)
-            if gradients is None:
-                raise
-            return tuple(gradients)
-
-    torch.autograd.grad = grad
-    try:
-        yield
-    finally:
-        torch.autograd.grad = stock

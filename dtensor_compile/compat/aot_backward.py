@@ -1,0 +1,115 @@
+"""The backward pass that AOTAutograd traces and builds: errors while it is traced, and gradients that it did not expect."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd import graph_capture_wrappers, runtime_wrappers
+from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+#: Gradients to put in place of an error: ``(error, inputs, tangents)``; None where the error stands.
+StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
+
+
+@contextlib.contextmanager
+def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
+    """While it is entered, an error of the backward pass that AOTAutograd traces on this thread goes to `stand_in`.
+
+    The one call in which AOTAutograd traces a backward pass is to ``torch.autograd.grad``, from its module
+    ``graph_capture_wrappers``; every other call, a program's own among them, is torch's.
+    """
+    owner, stock = threading.get_ident(), torch.autograd.grad
+
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        joint = threading.get_ident() == owner and sys._getframe(1).f_globals is vars(graph_capture_wrappers)
+        if not joint or not grad_outputs:
+            return stock(outputs, inputs, grad_outputs, *args, **kwargs)
+        try:
+            return stock(outputs, inputs, grad_outputs, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever a gradient formula raises
+            gradients = stand_in(error, inputs, grad_outputs)
+            if gradients is None:
+                raise
+            return tuple(gradients)
+
+    torch.autograd.grad = grad
+    try:
+        yield
+    finally:
+        torch.autograd.grad = stock
+
+
+@contextlib.contextmanager
+def dtensor_tangents() -> Iterator[None]:
+    """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor outputs get.
+
+    Stock refuses two kinds: that of an output which the loss does not use (autograd makes plain zeros of it, and nothing says
+    which mesh and placements they stand for), and that of an output with an unbacked size (it asks whether that equals the size of
+    the gradient). The functions stay with the compiled code; torch's own are as they were.
+    """
+    owner, factory = threading.get_ident(), runtime_wrappers._AOTDispatchAutogradFunctionFactory
+    stock = factory.build
+
+    def build(self: Any) -> type[torch.autograd.Function]:
+        compiled = stock(self)
+        if threading.get_ident() == owner and any(map(_of_dtensor, self.spec.fw_metadata.subclass_tangent_meta)):
+            _take_gradients_as_they_come(compiled)
+        return compiled
+
+    factory.build = build
+    try:
+        yield
+    finally:
+        factory.build = stock
+
+
+def _of_dtensor(meta: Any) -> bool:
+    return isinstance(meta, SubclassCreationMeta) and issubclass(meta.original_subclass_type, DTensor)
+
+
+def _take_gradients_as_they_come(compiled: Any) -> None:
+    """Changes a compiled ``torch.autograd.Function``: see `dtensor_tangents`."""
+    stock_forward, stock_backward = compiled.forward, compiled.backward
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        outputs = stock_forward(ctx, *args)
+        ctx.output_specs = [(out._spec, out._local_tensor.shape) if isinstance(out, DTensor) else None for out in outputs]
+        return outputs
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        boxed = len(gradients) == 1 and isinstance(gradients[0], list)
+        values = gradients[0] if boxed else list(gradients)
+        for i, (value, spec) in enumerate(zip(values, ctx.output_specs)):
+            if spec is not None and type(value) is torch.Tensor:
+                values[i] = _zeros(value, *spec)
+        return stock_backward(ctx, values) if boxed else stock_backward(ctx, *values)
+
+    compiled.forward, compiled.backward = staticmethod(forward), staticmethod(backward)
+    names = vars(compiled)["_bw_prologue_fn"].__globals__
+    names["_process_tangent_"] = functools.partial(_process_tangent, names["_process_tangent_"])
+
+
+def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:
+    """A gradient of zeros for an output with that spec; where the output is partial, zeros on every rank are replicated."""
+    placements = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    return DTensor.from_local(
+        zeros.new_zeros(local_shape), spec.mesh, placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+
+
+def _process_tangent(stock: Callable[..., Any], tangent: Any, meta: Any, *args: Any) -> Any:
+    """torch compares what it traced with what arrives, sizes included, which are the output's whatever they are."""
+    if _of_dtensor(meta) and isinstance(tangent, DTensor):
+        placements, _, *rest = meta.meta
+        meta = copy.copy(meta)
+        meta.meta = (placements, tangent._spec.tensor_meta, *rest)
+    return stock(tangent, meta, *args)
