@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
 from torch._C._distributed_c10d import _register_work
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables.base import VariableTracker
@@ -41,6 +42,11 @@ def reduction_name(value: Any) -> str | None:
 def other_names(*names: str) -> list[Callable[..., Any]]:
     """Functions of c10d under names that some releases have and that ``torch.distributed`` need not show."""
     return [getattr(distributed_c10d, name) for name in names if hasattr(distributed_c10d, name)]
+
+
+def autograd_function(name: str) -> Any:
+    """The ``torch.autograd.Function`` of that name behind ``torch.distributed.nn.functional``."""
+    return getattr(differentiable, name)
 
 
 def functional(name: str) -> torch._ops.OpOverload:

@@ -29,6 +29,7 @@ from dtensor_compile.compat.dynamo import (
     graph_break,
     raise_in_program,
 )
+from dtensor_compile.variables import differentiable_collectives
 
 Group = Any
 
@@ -349,6 +350,78 @@ def batch_isend_irecv(p2p_op_list):
     return works
 
 
+# ---- methods of process groups: ranks are ranks of the group --------------------------------------------------------------------
+
+
+def pg_allreduce(group, tensors, op="sum"):
+    for tensor in _list(tensors):
+        all_reduce(tensor, op, group)
+    return Work(_list(tensors))
+
+
+def pg_broadcast(group, tensor, root=0):
+    broadcast(tensor, group_src=root, group=group)
+    return Work([tensor])
+
+
+def pg_reduce(group, tensor, root, op="sum"):
+    reduce(tensor, group_dst=root, op=op, group=group)
+    return Work([tensor])
+
+
+def pg_allgather(group, output_tensors, input_tensors):
+    if isinstance(input_tensors, torch.Tensor):
+        all_gather(output_tensors, input_tensors, group)
+    else:
+        for outputs, tensor in zip(output_tensors, input_tensors):
+            all_gather(outputs, tensor, group)
+    return Work([])
+
+
+def pg_allgather_single(group, output, input):
+    return all_gather_single(output, input, group, True)
+
+
+def pg_reduce_scatter_single(group, output, input, op="sum"):
+    return reduce_scatter_single(output, input, op, group, True)
+
+
+def pg_alltoall_single(group, output, input, output_split_sizes, input_split_sizes):
+    return all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, True)
+
+
+def pg_alltoall(group, output_tensors, input_tensors):
+    return all_to_all(output_tensors, input_tensors, group, True)
+
+
+def pg_gather(group, output_tensors, input_tensor, root):
+    return gather(input_tensor, output_tensors if output_tensors else None, None, group, True, root)
+
+
+def pg_scatter(group, output_tensor, input_tensors, root):
+    return scatter(output_tensor, input_tensors if input_tensors else None, None, group, True, root)
+
+
+def pg_send(group, tensors, dst, tag):
+    for tensor in tensors:
+        isend(tensor, group=group, tag=tag, group_dst=dst)
+    return Work(tensors)
+
+
+def pg_recv(group, tensors, src, tag):
+    for tensor in tensors:
+        irecv(tensor, group=group, tag=tag, group_src=src)
+    return Work(tensors, src)
+
+
+def pg_barrier(group):
+    return barrier(group, True)
+
+
+def _list(tensors: Any) -> Any:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
 # ---- the tables ------------------------------------------------------------------------------------------------------------
 
 TWINS: Mapping[Any, Any] = {
@@ -375,6 +448,22 @@ TWINS: Mapping[Any, Any] = {
     **{function: reduce_scatter_single for function in other_names("reduce_scatter_single", "_reduce_scatter_base")},
 }
 
+METHODS: Mapping[str, Any] = {
+    "allreduce": pg_allreduce,
+    "broadcast": pg_broadcast,
+    "reduce": pg_reduce,
+    "allgather": pg_allgather,
+    "_allgather_base": pg_allgather_single,
+    "_reduce_scatter_base": pg_reduce_scatter_single,
+    "alltoall_base": pg_alltoall_single,
+    "alltoall": pg_alltoall,
+    "gather": pg_gather,
+    "scatter": pg_scatter,
+    "send": pg_send,
+    "recv": pg_recv,
+    "barrier": pg_barrier,
+}
+
 _OBJECTS = "sends Python objects, which are only there when the program runs"
 
 #: Function -> why it is not traced.
@@ -389,11 +478,12 @@ REFUSED: Mapping[Any, str] = {
 }
 
 
-def _refuse(function: Any, reason: str) -> NoReturn:
+def refuse(name: str, reason: str) -> NoReturn:
+    """The graph break for a call that is not traced."""
     graph_break(
         "dtensor backend: distributed function is not traced",
-        f"torch.distributed.{function.__name__}",
-        f"backend='dtensor' does not trace torch.distributed.{function.__name__}: it {reason}.",
+        name,
+        f"backend='dtensor' does not trace this call of {name}: it {reason}.",
         "Call it outside of the compiled function, or accept the graph break: it then runs as in eager.",
     )
 
@@ -404,22 +494,37 @@ class DistributedFunctionVariable(UserFunctionVariable):
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
+        name = f"torch.distributed.{self.fn.__name__}"
         if self.fn in REFUSED:
-            _refuse(self.fn, REFUSED[self.fn])
-        try:
-            arguments = dict(inspect.signature(self.fn).bind(*args, **kwargs).arguments)
-        except TypeError as error:
-            raise_in_program(tx, error)
+            refuse(name, REFUSED[self.fn])
+        arguments = _bind(tx, name, self.fn, args, kwargs)
         if self.fn in (dist.recv, dist.irecv) and all(_is_none(arguments.get(name)) for name in ("src", "group_src")):
-            _refuse(self.fn, "receives from any rank, and which one is only known when the program runs")
-        if "op" in arguments:
-            arguments["op"] = self._reduction(tx, arguments["op"])
+            refuse(name, "receives from any rank, and which one is only known when the program runs")
         return UserFunctionVariable(TWINS[self.fn]).call_function(tx, [], arguments)
 
-    def _reduction(self, tx: Translator, argument: VariableTracker) -> VariableTracker:
-        """Reductions are C++ objects; twins take their names."""
-        name = reduction_name(getattr(argument, "value", None))
-        return build(tx, name) if name is not None else _refuse(self.fn, "reduces with an operator that has no name")
+
+def call_method_twin(
+    tx: Translator, group: VariableTracker, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> VariableTracker:
+    """Calls the twin of method `name` of a process group."""
+    arguments = _bind(tx, f"ProcessGroup.{name}", METHODS[name], [group, *args], kwargs)
+    return UserFunctionVariable(METHODS[name]).call_function(tx, [], arguments)
+
+
+def _bind(
+    tx: Translator, name: str, function: Any, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> dict[str, VariableTracker]:
+    """Arguments by name. Reductions are C++ objects: twins take their names."""
+    try:
+        arguments = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise_in_program(tx, error)
+    if "op" in arguments:
+        reduction = reduction_name(getattr(arguments["op"], "value", None))
+        if reduction is None:
+            refuse(name, "is called with something else than a plain reduction")
+        arguments["op"] = build(tx, reduction)
+    return arguments
 
 
 def _is_none(argument: VariableTracker | None) -> bool:
@@ -430,8 +535,13 @@ def _retrack(function: Any) -> Retrack:
     return lambda stock: DistributedFunctionVariable(function, source=stock.source)
 
 
+def _retrack_as(twin: Any) -> Retrack:
+    return lambda stock: UserFunctionVariable(twin)
+
+
 #: Entries for `compat.dynamo.Entries.objects`.
 FUNCTIONS: tuple[tuple[Any, Retrack], ...] = (
     *((function, _retrack(function)) for function in (*TWINS, *REFUSED)),
+    *((function, _retrack_as(twin)) for function, twin in differentiable_collectives.TWINS.items()),
     (dist.P2POp, lambda stock: P2POpClassVariable(dist.P2POp, source=stock.source)),
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo import Source, fact_guard
+from dtensor_compile.compat.dynamo import Source, Translator, VariableTracker, fact_guard
+from dtensor_compile.variables.collectives import METHODS, call_method_twin
 from dtensor_compile.variables.members import SourcedVariable, table
 
 
@@ -24,6 +26,13 @@ class ProcessGroupVariable(SourcedVariable):
     members = table(
         bake="rank size name group_name group_desc _get_backend_name __repr__ __str__ __hash__ __eq__ __ne__ __format__"
     )
+
+    def call_method(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        if name in METHODS:
+            return call_method_twin(tx, self, name, args, kwargs)
+        return super().call_method(tx, name, args, kwargs)
 
     @classmethod
     def guard(cls, source: Source) -> None:
