@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.optim.optimizer as _optimizer
 from torch._dynamo import graph_break as break_function
+from torch._dynamo import trace_rules
 from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.eval_frame import TorchPatcher
-from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSource
-from torch._dynamo.utils import unpack_iterable
+from torch._dynamo.source import ConstDictKeySource, DictGetItemSource
+from torch._dynamo.utils import get_static_address_type, unpack_iterable
 from torch._dynamo.variables import builder as _builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
@@ -28,6 +30,9 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.amp import grad_scaler
+from torch.optim import lr_scheduler
 
 from dtensor_compile.compat.dynamo import Translator, graph_break, traces_for_us
 
@@ -35,6 +40,8 @@ from dtensor_compile.compat.dynamo import Translator, graph_break, traces_for_us
 _STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
 #: Methods of an optimizer that torch does not trace, and that can be traced.
 _TRACEABLE = frozenset({"zero_grad"})
+#: Files that torch does not trace, and whose code can be traced.
+_TRACED_FILES = frozenset({lr_scheduler.__file__, grad_scaler.__file__})
 
 
 class BreakAroundStep(SkipFunctionVariable):
@@ -50,15 +57,23 @@ class BreakAroundStep(SkipFunctionVariable):
         return super().call_function(tx, list(args), kwargs)
 
 
-def retrack_enabled(stock: VariableTracker) -> VariableTracker:
-    """A function that torch keeps out of graphs (``torch._dynamo.disable``), as code that is traced."""
-    if not isinstance(stock, SkipFunctionVariable):
-        return stock
-    function, source = stock.value, stock.source
-    while hasattr(function, "_torchdynamo_orig_callable"):
-        function = function._torchdynamo_orig_callable
-        source = source and AttrSource(source, "_torchdynamo_orig_callable")
-    return UserFunctionVariable(function, source=source)
+class FusedStep(SkipFunctionVariable):
+    """A fused step, which torch keeps out of graphs: the step over lists, which computes the same, takes its place.
+
+    It cannot take the scale of a `GradScaler`, which a fused step undoes itself; that one stays out of the graph.
+    """
+
+    @classmethod
+    def retrack(cls, stock: VariableTracker) -> VariableTracker:
+        return cls(stock.value, stock.reason, source=stock.source) if isinstance(stock, SkipFunctionVariable) else stock
+
+    def call_function(self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        bound = inspect.signature(self.value).bind(*args, **kwargs).arguments
+        if any(not bound[name].is_constant_none() for name in ("grad_scale", "found_inf")):
+            return super().call_function(tx, list(args), kwargs)
+        function = inspect.unwrap(self.value)
+        twin = function.__globals__[function.__name__.replace("_fused_", "_multi_tensor_")]
+        return UserFunctionVariable(twin).call_function(tx, list(args), kwargs)
 
 
 class TracedOptimizerVariable(OptimizerVariable):
@@ -68,6 +83,11 @@ class TracedOptimizerVariable(OptimizerVariable):
         if name in _TRACEABLE and name not in vars(self.value):
             method = getattr(type(self.value), name)
             return UserMethodVariable(getattr(method, "__wrapped__", method), self)
+        if name == "param_groups":
+            for group in self.value.param_groups:
+                _mark_static(group["params"])
+            self._set_capturable(tx)
+            return UserDefinedObjectVariable.var_getattr(self, tx, name)
         return super().var_getattr(tx, name)
 
     def call_method(
@@ -100,8 +120,6 @@ class TracedOptimizerVariable(OptimizerVariable):
             if isinstance(arg, ListVariable):
                 tx.output.side_effects.mutation(arg)
                 arg.items.extend(known[id(value)] if id(value) in known else VariableTracker.build(tx, value) for value in real)
-        tx.store_global_weakref_by_id(f"__optimizer_{id(self.value)}", self.value)
-        self.create_finalizer(tx)
         return ConstantVariable.create(result)
 
     def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable]]:
@@ -131,10 +149,18 @@ class TracedOptimizerVariable(OptimizerVariable):
                 )
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor):
-                    mark_static_address(value, guard=True)
+                    _mark_static([value])
                     found[id(value)] = VariableTracker.build(tx, value, DictGetItemSource(source, name)).realize()
-                    self.static_tensor_names.add(tx.output.module_key_name(found[id(value)].source.name))
         return found
+
+
+def _mark_static(tensors: Sequence[torch.Tensor]) -> None:
+    """Sizes and addresses stay. torch marks these tensors so that they become attributes of the graph; they stay inputs here,
+    because torch collects the leaves of a backward pass among the inputs.
+    """
+    for tensor in tensors:
+        if get_static_address_type(tensor) is None:
+            mark_static_address(tensor, guard=False)
 
 
 def _show_gradient(
@@ -149,22 +175,30 @@ def _show_gradient(
 
 @contextlib.contextmanager
 def optimizers_in_the_region() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`."""
-    stock = _builder.OptimizerVariable
+    """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.
+
+    Their schedulers and the scaler of gradients are code like other code then.
+    """
+    stock_track, stock_check = _builder.OptimizerVariable, trace_rules.check_file
 
     def track(value: torch.optim.Optimizer, **options: Any) -> OptimizerVariable:
-        return (TracedOptimizerVariable if traces_for_us() else stock)(value, **options)
+        return (TracedOptimizerVariable if traces_for_us() else stock_track)(value, **options)
 
-    _builder.OptimizerVariable = track
+    def check_file(filename: str | None, is_inlined_call: bool = False) -> trace_rules.SkipResult:
+        if is_inlined_call and filename in _TRACED_FILES and traces_for_us():
+            return trace_rules.SkipResult(False, "traced by backend='dtensor'")
+        return stock_check(filename, is_inlined_call)
+
+    _builder.OptimizerVariable, trace_rules.check_file = track, check_file
     try:
         yield
     finally:
-        _builder.OptimizerVariable = stock
+        _builder.OptimizerVariable, trace_rules.check_file = stock_track, stock_check
 
 
 def fused_steps() -> tuple[Any, ...]:
     """The functions for fused steps, which torch keeps out of graphs (from its first compilation on, which is under way)."""
     TorchPatcher.patch()
-    modules = [module for module in vars(torch.optim).values() if inspect.ismodule(module)]
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
     found = [getattr(module, name) for module in modules for name in vars(module) if name.startswith("_fused_")]
     return tuple({id(function): function for function in found if hasattr(function, "_torchdynamo_disable")}.values())

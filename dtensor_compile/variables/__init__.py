@@ -19,10 +19,10 @@ from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
-from dtensor_compile.variables import factories
+from dtensor_compile.variables import factories, hooks, optimizer
+from dtensor_compile.variables.collectives import FUNCTIONS
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import track_spec
-from dtensor_compile.variables.optimizer import OPTIMIZER_CONTEXTS, OPTIMIZER_OBJECTS
 from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 
@@ -35,10 +35,13 @@ ENTRIES = Entries(
     made={Spec: track_spec},
     objects=(
         *((cls, PlacementClassVariable.retrack) for cls in (Shard, Replicate, Partial, StridedShard, MaskPartial)),
-        *OPTIMIZER_OBJECTS,
+        *optimizer.OBJECTS,
+        *hooks.OBJECTS,
+        *factories.OBJECTS,
+        *FUNCTIONS,
     ),
     tensors={DTensor: guard_sizes},
-    contexts=(check_redistributions, *OPTIMIZER_CONTEXTS),
+    contexts=(check_redistributions, read_constant_tensors, factories.keep_leaves, *optimizer.CONTEXTS, *hooks.CONTEXTS),
 )
 
 

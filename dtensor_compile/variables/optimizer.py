@@ -1,6 +1,6 @@
 """Optimizers: ``step()`` and ``zero_grad()`` belong to the region that they are in.
 
-torch ends a graph before and after each step, because its own regions end at ``backward()`` anyway. Ours do not. `OPTIMIZER_OBJECTS`
+torch ends a graph before and after each step, because its own regions end at ``backward()`` anyway. Ours do not. `OBJECTS`
 are the functions that mean something else under our backend: the break around a step, and the fused steps.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from dtensor_compile.compat.dynamo import Retrack
-from dtensor_compile.compat.optimizer import BreakAroundStep, break_function, fused_steps, optimizers_in_the_region, retrack_enabled
+from dtensor_compile.compat.optimizer import BreakAroundStep, FusedStep, break_function, fused_steps, optimizers_in_the_region
 
-OPTIMIZER_OBJECTS: tuple[tuple[Any, Retrack], ...] = (
+OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (break_function, BreakAroundStep.retrack),
-    *((function, retrack_enabled) for function in fused_steps()),
+    *((function, FusedStep.retrack) for function in fused_steps()),
 )
-OPTIMIZER_CONTEXTS = (optimizers_in_the_region,)
+CONTEXTS = (optimizers_in_the_region,)

@@ -1,0 +1,111 @@
+"""A backward pass inside a region, as Dynamo sees it while it traces for our backend.
+
+torch can trace ``tensor.backward()`` (as ``torch.autograd.grad``, and an accumulation per leaf) and leaves it off. It does not run
+the hooks of leaf tensors then, and it refuses where compiled autograd is on, which has nothing to do in a backward pass that is part
+of the graph already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import compiled_autograd, config
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from dtensor_compile.compat.dynamo import Translator, fact_guard, graph_break, traces_for_us
+
+
+def _hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a leaf has hooks on its gradient, and hooks that run after it was accumulated."""
+    return bool(tensor._backward_hooks), bool(tensor._post_accumulate_grad_hooks)
+
+
+_same_hooks = fact_guard("LEAF_HOOKS_MATCH", _hooks)
+
+
+def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
+    """A graph break where a leaf has hooks; a guard that it has none where it has none."""
+    for leaf in leaves:
+        argument = leaf.proxy.node.meta.get("grapharg")
+        real = argument.example if argument is not None else None
+        if leaf.source is None or not isinstance(real, torch.Tensor):
+            continue
+        if any(_hooks(real)):
+            graph_break(
+                "dtensor backend: backward pass inside the region, and a leaf with hooks",
+                f"{leaf.source.name}",
+                "Hooks of parameters and inputs are not part of a backward pass that is traced.",
+                "Call backward() outside of the compiled function, or register the hooks on intermediate tensors.",
+            )
+        _same_hooks(leaf.source)
+
+
+def _attributes() -> Iterator[VariableTracker]:
+    """Tensors that are attributes of the graph: another backend marks parameters so when it compiles a step of an optimizer."""
+    for variable in InstructionTranslator.current_tx().output.side_effects.id_to_variable.values():
+        if isinstance(variable, TensorVariable) and variable.as_proxy().node.op == "get_attr":
+            yield variable
+
+
+@contextlib.contextmanager
+def _traceable() -> Iterator[None]:
+    with config.patch(trace_autograd_ops=True), compiled_autograd._disable():
+        yield
+
+
+class TracedGrad(TorchInGraphFunctionVariable):
+    """``torch.autograd.grad``."""
+
+    @classmethod
+    def retrack(cls, stock: VariableTracker) -> VariableTracker:
+        return cls(stock.value, source=stock.source) if isinstance(stock, TorchInGraphFunctionVariable) else stock
+
+    def call_function(self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        with _traceable():
+            return super().call_function(tx, args, kwargs)
+
+
+@contextlib.contextmanager
+def backward_in_the_region() -> Iterator[None]:
+    """While it is entered, frames that are compiled for our backend trace ``tensor.backward()``.
+
+    And a gradient that it made stays what it is when the program reads it: torch would take it for the one that was there before,
+    and lose it at the end of the region.
+    """
+
+    def method_backward(self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any) -> VariableTracker | None:
+        if not traces_for_us(tx):
+            return stock["method_backward"](self, tx, *args, **kwargs)
+        with _traceable():
+            return stock["method_backward"](self, tx, *args, **kwargs)
+
+    def collect(self: TensorVariable, variables: Iterable[VariableTracker], *args: Any, **kwargs: Any) -> Any:
+        if not traces_for_us():
+            return stock["_collect_backward_inputs"](self, variables, *args, **kwargs)
+        if not args and not kwargs:  # all leaves, and not only a list that the program gave
+            variables = itertools.chain(variables, _attributes())
+        leaves = stock["_collect_backward_inputs"](self, variables, *args, **kwargs)
+        _check_hooks(leaves)
+        return leaves
+
+    def var_getattr(self: TensorVariable, tx: Translator, name: str) -> VariableTracker:
+        if name == "grad" and traces_for_us(tx) and tx.output.side_effects.has_pending_mutation_of_attr(self, name):
+            return tx.output.side_effects.load_attr(self, name)
+        return stock["var_getattr"](self, tx, name)
+
+    ours = {"method_backward": method_backward, "_collect_backward_inputs": collect, "var_getattr": var_getattr}
+    stock = {name: vars(TensorVariable)[name] for name in ours}
+    for name, function in ours.items():
+        setattr(TensorVariable, name, function)
+    try:
+        yield
+    finally:
+        for name, function in stock.items():
+            setattr(TensorVariable, name, function)
