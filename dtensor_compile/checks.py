@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dtensor_compile.capture.mesh import mesh_layout
+from dtensor_compile.capture.trace import emit_redistribution
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
@@ -56,13 +57,17 @@ def check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: in
 
 @contextlib.contextmanager
 def check_redistributions() -> Iterator[None]:
-    """While it is entered, a redistribution to placements that do not fit raises `PlacementError` (torch: an IndexError)."""
+    """While it is entered, a redistribution to placements that do not fit raises `PlacementError` (torch: an IndexError).
+
+    Strided shards go by the operator: torch finds out what is where with tensors of indices, whose values are not there while tracing.
+    """
 
     def check(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
         if source.tensor_meta is not None:
             shape = source.tensor_meta.shape
             check_placements(target.placements, target.mesh, len(shape), f"a tensor of shape {list(shape)}")
-        return stock()
+        strided = any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements))
+        return emit_redistribution(local, source, target, stock) if strided else stock()
 
     with redistribute_hook(check):
         yield

@@ -39,11 +39,12 @@ from dtensor_compile.errors import PlanError, SpecTextError
 @contextlib.contextmanager
 def capture_redistributions() -> Iterator[None]:
     """While it is entered, redistributions that this thread traces are recorded as operators."""
-    with redistribute_hook(_emit):
+    with redistribute_hook(emit_redistribution):
         yield
 
 
-def _emit(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
+def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The local tensor in the target spec: by the operator where it speaks of the change, else by `stock`."""
     mesh = compat_mesh.real_mesh(source.mesh)
     if source.tensor_meta is None or compat_mesh.real_mesh(target.mesh) != mesh or not compat_mesh.is_member(mesh):
         return stock()
@@ -86,5 +87,5 @@ def _emit_to_mask(
     assert source.tensor_meta is not None
     replicated = tuple(Replicate() if isinstance(p, MaskPartial) else p for p in after)
     middle = make_spec(source.mesh, replicated, source.tensor_meta.shape, source.tensor_meta.dtype)
-    local = _emit(local, source, middle, stock)
+    local = emit_redistribution(local, source, middle, stock)
     return stock_redistribute_local(local, middle, target)
