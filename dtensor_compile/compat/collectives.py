@@ -7,12 +7,12 @@ Inductor keeps it in order with torch's collectives.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
 from torch._C._distributed_c10d import _register_work
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables.base import VariableTracker
@@ -39,14 +39,14 @@ def reduction_name(value: Any) -> str | None:
     return next((name for name, op in REDUCTIONS.items() if op == value), None)
 
 
+def functions_of(module: types.ModuleType, *names: str) -> list[Callable[..., Any]]:
+    """The functions of those names that this release has."""
+    return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
 def other_names(*names: str) -> list[Callable[..., Any]]:
     """Functions of c10d under names that some releases have and that ``torch.distributed`` need not show."""
-    return [getattr(distributed_c10d, name) for name in names if hasattr(distributed_c10d, name)]
-
-
-def autograd_function(name: str) -> Any:
-    """The ``torch.autograd.Function`` of that name behind ``torch.distributed.nn.functional``."""
-    return getattr(differentiable, name)
+    return functions_of(distributed_c10d, *names)
 
 
 def functional(name: str) -> torch._ops.OpOverload:

@@ -445,6 +445,7 @@ TWINS: Mapping[Any, Any] = {
     dist.recv: recv,
     dist.batch_isend_irecv: batch_isend_irecv,
     **{function: all_gather_single for function in other_names("all_gather_single", "_all_gather_base")},
+    **differentiable_collectives.TWINS,
     **{function: reduce_scatter_single for function in other_names("reduce_scatter_single", "_reduce_scatter_base")},
 }
 
@@ -494,7 +495,7 @@ class DistributedFunctionVariable(UserFunctionVariable):
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
-        name = f"torch.distributed.{self.fn.__name__}"
+        name = f"{self.fn.__module__}.{self.fn.__name__}"
         if self.fn in REFUSED:
             refuse(name, REFUSED[self.fn])
         arguments = _bind(tx, name, self.fn, args, kwargs)
@@ -535,13 +536,8 @@ def _retrack(function: Any) -> Retrack:
     return lambda stock: DistributedFunctionVariable(function, source=stock.source)
 
 
-def _retrack_as(twin: Any) -> Retrack:
-    return lambda stock: UserFunctionVariable(twin)
-
-
 #: Entries for `compat.dynamo.Entries.objects`.
 FUNCTIONS: tuple[tuple[Any, Retrack], ...] = (
     *((function, _retrack(function)) for function in (*TWINS, *REFUSED)),
-    *((function, _retrack_as(twin)) for function, twin in differentiable_collectives.TWINS.items()),
     (dist.P2POp, lambda stock: P2POpClassVariable(dist.P2POp, source=stock.source)),
 )
