@@ -9,18 +9,25 @@ traced inside.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.compat.dynamo import Translator, VariableTracker, never_trace
+from dtensor_compile.compat.dynamo import Translator, VariableTracker, build, member_function, never_trace
 from dtensor_compile.compat.dynamo_calls import ContextVariable, constant_tensor, emit_call
 from dtensor_compile.variables.factories import enter_mesh, make_once, real_arguments
 from dtensor_compile.variables.members import SourcedVariable, table
 
-#: Members that make meshes with groups of their own.
-_MAKERS = frozenset({"_unflatten", "_get_all_submeshes"})
+#: Members that make meshes, some with groups of their own. (``copy`` and ``deepcopy`` ask for two of them; the second with a dict
+#: of what was copied already.)
+_MAKERS: Mapping[str, Callable[..., Any]] = {
+    "_unflatten": lambda mesh, *args, **kwargs: mesh._unflatten(*args, **kwargs),
+    "_get_all_submeshes": lambda mesh, *args, **kwargs: mesh._get_all_submeshes(*args, **kwargs),
+    "__copy__": copy.copy,
+    "__deepcopy__": copy.deepcopy,
+}
 
 
 class DeviceMeshVariable(SourcedVariable, ContextVariable):
@@ -43,19 +50,26 @@ class DeviceMeshVariable(SourcedVariable, ContextVariable):
         if name == "mesh":
             ranks = self.as_python_constant().mesh
             return emit_call(tx, constant_tensor, ranks.tolist(), ranks.dtype)
+        if name in _MAKERS:
+            return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
         return super().read_member(tx, name)
+
+    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
+        return build(tx, True) if name in _MAKERS else super().call_obj_hasattr(tx, name)
 
     def call_method(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
         if name not in _MAKERS:
             return super().call_method(tx, name, args, kwargs)
+        if name == "__deepcopy__":
+            args = []
         try:
             real_args, real_kwargs = real_arguments(args, kwargs)
         except NotImplementedError:
             self.refuse(name)
         mesh = self.as_python_constant()
-        return make_once(tx, f"DeviceMesh.{name}", getattr(DeviceMesh, name), [mesh, *real_args], real_kwargs)
+        return make_once(tx, f"DeviceMesh.{name}", _MAKERS[name], [mesh, *real_args], real_kwargs)
 
     def refuse(self, name: str) -> NoReturn:
         never_trace(DeviceMesh.__init__)  # the member runs in Python, and torch cannot trace a mesh that is half made

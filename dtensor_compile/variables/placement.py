@@ -6,6 +6,7 @@ A placement is a value: torch guards it by equality, so whatever a member says f
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,14 @@ from dtensor_compile.compat.dynamo import (
     constant_argument,
     constant_source,
     graph_break,
+    member_function,
     remember,
 )
 from dtensor_compile.variables.members import Rule, TableVariable, table
+
+
+#: What ``copy.copy`` and ``copy.deepcopy`` ask of an object. A placement has nothing in it that a deep copy would share.
+_COPIES = frozenset({"__copy__", "__deepcopy__"})
 
 
 class PlacementVariable(TableVariable):
@@ -36,6 +42,21 @@ class PlacementVariable(TableVariable):
         if source is None:
             return cls(proxy, value, source=constant_source(tx, cls.kind, value), **options)
         return remember(tx, value, cls(proxy, value, source=source, **options))
+
+    def read_member(self, tx: Translator, name: str) -> VariableTracker:
+        if name in _COPIES:
+            return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
+        return super().read_member(tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        if name in _COPIES:
+            return build(tx, copy.copy(self.as_python_constant()))
+        return super().call_method(tx, name, args, kwargs)
+
+    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
+        return build(tx, True) if name in _COPIES else super().call_obj_hasattr(tx, name)
 
 
 class PlacementClassVariable(OpaqueClassVariable):
