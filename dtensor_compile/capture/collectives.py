@@ -143,6 +143,20 @@ def _barrier(group: str, order: int) -> torch.Tensor:
 barrier = _define("c10d_barrier", "(str group, int order) -> Tensor", _barrier, lambda group, order: _nothing())
 
 
+def _check_equal(text: str, sizes: Sequence[int], group: str, order: int) -> torch.Tensor:
+    found: list[object] = [None] * group_named(group).size()
+    dist.all_gather_object(found, (text, list(sizes)), group_named(group))
+    if any(other != (text, list(sizes)) for other in found):
+        raise ValueError("Inconsistent tensor metadata (including shape and stride) across ranks.")
+    return _nothing()
+
+
+#: Raises where ranks disagree about what they call a tensor (``DTensor.from_local(..., run_check=True)``).
+check_equal = _define(
+    "c10d_check_equal", "(str text, SymInt[] sizes, str group, int order) -> Tensor", _check_equal, lambda *_: _nothing()
+)
+
+
 # ---- from one rank to another --------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +220,7 @@ exchange = _define(
     _exchange,
     _fake_exchange,
 )
-_opaque = (reduce, gather, scatter, all_gather, reduce_scatter, all_to_all, barrier)
+_opaque = (reduce, gather, scatter, all_gather, reduce_scatter, all_to_all, barrier, check_equal)
 #: Every operator that communicates in a graph as it is captured, with its place in the order as its last argument.
 COMMUNICATION = frozenset({*FUNCTIONAL, *_opaque, isend, irecv})
 #: Operators of ours that communicate in a lowered graph.

@@ -302,6 +302,19 @@ def barrier(group=None, async_op=False, device_ids=None, timeout=None):
     return _done([], async_op)
 
 
+def check_local_tensor(local, mesh, placements, check_sizes):
+    """What ``DTensor.from_local`` does with ``run_check=True``: compares metadata, takes replicas from the first rank, in place."""
+    if not mesh._is_current_rank_part_of_mesh():
+        return local
+    sizes = [*local.shape, *local.stride()] if check_sizes else []
+    ops.check_equal(f"{local.dtype} {local.requires_grad}", sizes, dist.group.WORLD.group_name, 0)
+    for i in range(mesh.ndim):
+        if placements is None or placements[i].is_replicate():
+            local = local.contiguous()
+            broadcast(local, group=mesh.get_group(i), group_src=0)
+    return local
+
+
 # ---- from one rank to another ----------------------------------------------------------------------------------------------
 
 
@@ -526,6 +539,19 @@ def _bind(
             refuse(name, "is called with something else than a plain reduction")
         arguments["op"] = build(tx, reduction)
     return arguments
+
+
+def checked_local_tensor(
+    tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> tuple[list[VariableTracker], dict[str, VariableTracker]]:
+    """Arguments of ``DTensor.from_local`` with ``run_check=True`` -> those without it, once `check_local_tensor` is traced."""
+    named = dict(zip(("local_tensor", "device_mesh", "placements"), args)) | dict(kwargs)
+    del named["run_check"]
+    sizes_known = not _is_none(named.get("shape"))
+    placements = named.get("placements", build(tx, None))
+    check = UserFunctionVariable(check_local_tensor)
+    local = check.call_function(tx, [named["local_tensor"], named["device_mesh"], placements, build(tx, not sizes_known)], {})
+    return [], {**named, "local_tensor": local}
 
 
 def _is_none(argument: VariableTracker | None) -> bool:

@@ -43,6 +43,7 @@ from dtensor_compile.compat.dynamo_calls import (
     keep_leaves_inside,
     leaf_is_returned,
 )
+from dtensor_compile.variables.collectives import checked_local_tensor
 
 
 # ---- evaluated while tracing ------------------------------------------------------------------------------------------------
@@ -264,12 +265,12 @@ def _from_local(
 ) -> VariableTracker:
     """``DTensor.from_local``, which torch traces as one node: without a mesh it takes the one that is current here."""
     given = args[1] if len(args) > 1 else kwargs.get("device_mesh")
-    if given is not None and not given.is_constant_none():
-        return stock.call_function(tx, args, kwargs)
-    mesh = track_current_mesh(tx)
-    if len(args) > 1:
-        return stock.call_function(tx, [args[0], mesh, *args[2:]], kwargs)
-    return stock.call_function(tx, args, {**kwargs, "device_mesh": mesh})
+    if given is None or given.is_constant_none():
+        mesh = track_current_mesh(tx)
+        args, kwargs = ([args[0], mesh, *args[2:]], kwargs) if len(args) > 1 else (args, {**kwargs, "device_mesh": mesh})
+    if "run_check" in kwargs and constant_argument(kwargs["run_check"]):
+        args, kwargs = checked_local_tensor(tx, args, kwargs)
+    return stock.call_function(tx, args, kwargs)
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------------------
