@@ -34,7 +34,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
-from dtensor_compile.compat.dynamo import Translator, graph_break, traces_for_us
+from dtensor_compile.compat.dynamo import Translator, traces_for_us
 
 #: Code of the wrapper that every ``step()`` has, with the two breaks in it.
 _STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
@@ -114,6 +114,10 @@ class TracedOptimizerVariable(OptimizerVariable):
                 known[id(parameter)] = variable
                 kept.append(_show_gradient(tx, parameter, variable, gradient, restore))
                 known[id(kept[-1])] = gradient
+            for parameter, entry in self.value.state.items():
+                known.update(_show_state(tx, parameter, entry, kept, restore))
+            for group in self.value.param_groups:  # the other groups too, before the state gets its tracker
+                self.value._init_group(*[_instead(arg, group) for arg in real_args], **real_kwargs)
             result = self.value._init_group(*real_args, **real_kwargs)
         known.update(self._state(tx))
         for arg, real in zip(args, real_args):
@@ -131,22 +135,12 @@ class TracedOptimizerVariable(OptimizerVariable):
                 yield parameter, tracker.realize()
 
     def _state(self, tx: Translator) -> dict[int, VariableTracker]:
-        """Trackers of all tensors in the state, by identity; the keys of the state are guarded.
-
-        The state is read for real, so a step that follows a change of its structure in the same region is not traced.
-        """
+        """Trackers of all tensors in the state as it is outside of the region, by identity; its keys are guarded."""
         state, found = self.var_getattr(tx, "state").realize(), {}
         tx.output.guard_on_key_order.add(state.source)
-        for position, (parameter, entry) in enumerate(self.value.state.items()):
+        for position, entry in enumerate(self.value.state.values()):
             source = DictGetItemSource(state.source, ConstDictKeySource(state.source, position))
-            variable = VariableTracker.build(tx, entry, source).realize()
-            if tx.output.side_effects.is_modified(variable):
-                graph_break(
-                    "dtensor backend: state of an optimizer made in the same region",
-                    f"{type(self.value).__name__}: {list(entry)}",
-                    "a step made state that a further step of the same optimizer in the same compiled region would need.",
-                    "Run the first step outside of the region, or compile one step at a time.",
-                )
+            VariableTracker.build(tx, entry, source).realize()
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor):
                     _mark_static([value])
@@ -171,6 +165,33 @@ def _show_gradient(
         restore.callback(setattr, parameter, "grad", parameter.grad)
         parameter.grad = parameter.detach() if isinstance(gradient, TensorVariable) else None
     return parameter.grad
+
+
+def _show_state(
+    tx: Translator, parameter: torch.Tensor, entry: dict[str, Any], kept: list[Any], restore: contextlib.ExitStack
+) -> dict[int, VariableTracker]:
+    """Lets the real state of a parameter hold what the region put there so far (the first step of many optimizers does); returns
+    the trackers by the identity of what stands for them.
+    """
+    effects, shown = tx.output.side_effects, {}
+    if entry not in effects or not effects.is_modified(effects[entry]):
+        return shown
+    restore.callback(entry.update, dict(entry))
+    restore.callback(entry.clear)
+    for key, value in effects[entry].items.items():
+        value = value.realize()
+        if isinstance(value, TensorVariable):
+            kept.append(parameter.detach())
+            entry[key.vt.as_python_constant()] = kept[-1]
+            shown[id(kept[-1])] = value
+        else:
+            entry[key.vt.as_python_constant()] = value.as_python_constant()
+    return shown
+
+
+def _instead(argument: Any, group: dict[str, Any]) -> Any:
+    """An argument of `_init_group` for a call that makes the state of another group, and whose lists nobody reads."""
+    return group if isinstance(argument, dict) else [] if isinstance(argument, list) else argument
 
 
 @contextlib.contextmanager
