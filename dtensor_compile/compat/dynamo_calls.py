@@ -17,7 +17,9 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
+from torch._dynamo.variables.misc import IgnoredFunctionVariable
 from torch._dynamo.variables.tensor import TensorSubclassVariable, TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dtensor_compile.compat.dynamo import (
@@ -77,6 +79,7 @@ class _OpaqueClass(OpaqueClassVariable):
     """The class of an opaque object, whose instances `make` makes."""
 
     make: Call
+    richcompare_impl = UserDefinedClassVariable.richcompare_impl  # ``type(x) is DTensor``, ``type(x) in [...]``
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -354,3 +357,11 @@ def keep_leaves_inside(make_leaf: Callable[..., Any], explanation: str) -> Itera
         yield
     finally:
         OutputGraph._check_requires_grad_intermediate_outputs = stock
+
+
+def is_ignored(function: Any) -> bool:
+    """Whether the user told Dynamo to ignore calls of a function, a method, or what a tracker stands for."""
+    if isinstance(function, IgnoredFunctionVariable):
+        return True
+    ignored = torch._dynamo.config.ignore_logging_functions
+    return not isinstance(function, VariableTracker) and (function in ignored or getattr(function, "__func__", None) in ignored)

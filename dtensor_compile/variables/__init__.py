@@ -15,11 +15,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
-from dtensor_compile.variables import factories, hooks, optimizer
+from dtensor_compile.variables import factories, hooks, optimizer, printing
 from dtensor_compile.variables.collectives import FUNCTIONS
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import track_spec
@@ -38,10 +39,11 @@ ENTRIES = Entries(
         *optimizer.OBJECTS,
         *hooks.OBJECTS,
         *factories.OBJECTS,
+        *printing.OBJECTS,
         *FUNCTIONS,
     ),
     tensors={DTensor: guard_sizes},
-    contexts=(check_redistributions, read_constant_tensors, factories.keep_leaves, *optimizer.CONTEXTS, *hooks.CONTEXTS),
+    contexts=(check_redistributions, rules_while_tracing, read_constant_tensors, factories.keep_leaves, *printing.CONTEXTS, *optimizer.CONTEXTS, *hooks.CONTEXTS),
 )
 
 
