@@ -4,6 +4,7 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 
 - `record`: what was captured, decided and sent while programs compiled.
 - `Options`: what ``options={...}`` may say.
+- `export`: the program of one rank as a ``torch.export.ExportedProgram``.
 - the errors, all of them `DTensorCompileError`.
 """
 
@@ -16,6 +17,7 @@ from dtensor_compile.errors import (
     PlanError,
     UnsupportedTorchError,
 )
+from dtensor_compile.local_program import export
 from dtensor_compile.options import Options
 from dtensor_compile.report.recorder import record
 
@@ -29,5 +31,6 @@ __all__ = [
     "PlacementError",
     "PlanError",
     "UnsupportedTorchError",
+    "export",
     "record",
 ]
