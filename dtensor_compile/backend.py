@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
+from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
+from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.checks import check_program
 from dtensor_compile.compat.aot import compile_to_aten
@@ -49,6 +51,7 @@ def dtensor(
 
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
         bind_meshes_to_primals(graph)
+        make_tokens_real(graph)
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
         log.planned(graph)
@@ -59,7 +62,8 @@ def dtensor(
         lower_collectives(graph)
         log.lowered(graph)
 
-    with capture_redistributions(), dtensor_tangents(), nullcontext() if opts.strict else defer_backward_errors(log.decided):
+    deferred = nullcontext() if opts.strict else defer_backward_errors(log.decided)
+    with capture_redistributions(), dtensor_tangents(), report_fallbacks(log.decided), deferred:
         if opts.kernels == "aten":
             return compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
         return compile_with_inductor(

@@ -13,7 +13,7 @@ from typing import Any
 from dtensor_compile.compat.inductor import inductor_config_error, inductor_keys, mode_options
 from dtensor_compile.errors import OptionError
 
-_KERNELS = ("inductor", "aten")
+_CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error")}
 _PASSES = ("cancel_inverse_pairs", "share_equal_redistributions")
 
 
@@ -26,6 +26,8 @@ class Options:
         kernels: ``"inductor"`` generates kernels; ``"aten"`` runs the lowered graph operator by operator.
         disable_passes: names of graph passes that do not run.
         strict: a pass that raises ends the compilation. Otherwise its change is dropped, with a warning.
+        fallback: an operator without a sharding rule in torch runs on replicated tensors (``"replicate"``, reported as a decision),
+            or raises as in eager (``"error"``).
         inductor: settings handed to Inductor.
     """
 
@@ -33,6 +35,7 @@ class Options:
     kernels: str = "inductor"
     disable_passes: tuple[str, ...] = ()
     strict: bool = False
+    fallback: str = "replicate"
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -66,9 +69,9 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise OptionError(f"option {name!r} takes True or False, not {value!r}")
         return value
-    if name == "kernels":
-        if value not in _KERNELS:
-            raise OptionError(f"option 'kernels' takes one of {', '.join(map(repr, _KERNELS))}, not {value!r}")
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise OptionError(f"option {name!r} takes one of {', '.join(map(repr, _CHOICES[name]))}, not {value!r}")
         return value
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else None
     unknown = [n for n in names if n not in _PASSES] if names is not None else [value]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.tensor._api as _api
 import torch.distributed.tensor._dispatch as _dispatch
 import torch.distributed.tensor._redistribute as _redistribute
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -54,6 +55,8 @@ def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
     if mask is None:
         raise AssertionError("a masked partial placement is reduced before its lookup made the mask")
     buffer.release_mask()
+    if isinstance(mask, FunctionalTensor) and not isinstance(local, FunctionalTensor):
+        mask = torch._from_functional_tensor(mask.elem)  # AOTAutograd guesses a gradient after it has traced the forward
     if mask.ndim < local.ndim:
         mask = mask.unsqueeze(-1)
     return torch.where(mask, torch.zeros((), dtype=local.dtype, device=local.device), local)

@@ -132,14 +132,29 @@ def unwrapped_backend(compiler_fn: Any) -> Any:
     return compiler_fn
 
 
-def backend_on_stack() -> Any:
-    """The backend of the innermost compilation that is under way on this thread; None where there is none."""
+def _compiler_on_stack() -> Any:
+    """What the innermost compilation that is under way on this thread compiles with; None where there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_globals is vars(convert_frame):
-            return unwrapped_backend(frame.f_locals.get("compiler_fn"))
+            return frame.f_locals.get("compiler_fn")
         frame = frame.f_back
     return None
+
+
+def backend_on_stack() -> Any:
+    """The backend of the innermost compilation that is under way on this thread; None where there is none."""
+    return unwrapped_backend(_compiler_on_stack())
+
+
+def options_on_stack() -> Mapping[str, Any]:
+    """The ``options`` that the innermost compilation on this thread was given for its backend."""
+    compiler_fn = _compiler_on_stack()
+    for wrapper, attribute in _UNWRAP[:1]:
+        if isinstance(compiler_fn, wrapper):
+            compiler_fn = getattr(compiler_fn, attribute)
+    given = getattr(compiler_fn, "kwargs", None) or getattr(compiler_fn, "keywords", None) or {}
+    return given.get("options") or {}
 
 
 @dataclass
@@ -402,6 +417,6 @@ __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "UserFunctionVariable",
     "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "constant_argument",
     "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
-    "installed_backends", "member_function", "never_trace", "raise_in_program", "real_object", "remember", "traces_for_us",
+    "installed_backends", "member_function", "never_trace", "options_on_stack", "raise_in_program", "real_object", "remember", "traces_for_us",
     "tracked", "unwrapped_backend",
 ]  # fmt: skip

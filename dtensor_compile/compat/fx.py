@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 
 def copy_of_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
@@ -22,3 +23,14 @@ def put_back(graph: torch.fx.Graph, saved: torch.fx.Graph) -> None:
     for node in [graph._root, *graph.nodes]:
         node.graph = graph
     graph.inserting_before(graph._root)
+
+
+def first_token() -> torch.Tensor:
+    """What operators with effects pass on first; real, also while tensors are made fake."""
+    with unset_fake_temporarily():
+        return torch.empty(0)
+
+
+def is_fake(value: object) -> bool:
+    """Whether a tensor has no values: it stands for one while tracing."""
+    return isinstance(value, FakeTensor)

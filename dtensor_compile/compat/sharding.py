@@ -1,0 +1,224 @@
+"""DTensor's rules for operators, while our backend traces: those that torch lacks, and those that cannot be traced as they are.
+
+`sharding_rules` is entered by the scope in which Dynamo traces for our backend (`compat.dynamo`), and left with it. Inside:
+
+- The offset of a shard comes from integers, where torch reads it out of a tensor, which has no values while tracing.
+- A slice that takes all of a dim is one also where the size of the dim is symbolic (`x[:, 1:3]` slices dim 0 up to ``sys.maxsize``).
+- A flattened sharded dim fixes the sizes before it, as its strided shard needs a number.
+- An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
+
+Decisions of eager calls and of traced ones are kept apart: torch's cache of them is emptied where the scope begins and ends, and after
+a row-wise lookup, whose mask lives in the decision (torch compares it with the next, which cannot be traced).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import _utils as shard_utils
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._ops import _view_ops
+from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
+
+aten = torch.ops.aten
+
+#: Per mesh dim, the placements that an operator can work with: outputs first, then tensor arguments.
+Layouts = list[list[Placement | None]]
+
+
+def _on_dims(outputs: int, inputs: int, dims: Sequence[int]) -> Layouts:
+    """All tensors sharded the same way on one of `dims`, or all replicated."""
+    return [[Shard(d)] * (outputs + inputs) for d in dims] + [[Replicate()] * (outputs + inputs)]
+
+
+#: Operators without a rule in torch that work shard by shard: attention by batch and by head, checks by any dim.
+RULES: dict[Any, Callable[[OpSchema], Layouts]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda schema: _on_dims(2, 3, (0, 1)),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda schema: _on_dims(3, 6, (0, 1)),
+    aten._assert_async.msg: lambda schema: _on_dims(0, 1, range(schema.args_strategy[0].ndim)),
+    aten._assert_async.default: lambda schema: _on_dims(0, 1, range(schema.args_strategy[0].ndim)),
+}
+#: Operators that write a value into every element, wherever it is; a partial tensor would add it up.
+RULES |= {
+    overload: lambda schema: _on_dims(1, 1, range(schema.args_strategy[0].ndim))
+    for overload in (aten.fill_.Scalar, aten.fill.Scalar)
+}
+
+
+class _Fallback(threading.local):
+    """Whether this thread replicates operators without a rule, and who is told: set for one compilation."""
+
+    told: Callable[[str], None] | None = None
+
+
+_fallback = _Fallback()
+
+
+@contextlib.contextmanager
+def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
+    """Calls ``told(operator)`` whenever, meanwhile and on this thread, an operator runs on replicated tensors for lack of a rule."""
+    before, _fallback.told = _fallback.told, told
+    try:
+        yield
+    finally:
+        _fallback.told = before
+
+
+def can_replicate(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator gives the same result on every rank from replicated arguments, and writes to none of them."""
+    schema = op._schema
+    return (
+        not schema.is_mutable
+        and not any(value.alias_info for value in schema.returns)
+        and all(str(value.type) == "Tensor" for value in schema.returns)
+        and torch.Tag.nondeterministic_seeded not in op.tags
+    )
+
+
+def _strategy(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpStrategy:
+    """What torch asks of a rule: every combination of `layouts` over the mesh, with its cost."""
+    mesh = schema.get_mesh_from_args()
+    outputs = len(schema.op._schema.returns)
+    inplace = schema.is_inplace_op()
+    return expand_to_full_mesh_op_strategy(mesh, schema, layouts(schema), input_index=outputs, inplace_op=inplace)
+
+
+def _replicated(schema: OpSchema) -> Layouts:
+    return [[Replicate()] * (len(schema.op._schema.returns) + len(schema.args_strategy))]
+
+
+def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
+    op_schema = _with_whole_slice(op_schema)
+    op, layouts = op_schema.op, RULES.get(op_schema.op)
+    if _is_whole_slice_backward(op_schema):
+        layouts = _anywhere
+    elif op in self.op_strategy_funcs or op in self.op_single_dim_strategy_funcs:
+        return stock(self, op_schema)
+    if layouts is None:
+        try:
+            return stock(self, op_schema)
+        except NotImplementedError:
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+            if composite or not can_replicate(op) or not replicate():
+                raise
+        layouts = _replicated
+        if _fallback.told is not None:
+            _fallback.told(str(op))
+    with mock.patch.dict(self.op_strategy_funcs, {op: functools.partial(_strategy, layouts)}):
+        return stock(self, op_schema)
+
+
+def _with_whole_slice(schema: OpSchema) -> OpSchema:
+    """``slice(x, d, 0, sys.maxsize)`` as ``slice(x, d, 0, x.shape[d])``: the same, and torch sees that it takes all."""
+    if schema.op is not aten.slice.Tensor or len(schema.args_schema) < 4:
+        return schema
+    spec, dim, start, end, *rest = schema.args_schema
+    if start not in (None, 0) or not isinstance(end, int) or end < sys.maxsize:
+        return schema
+    return OpSchema(schema.op, (spec, dim, 0, spec.shape[dim], *rest), schema.kwargs_schema, schema.schema_info)
+
+
+def _is_whole_slice_backward(schema: OpSchema) -> bool:
+    """Whether the gradient of a slice is the gradient of all that was sliced."""
+    if schema.op is not aten.slice_backward.default:
+        return False
+    start, end, step = schema.args_schema[3:6]
+    return start == 0 and step == 1 and isinstance(end, int) and end >= sys.maxsize
+
+
+def _anywhere(schema: OpSchema) -> Layouts:
+    """One tensor in, one out, in the same placement whatever it is."""
+    (value,) = schema.args_strategy
+    return [[p, p] for p in {p: None for s in value.strategies for p in s.output_spec.placements}]
+
+
+def _materialize_mask(stock: Callable[..., Any], self: MaskBuffer, mask: torch.Tensor) -> None:
+    """The mask of a lookup is kept in the decision that made it; forgetting the decision, the next lookup makes its own."""
+    stock(self, mask)
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _local_shape_and_offset(
+    stock: Callable[..., Any],
+    global_shape: Sequence[Any],
+    mesh_shape: Sequence[int],
+    my_coordinate: Any,
+    placements: Sequence[Placement],
+    skip_offset: bool = False,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Where the local shard begins, in integers: shards of one dim nest left to right, so that their offsets add up.
+
+    An empty shard begins where the tensor ends. Strided shards stay with torch.
+    """
+    if skip_offset or my_coordinate is None or any(isinstance(p, _StridedShard) for p in placements):
+        return stock(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
+    sizes, offsets = list(global_shape), [0] * len(global_shape)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            rank = my_coordinate(mesh_dim) if callable(my_coordinate) else my_coordinate[mesh_dim]
+            size, offset = Shard.local_shard_size_and_offset(sizes[placement.dim], mesh_shape[mesh_dim], rank)
+            sizes[placement.dim] = size
+            empty = isinstance(size, int) and size == 0
+            offsets[placement.dim] = global_shape[placement.dim] if empty else offsets[placement.dim] + offset
+    return tuple(sizes), tuple(offsets)
+
+
+def _fix_flattened_sizes(
+    stock: Callable[..., Any], self: Any, p: Shard, mesh_dim: int, placements: Any, claimed: Any, local_shapes: list[Any], *rest: Any
+) -> Any:
+    """Sizes before a sharded dim that is flattened with them become numbers, under a guard: they are its split factor."""
+    for dim in self.rule:
+        flat = [d.input_dim for d in dim.input_dims if isinstance(d, _view_ops.InputDim)] if isinstance(dim, _view_ops.Flatten) else []
+        if p.dim in flat[1:]:
+            for before in range(flat[0], p.dim):
+                local_shapes[before] = int(local_shapes[before])
+    return stock(self, p, mesh_dim, placements, claimed, local_shapes, *rest)
+
+
+def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Callable[[], bool]) -> Any:
+    """A context manager: ``owner.name`` is ``replacement(stock, ...)`` for frames of ours, and torch's own for all others."""
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return replacement(stock, *args, **kwargs) if ours() else stock(*args, **kwargs)
+
+    return mock.patch.object(owner, name, replaced)
+
+
+@contextlib.contextmanager
+def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) -> Iterator[None]:
+    """While it is entered, DTensor's rules are those of this module for frames of ours; see the module's docstring.
+
+    Args:
+        serves: whether what this thread traces now is for our backend.
+        replicate: whether an operator without a rule may run on replicated tensors.
+    """
+    owner = threading.get_ident()
+
+    def ours() -> bool:
+        return threading.get_ident() == owner and serves()
+
+    changes = (
+        (MaskBuffer, "materialize_mask", _materialize_mask),
+        (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
+        (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),
+        (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate)),
+    )
+    with contextlib.ExitStack() as stack:
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)
+        for place, name, replacement in changes:
+            stack.enter_context(_replaced(place, name, replacement, ours))
+        yield
