@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import _register_work
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+from torch._prims_common import is_contiguous_or_false
 from torch.distributed import distributed_c10d
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
@@ -84,7 +85,8 @@ def hide_mutation_from_autograd(op: torch._ops.OpOverload) -> None:
     def replace(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> None:
         old, new = ctx.unwrap_tensors((x, value))
         with ctx.redispatch_to_next():
-            written = torch.ops.aten.copy.default(old, new)
+            plain = old.dtype == new.dtype and is_contiguous_or_false(old) and is_contiguous_or_false(new)
+            written = new if plain else torch.ops.aten.copy.default(old, new)
         ctx.replace(x, written)
         ctx.mark_mutation_hidden_from_autograd(x)
         ctx.commit_update(x)

@@ -15,6 +15,7 @@ before the next starts, two ranks that send to each other would wait for ever.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 import torch
 
 from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, LOWERED, exchange, irecv, isend
@@ -32,17 +33,18 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
 def lower_collectives(graph: torch.fx.Graph) -> None:
     """On a forward or backward graph: starts and waits become nodes of their own."""
-    batch: list[torch.fx.Node] = []
+    batch = _Batch()
     for node in graph.nodes:  # also meets the waits that are put in further down
         is_message = node.target in (isend, irecv)
-        uses_batch = not set(batch).isdisjoint(node.all_input_nodes)
-        if batch and (uses_batch or not is_message and (_communicates(node) or _writes(node) or node.op == "output")):
-            _lower_batch(batch)
-            batch = []
+        if is_message and batch.feeds(node) or not is_message and (_communicates(node) or _writes(node) or node.op == "output"):
+            batch.lower()
+            batch = _Batch()
         if is_message:
-            batch.append(node)
+            batch.add(node)
         elif node.target in FUNCTIONAL:
             _lower_functional(node)
+        elif batch.feeds(node):
+            batch.users.append(node)
     for node in graph.nodes:
         if node.target in LOWERED:
             lower_as_collective(node.target)
@@ -62,17 +64,44 @@ def _lower_functional(node: torch.fx.Node) -> None:
     _wait(node, start)
 
 
-def _lower_batch(batch: list[torch.fx.Node]) -> None:
-    """One exchange in the place of the last message of the batch."""
-    last = batch[-1]
-    tensors, peers, tags, groups = (list(column) for column in zip(*(node.args[:4] for node in batch)))
-    kinds = [int(node.target is irecv) for node in batch]
-    values = [node.meta["val"] if receives else node.meta["val"].new_empty(1) for node, receives in zip(batch, kinds)]
-    with last.graph.inserting_before(last):
-        start = _call(last, exchange, (tensors, kinds, peers, tags, groups), values)
-        results = [_call(node, operator.getitem, (start, i), values[i]) for i, node in enumerate(batch)]
-    for node, result in zip(batch, results):
-        _wait(node, result)
+@dataclass
+class _Batch:
+    """Messages that may start together: none needs what another one brings, and no other communication lies between them.
+
+    Attributes:
+        messages: in the order of the graph.
+        users: what uses, at whatever remove, what arrives.
+        early: those of `users` that stand before the last message.
+    """
+
+    messages: list[torch.fx.Node] = field(default_factory=list)
+    users: list[torch.fx.Node] = field(default_factory=list)
+    early: list[torch.fx.Node] = field(default_factory=list)
+
+    def feeds(self, node: torch.fx.Node) -> bool:
+        return not {*self.messages, *self.users}.isdisjoint(node.all_input_nodes)
+
+    def add(self, message: torch.fx.Node) -> None:
+        self.messages.append(message)
+        self.early = list(self.users)
+
+    def lower(self) -> None:
+        """One exchange in the place of the last message; what uses what arrives stands behind it."""
+        if not self.messages:
+            return
+        messages, last = self.messages, self.messages[-1]
+        place = last
+        for user in self.early:
+            place.append(user)
+            place = user
+        tensors, peers, tags, groups = (list(column) for column in zip(*(node.args[:4] for node in messages)))
+        kinds = [int(node.target is irecv) for node in messages]
+        values = [node.meta["val"] if receives else node.meta["val"].new_empty(1) for node, receives in zip(messages, kinds)]
+        with last.graph.inserting_before(last):
+            start = _call(last, exchange, (tensors, kinds, peers, tags, groups), values)
+            results = [_call(node, operator.getitem, (start, i), values[i]) for i, node in enumerate(messages)]
+        for node, result in zip(messages, results):
+            _wait(node, result)
 
 
 def _wait(node: torch.fx.Node, start: torch.fx.Node) -> None:
