@@ -19,6 +19,7 @@ from dtensor_compile.compat.aot_backward import dtensor_tangents
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives, order_collectives
+from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
@@ -55,6 +56,7 @@ def dtensor(
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
         log.planned(graph)
+        spread_by_mask(graph)
         order_collectives(graph)
 
     def lower_graph(graph: torch.fx.Graph) -> None:
