@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -15,12 +14,8 @@ from dtensor_compile.compat.mesh import group_exists, group_name, is_member, rea
 #: The object that knows the mesh of the innermost ``with mesh:``; thread-local.
 MESH_ENV: Any = device_mesh._mesh_resources
 
-#: Functions of torch's that compute sizes and offsets of local tensors from integers, meshes and placements.
-SIZE_FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(
-    getattr(_utils, name)
-    for name in ("compute_local_shape_and_global_offset", "_compute_local_shape_and_global_offset", "compute_local_shape")
-    if hasattr(_utils, name)
-)
+#: Computes size and offset of a local tensor from integers, a mesh and placements.
+compute_local_shape_and_global_offset = _utils.compute_local_shape_and_global_offset
 
 
 def world() -> dist.ProcessGroup | None:

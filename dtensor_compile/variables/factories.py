@@ -10,6 +10,7 @@ A DTensor is made by nodes of the graph: a local tensor, and a spec whose parts 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -17,12 +18,21 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from dtensor_compile.compat.creation import MESH_ENV, SIZE_FUNCTIONS, group_is_alive, mesh_is_alive, world
+from dtensor_compile.compat.creation import (
+    MESH_ENV,
+    compute_local_shape_and_global_offset,
+    group_is_alive,
+    mesh_is_alive,
+    world,
+)
+from dtensor_compile.compat.dtensor import StridedShard
 from dtensor_compile.compat.dynamo import (
+    MemberVariable,
     Retrack,
     Translator,
+    UserFunctionVariable,
     VariableTracker,
     build,
     constant_argument,
@@ -138,24 +148,44 @@ def _make(tx: Translator, stock: VariableTracker, args: list[VariableTracker], k
     return make_once(tx, function.__qualname__, function, real_args, real_kwargs)
 
 
-def _evaluate(
+# ---- sizes ----------------------------------------------------------------------------------------------------------------------
+
+
+def local_sizes(
+    global_shape: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shape and offsets of the local tensor, as torch computes them, in integers: what is traced where sizes are symbolic.
+
+    Shards of one dim nest from left to right, so that their offsets add up. An empty shard begins where the tensor ends.
+    """
+    if not mesh._is_current_rank_part_of_mesh():
+        return (0,), ()
+    sizes, offsets = list(global_shape), [0] * len(global_shape)
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_shard():
+            dim = placement.dim
+            size, offset = Shard.local_shard_size_and_offset(sizes[dim], mesh.size(mesh_dim), mesh._sym_get_coordinate(mesh_dim))
+            offsets[dim] = global_shape[dim] if size == 0 else offsets[dim] + offset
+            sizes[dim] = size
+    return tuple(sizes), () if skip_offset else tuple(offsets)
+
+
+def _compute_sizes(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """A function without side effects whose result follows from its arguments; traced as torch does where they are not constants."""
+    """``compute_local_shape_and_global_offset``: a constant where its arguments are, else `local_sizes`."""
+    named = dict(zip(("global_shape", "mesh", "placements", "skip_offset"), args)) | kwargs
     try:
-        if any(_is_symbolic(arg) for arg in [*args, *kwargs.values()]):
+        if not named["global_shape"].is_python_constant():
             raise NotImplementedError
-        real_args, real_kwargs = real_arguments(args, kwargs)
+        real = {name: real_argument(arg) for name, arg in named.items()}
     except NotImplementedError:
-        return stock.call_function(tx, args, kwargs)
+        strided = any(isinstance(p, StridedShard) for p in constant_argument(named["placements"]))
+        return (stock if strided else UserFunctionVariable(local_sizes)).call_function(tx, [], named)
     try:
-        return build(tx, stock.as_python_constant()(*real_args, **real_kwargs))
+        return build(tx, compute_local_shape_and_global_offset(**real))
     except Exception as error:  # noqa: BLE001 - whatever it raises, the program sees it
         raise_in_program(tx, error)
-
-
-def _is_symbolic(argument: VariableTracker) -> bool:
-    return not argument.is_python_constant() and not argument.is_tensor()
 
 
 # ---- the current mesh ---------------------------------------------------------------------------------------------------------
@@ -273,6 +303,15 @@ def _from_local(
     return stock.call_function(tx, args, kwargs)
 
 
+def _copy(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``copy.copy``, which looks for ``__copy__`` on the class."""
+    if len(args) == 1 and isinstance(args[0].realize(), MemberVariable):
+        return args[0].realize().call_method(tx, "__copy__", [], {})
+    return stock.call_function(tx, args, kwargs)
+
+
 # ---- the tables ------------------------------------------------------------------------------------------------------------------
 
 _MAKERS = (
@@ -287,11 +326,12 @@ _MAKERS = (
 #: Functions and classes whose calls are handled here.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     *((maker, handle_calls(_make)) for maker in _MAKERS),
-    *((function, handle_calls(_evaluate)) for function in SIZE_FUNCTIONS),
+    (compute_local_shape_and_global_offset, handle_calls(_compute_sizes)),
     (DeviceMesh, handle_construction(_make)),
     (DTensor, handle_construction(_construct)),
     (DTensor.from_local, handle_calls(_from_local)),
     (distribute_tensor, handle_calls(_distribute)),
+    (copy.copy, handle_calls(_copy)),
     (MESH_ENV, handle_methods(get_current_mesh=lambda tx, stock, args, kwargs: track_current_mesh(tx))),
 )
 
