@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.capture.aliased_inputs import heed_aliases
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
@@ -67,15 +68,17 @@ def dtensor(
     deferred = nullcontext() if opts.strict else defer_backward_errors(log.decided)
     with capture_redistributions(), dtensor_tangents(), report_fallbacks(log.decided), deferred:
         if opts.kernels == "aten":
-            return compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
-        return compile_with_inductor(
-            gm,
-            example_inputs,
-            joint_pass=plan_joint_graph,
-            post_grad_pass=lower_graph,
-            key=None if recording() else (opts.disable_passes, opts.strict, cache_key()),
-            settings=opts.inductor,
-        )
+            compiled = compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
+        else:
+            compiled = compile_with_inductor(
+                gm,
+                example_inputs,
+                joint_pass=plan_joint_graph,
+                post_grad_pass=lower_graph,
+                key=None if recording() else (opts.disable_passes, opts.strict, cache_key()),
+                settings=opts.inductor,
+            )
+    return heed_aliases(gm, compiled)
 
 
 def dtensor_aten(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.tensor._api as _api
@@ -13,7 +13,7 @@ import torch.distributed.tensor._dispatch as _dispatch
 import torch.distributed.tensor._redistribute as _redistribute
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
@@ -62,6 +62,32 @@ def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, torch.zeros((), dtype=local.dtype, device=local.device), local)
 
 
+class Memory(NamedTuple):
+    """Where the values of a tensor lie: storage, first byte and end in it, and whether it is the local tensor of a DTensor."""
+
+    storage: int
+    start: int
+    end: int
+    of_dtensor: bool
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """The memory of a tensor, or of the local tensor of a DTensor; None where it has none of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
+        return None
+    # An empty shard counts as one element: what shares memory on one rank then does so on all.
+    last = sum(max(size - 1, 0) * stride for size, stride in zip(local.shape, local.stride()))
+    start = local.storage_offset() * local.itemsize
+    return Memory(local.untyped_storage()._cdata, start, start + (last + 1) * local.itemsize, local is not tensor)
+
+
+def writes_to_arguments(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> bool:
+    """Whether an operator (one of the overloads, for a packet) writes to an argument."""
+    overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
+    return any(overload._schema.is_mutable for overload in overloads)
+
+
 @contextlib.contextmanager
 def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
     """While it is entered, redistributions made by this thread go to `hook`.
@@ -95,5 +121,6 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
 
 __all__ = [
     "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
-    "apply_mask", "canonical_placements", "make_spec", "redistribute_hook", "stock_redistribute_local",
+    "apply_mask", "canonical_placements", "make_spec", "memory_of", "redistribute_hook", "stock_redistribute_local",
+    "writes_to_arguments",
 ]  # fmt: skip

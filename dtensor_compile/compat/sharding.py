@@ -5,6 +5,7 @@
 - The offset of a shard comes from integers, where torch reads it out of a tensor, which has no values while tracing.
 - A slice that takes all of a dim is one also where the size of the dim is symbolic (`x[:, 1:3]` slices dim 0 up to ``sys.maxsize``).
 - A flattened sharded dim fixes the sizes before it, as its strided shard needs a number.
+- ``one_hot`` compares with numbers that are the same on every rank.
 - An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
 
 Decisions of eager calls and of traced ones are kept apart: torch's cache of them is emptied where the scope begins and ends, and after
@@ -22,12 +23,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import _utils as shard_utils
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -68,6 +70,7 @@ _fallback = _Fallback()
 @contextlib.contextmanager
 def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
     """Calls ``told(operator)`` whenever, meanwhile and on this thread, an operator runs on replicated tensors for lack of a rule."""
+    torch._C._clear_DTensor_sharding_propagator_cache()  # what is decided there is decided without a word
     before, _fallback.told = _fallback.told, told
     try:
         yield
@@ -149,6 +152,28 @@ def _materialize_mask(stock: Callable[..., Any], self: MaskBuffer, mask: torch.T
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
+def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """torch compares the classes with a plain ``arange``, the same on every rank."""
+    with implicit_replication() if isinstance(value, DTensor) else contextlib.nullcontext():
+        return stock(value, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _kernel_replaced(op: torch._ops.OpOverload, replacement: Callable[..., Any], ours: Callable[[], bool]) -> Iterator[None]:
+    """While it is entered, the Python kernel of a composite operator is ``replacement(stock, ...)`` for frames of ours."""
+    stock = op.py_kernels[torch._C.DispatchKey.CompositeImplicitAutograd]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return replacement(stock, *args, **kwargs) if ours() else stock(*args, **kwargs)
+
+    with mock.patch.dict(op.py_kernels, {torch._C.DispatchKey.CompositeImplicitAutograd: kernel}):
+        op._dispatch_cache.clear()
+        try:
+            yield
+        finally:
+            op._dispatch_cache.clear()
+
+
 def _local_shape_and_offset(
     stock: Callable[..., Any],
     global_shape: Sequence[Any],
@@ -221,4 +246,5 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
         stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)
         for place, name, replacement in changes:
             stack.enter_context(_replaced(place, name, replacement, ours))
+        stack.enter_context(_kernel_replaced(aten.one_hot.default, _one_hot, ours))
         yield

@@ -1,0 +1,76 @@
+"""Inputs that share memory through a DTensor: programs that write to them run operator by operator.
+
+AOTAutograd finds out which inputs share memory by their storages, and a DTensor does not show that of its local tensor. Two DTensors
+over one local tensor, or a DTensor and its local tensor, then count as two values, and a write to one does not reach the other:
+
+    x, y over one local tensor: x.add_(1); return x + y      # compiled alone: y is still what it was
+
+Whether inputs share memory may change from call to call, so the compiled code of a program that writes asks each time, and hands over
+to the traced program itself where it is so. Programs that write to nothing are not asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat.dtensor import memory_of, writes_to_arguments
+
+#: Python's operators that write to their first argument: ``x += y``, ``x[i] = y``.
+_WRITING = {
+    operator.setitem,
+    *(operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv, operator.ifloordiv, operator.imod),
+    *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+}
+
+
+def may_write(gm: torch.fx.GraphModule) -> bool:
+    """Whether some node of a Dynamo graph may write to a tensor in place: by its name, its schema or its arguments."""
+    return any(_writes(node) for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return writes_to_arguments(node.target)
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+def shares_memory(values: Sequence[Any]) -> bool:
+    """Whether two of `values` share memory that at least one of them holds as the local tensor of a DTensor."""
+    spans: dict[int, list[tuple[int, int, bool]]] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            memory = memory_of(value)
+            if memory is not None:
+                spans.setdefault(memory.storage, []).append((memory.start, memory.end, memory.of_dtensor))
+    return any(_overlap(sorted(shared)) for shared in spans.values() if len(shared) > 1)
+
+
+def _overlap(spans: Sequence[tuple[int, int, bool]]) -> bool:
+    """Whether two of these spans (in order of where they start) overlap, one of them of a DTensor."""
+    return any(
+        a_dtensor or b_dtensor
+        for i, (_, a_end, a_dtensor) in enumerate(spans)
+        for b_start, _, b_dtensor in spans[i + 1 :]
+        if b_start < a_end
+    )
+
+
+def heed_aliases(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled` for inputs that share no memory through a DTensor, `gm` for others."""
+    if not may_write(gm):
+        return compiled
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        return gm(*args) if shares_memory(args) else compiled(*args)
+
+    return run
