@@ -229,6 +229,8 @@ def _is_pure(node: torch.fx.Node) -> bool:
 
 def _writes(node: torch.fx.Node) -> bool:
     """Whether a node of the graph may write into its arguments."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
     name = _name(node)
     return node.op in ("call_function", "call_method") and not _is_pure(node) and (
         "out" in node.kwargs or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
