@@ -59,8 +59,12 @@ def _overwrite(x: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _fake_overwrite(x: torch.Tensor, value: torch.Tensor) -> None:
-    if x.dim() != value.dim() or any(a != b for a, b in zip(x.shape, value.shape)):
-        raise RuntimeError(f"the collective gives a tensor of shape {list(value.shape)}, the output has shape {list(x.shape)}")
+    def text() -> str:
+        return f"the collective gives a tensor of shape {list(value.shape)}, the output has shape {list(x.shape)}"
+
+    torch._check(x.dim() == value.dim(), text)
+    for size, given in zip(x.shape, value.shape):
+        torch._check(size == given, text)
 
 
 overwrite_ = _define("overwrite_", "(Tensor(a!) x, Tensor value) -> ()", _overwrite, _fake_overwrite)
