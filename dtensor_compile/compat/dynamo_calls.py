@@ -336,6 +336,18 @@ def leaf_is_returned(tx: Translator) -> bool:
     return bool(tx.speculation_log.graph_break_on_requires_grad_)
 
 
+def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker]) -> bool:
+    """Whether a tensor that is returned has a gradient from one on which the program called ``requires_grad_()``.
+
+    torch asks which results are computed from it at all; what is detached carries no gradient on.
+    """
+    reached = {v.as_proxy().node for v in output.leaf_var_creation_order if isinstance(v, TensorVariable) and not v.source}
+    for node in output.graph.nodes:
+        if _name(node) != "detach" and any(arg in reached for arg in node.all_input_nodes):
+            reached.add(node)
+    return any(isinstance(v, TensorVariable) and v.requires_grad and v.as_proxy().node in reached for v in returned)
+
+
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any], explanation: str) -> Iterator[None]:
     """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break in its place.
@@ -345,9 +357,13 @@ def keep_leaves_inside(make_leaf: Callable[..., Any], explanation: str) -> Itera
     stock = OutputGraph._check_requires_grad_intermediate_outputs
 
     def check(self: OutputGraph, returned: list[VariableTracker], tx: Translator) -> None:
-        stock(self, returned, tx)
+        if not traces_for_us(tx):
+            stock(self, returned, tx)
+            return
+        if _depends_on_leaves(self, returned):
+            stock(self, returned, tx)
         leaves = [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node.target is make_leaf]
-        if not leaves or not traces_for_us(tx):
+        if not leaves:
             return
         if tx.one_graph:
             graph_break("dtensor backend: a leaf made in the program is returned", str(leaves), explanation, "Make it outside.")

@@ -189,3 +189,21 @@ def test_strided_shards():
 
     x = torch.arange(8.0).reshape(4, 2).requires_grad_()
     assert_like_eager(program, (x,), (x,), graphs=1, **ATEN)
+
+
+@on_ranks(2)
+def test_what_is_detached_from_a_leaf_made_inside_may_leave():
+    mesh = make_mesh((2,), ("tp",))
+
+    def program(d):
+        y = d.detach().requires_grad_()
+        z = (y * 3).sum()
+        return d * 2 + y.detach(), z.detach()
+
+    def leaks(d):
+        y = d.detach().requires_grad_()
+        return y * 3
+
+    d = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)]).detach().requires_grad_()
+    assert_parity(program, [d], loss=lambda out: out[0].to_local().sum(), backend="dtensor_aten")
+    assert_parity(leaks, [d], loss=lambda out: out.to_local().sum(), backend="dtensor_aten", fullgraph=False)
