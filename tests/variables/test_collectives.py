@@ -460,3 +460,29 @@ def test_ranks_that_disagree_about_a_local_tensor_raise():
         torch.compile(program, backend="dtensor_aten", fullgraph=True)(torch.ones(2 + rank(), 2))
     x = torch.ones(2, 2)
     assert not compare_values("result", program(x), torch.compile(program, backend="dtensor_aten", fullgraph=True)(x))
+
+
+@on_ranks(2)
+def test_sizes_that_were_gathered_are_not_those_of_the_empty_list():
+    def program(x):
+        n = torch.tensor([x.shape[0]])
+        found = [torch.zeros_like(n) for _ in range(size())]
+        dist.all_gather(found, n)
+        return x * int(torch.stack(found).max().item())
+
+    torch._dynamo.reset()
+    run = torch.compile(program, backend="dtensor_aten")
+    x = torch.ones(2 + rank(), 2)
+    assert not compare_values("result", program(x), run(x))
+    counters.clear()
+    assert not compare_values("result", program(x), run(x))
+
+
+@on_ranks(2)
+def test_gradient_of_a_maximum_that_came_from_another_rank():
+    def program(x):
+        largest = x.max()
+        dist.all_reduce(largest, op=MAX)
+        return (x - largest).exp()
+
+    check(program)
