@@ -1,0 +1,31 @@
+"""Batch sizes that vary: redistributions in forward and backward follow them, also where they do not divide by the mesh."""
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dtensor_compile.compat import counters
+from dtensor_compile.testing import make_mesh, on_ranks
+
+
+@on_ranks(2)
+def test_redistributions_of_a_batch_that_varies():
+    mesh = make_mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    weight = distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]).requires_grad_()
+
+    def block(x):
+        return F.gelu(F.linear(x, weight)).redistribute(placements=[Shard(0)]).redistribute(placements=[Shard(1)])
+
+    counters.reset()
+    run = torch.compile(block, backend="dtensor_aten", fullgraph=True)
+    for batch in (4, 6, 9, 8):
+        full, gradients = torch.randn(batch, 8), []
+        for function in (block, run):
+            x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
+            out = function(x)
+            out.to_local().square().sum().backward()
+            gradients.append((out.to_local().detach(), x.grad.full_tensor(), weight.grad.full_tensor().clone()))
+            weight.grad = None
+        torch.testing.assert_close(*gradients)
+    assert counters.graphs() <= 3

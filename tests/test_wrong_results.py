@@ -1,0 +1,198 @@
+"""Results that stock torch.compile gets wrong without a word: sizes, memory that is shared, gradients that were not expected."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import dtensor_compile
+from dtensor_compile.compat import counters
+from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
+
+
+def sharded(*shape, placement=None, grad=False, mesh=None):
+    torch.manual_seed(sum(shape))
+    mesh = mesh or make_mesh((2,), ("tp",))
+    return distribute_tensor(torch.randn(*shape), mesh, [placement or Shard(0)]).requires_grad_(grad)
+
+
+def compiled(function, **kwargs):
+    torch._dynamo.reset()
+    counters.reset()
+    return torch.compile(function, backend="dtensor_aten", fullgraph=True, **kwargs)
+
+
+# ---- the global shape of an input -------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_size_that_leaves_the_local_shape_as_it_was_is_seen():
+    run = compiled(lambda x: x * x.shape[0])
+    for rows in (10, 9, 10, 7, 8, 1):  # 10 and 9 rows have the same local shape on rank 0
+        x = sharded(rows, 4)
+        out = run(x)
+        assert out.shape == x.shape
+        torch.testing.assert_close(out.full_tensor(), x.full_tensor() * rows)
+
+
+@on_ranks(2)
+def test_redistributions_follow_an_uneven_size():
+    run = compiled(lambda x: x.redistribute(placements=[Replicate()]) * 2)
+    for rows in (10, 9, 7, 12):
+        x = sharded(rows, 4, grad=True)
+        out = run(x)
+        out.to_local().sum().backward()
+        torch.testing.assert_close(out.full_tensor(), x.full_tensor() * 2)
+        assert x.grad.shape == (rows, 4)
+
+
+@on_ranks(2)
+def test_one_recompile_for_a_new_batch_size_and_none_after():
+    run = compiled(lambda x: x.relu() + 1)
+    graphs = []
+    for rows in (8, 8, 12, 16, 20):
+        run(sharded(rows, 4))
+        graphs.append(counters.graphs())
+    assert graphs == [1, 1, 2, 2, 2]
+
+
+@on_ranks(2)
+def test_the_shape_of_a_parameter_is_guarded():
+    weights = {"w": sharded(10, 4)}
+    run = compiled(lambda x: (x @ weights["w"].t()) * weights["w"].shape[0])
+    for rows in (10, 9):
+        weights["w"] = sharded(rows, 4)
+        x = sharded(3, 4, placement=Replicate())
+        torch.testing.assert_close(run(x).full_tensor(), x.full_tensor() @ weights["w"].full_tensor().t() * rows)
+
+
+# ---- memory that is shared through a DTensor --------------------------------------------------------------------------------
+
+
+def two_views(local, mesh):
+    return [DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for _ in range(2)]
+
+
+def write_one_read_both(x, y):
+    x.add_(1)
+    return x + y
+
+
+@on_ranks(2)
+def test_a_write_reaches_the_other_dtensor_over_the_same_local_tensor():
+    mesh, run = make_mesh((2,), ("tp",)), compiled(write_one_read_both)
+    for shared in (False, True, False):  # the same compiled code serves both
+        local = torch.randn(3, 4)
+        x, y = two_views(local, mesh)
+        if not shared:
+            y = DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
+        want = 2 * local + (2 if shared else 1)
+        torch.testing.assert_close(run(x, y).to_local(), want)
+
+
+@on_ranks(2)
+def test_a_write_to_the_local_tensor_reaches_the_dtensor():
+    mesh = make_mesh((2,), ("tp",))
+
+    def through_attribute(x):
+        x._local_tensor.mul_(2)
+        return x * 1
+
+    def through_argument(x, local):
+        local[0] = 5
+        return x * 1
+
+    x = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)], run_check=False)
+    assert compiled(through_attribute)(x).to_local().tolist() == [[2.0] * 4] * 3
+    local = torch.ones(3, 4)
+    x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    assert compiled(through_argument)(x, local).to_local()[0].tolist() == [5.0] * 4
+
+
+@on_ranks(2)
+def test_views_of_one_storage_that_do_not_overlap_are_compiled():
+    mesh, flat = make_mesh((2,), ("tp",)), torch.randn(24)
+    x, y = (DTensor.from_local(part.view(3, 4), mesh, [Shard(0)], run_check=False) for part in flat.split(12))
+    want = x.to_local() + 1 + y.to_local()
+    torch.testing.assert_close(compiled(write_one_read_both)(x, y).to_local(), want)
+
+
+# ---- gradients that were not expected ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["S(0)", "R", "P"])
+@on_ranks(2)
+def test_an_output_that_the_loss_does_not_use(placement):
+    def two(x):
+        return x * 2, (x * 3 if placement != "P" else x.sum(0))
+
+    x = sharded(6, 4, placement=Replicate() if placement == "R" else Shard(0), grad=True)
+    assert_parity(two, [x], loss=lambda out: out[0].full_tensor().square().sum(), backend="dtensor_aten")
+    if placement != "P":  # the zeros of x * 2 are sharded, and so is then the gradient; eager adds nothing and has a replicated one
+        assert_parity(two, [x], loss=lambda out: out[1].full_tensor().square().sum(), backend="dtensor_aten")
+
+
+@on_ranks(2)
+def test_an_unbacked_size():
+    run = compiled(lambda x: x * 2)
+    for rows in (10, 10, 14):
+        x = sharded(rows, 4, placement=Replicate(), grad=True)
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        run(x).to_local().sum().backward()
+        assert x.grad.full_tensor().tolist() == [[2.0] * 4] * rows
+    assert counters.graphs() == 1
+
+
+# ---- backward passes that raise -----------------------------------------------------------------------------------------------
+
+
+def chunks(x):
+    return x.chunk(2, 0)[0] * 2
+
+
+def error_of(function, x):
+    try:
+        function(x).to_local().sum().backward()
+    except Exception as error:  # noqa: BLE001 - compared with eager's
+        return type(error), str(error)
+    return None
+
+
+@on_ranks(2)
+def test_a_backward_that_raises_raises_when_it_runs():
+    x = sharded(8, 4, grad=True)
+    run = compiled(chunks)
+    with dtensor_compile.record() as recording:
+        out = run(x)
+    torch.testing.assert_close(out.full_tensor(), chunks(x).full_tensor())
+    assert out.requires_grad and out.placements == chunks(x).placements
+    wanted = error_of(chunks, x)
+    assert wanted is not None and error_of(run, x) == wanted
+    assert [d.kind for d in recording.decisions].count("defer_backward_error") == 1
+
+
+@on_ranks(2)
+def test_strict_refuses_a_backward_that_raises():
+    with pytest.raises(Exception, match="mixed torch.Tensor and DTensor"):
+        compiled(chunks, options={"strict": True})(sharded(8, 4, grad=True))
+
+
+@on_ranks(2)
+def test_mutation_and_plain_gradients_beside_a_backward_that_raises():
+    def program(x, y):
+        y.add_(1)
+        return chunks(x), (y * 2).relu()
+
+    x, y = sharded(8, 4, grad=True), torch.randn(3)
+    out, other = compiled(program)(x, y.clone())
+    torch.testing.assert_close(other, ((y + 1) * 2).relu())
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        out.to_local().sum().backward()
+
+
+@on_ranks(2)
+def test_partial_outputs_and_their_gradients():
+    x = sharded(6, 4, grad=True)
+    assert_parity(lambda x: x.sum(0), [x], loss=lambda out: out.full_tensor().square().sum(), backend="dtensor_aten")
+    y = DTensor.from_local(torch.randn(4, 4), make_mesh((2,), ("tp",)), [Partial()], run_check=False)
+    assert_parity(lambda y: F.relu(y.redistribute(placements=[Shard(0)])), [y], backend="dtensor_aten")
