@@ -21,6 +21,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.eval_frame import TorchPatcher
 from torch._dynamo.source import ConstDictKeySource, DictGetItemSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_static_address_type, unpack_iterable
 from torch._dynamo.variables import builder as _builder
 from torch._dynamo.variables.base import VariableTracker
@@ -203,7 +204,10 @@ def optimizers_in_the_region() -> Iterator[None]:
     stock_track, stock_check = _builder.OptimizerVariable, trace_rules.check_file
 
     def track(value: torch.optim.Optimizer, **options: Any) -> OptimizerVariable:
-        return (TracedOptimizerVariable if traces_for_us() else stock_track)(value, **options)
+        if not traces_for_us():
+            return stock_track(value, **options)
+        variable = TracedOptimizerVariable(value, **options)  # torch forgets what the program sets on an optimizer
+        return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, variable)
 
     def check_file(filename: str | None, is_inlined_call: bool = False) -> trace_rules.SkipResult:
         if is_inlined_call and filename in _TRACED_FILES and traces_for_us():
