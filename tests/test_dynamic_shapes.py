@@ -28,4 +28,4 @@ def test_redistributions_of_a_batch_that_varies():
             gradients.append((out.to_local().detach(), x.grad.full_tensor(), weight.grad.full_tensor().clone()))
             weight.grad = None
         torch.testing.assert_close(*gradients)
-    assert counters.graphs() <= 3
+    assert counters.graphs() <= 4  # at most one for each size
