@@ -7,6 +7,7 @@ Inductor keeps it in order with torch's collectives.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -69,9 +70,15 @@ def keep_in_place(op: torch._ops.OpOverload) -> None:
     has_side_effect(op)
 
 
-def never_recompute(node: torch.fx.Node) -> None:
-    """The partitioner keeps the result for the backward: a second run would be a message that no other rank expects."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+def run_once(node: torch.fx.Node) -> None:
+    """The partitioner leaves a node of the joint graph where it was traced, forward or backward, and saves what it returns.
+
+    A second run would be a message that no other rank expects.
+    """
+    backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+    for result in (node, *(user for user in node.users if user.target is operator.getitem)):
+        result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        result.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
 def hide_mutation_from_autograd(op: torch._ops.OpOverload) -> None:

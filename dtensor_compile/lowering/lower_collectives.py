@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, LOWERED, exchange, irecv, isend
-from dtensor_compile.compat.collectives import lower_as_collective, never_recompute, wait_tensor
+from dtensor_compile.compat.collectives import lower_as_collective, run_once, wait_tensor
 
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
 
@@ -28,7 +28,7 @@ def order_collectives(graph: torch.fx.Graph) -> None:
     """On the joint graph: numbers all communication, so that no two nodes are equal, and has none run again in the backward."""
     for place, node in enumerate(node for node in graph.nodes if node.target in COMMUNICATION):
         node.args = (*node.args[:-1], place)
-        never_recompute(node)
+        run_once(node)
 
 
 def lower_collectives(graph: torch.fx.Graph) -> None:
