@@ -38,8 +38,8 @@ def export(
         dynamic_shapes, strict: as for ``torch.export.export``; sizes are those of local tensors.
 
     Returns:
-        A program with the names of the model's parameters. DTensor outputs are local tensors in it. Saved and loaded, it finds the
-        process groups of its collectives by name: make the same meshes in the same order before it runs.
+        A program with the names of the model's parameters. DTensor outputs are local tensors in it. Saved and loaded, it finds
+        the process groups of its collectives by name: make the same meshes in the same order before it runs.
     """
     program = LocalProgram(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
     return torch.export.export(program, *program.local_inputs, dynamic_shapes=dynamic_shapes, strict=strict)

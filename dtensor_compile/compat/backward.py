@@ -1,8 +1,8 @@
 """A backward pass inside a region, as Dynamo sees it while it traces for our backend.
 
-torch can trace ``tensor.backward()`` (as ``torch.autograd.grad``, and an accumulation per leaf) and leaves it off. It does not run
-the hooks of leaf tensors then, and it refuses where compiled autograd is on, which has nothing to do in a backward pass that is part
-of the graph already.
+torch can trace ``tensor.backward()`` (as ``torch.autograd.grad``, and an accumulation per leaf) and leaves it off. It does not
+run the hooks of leaf tensors then, and it refuses where compiled autograd is on, which has nothing to do in a backward pass that
+is part of the graph already.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class TracedGrad(TorchInGraphFunctionVariable):
     def retrack(cls, stock: VariableTracker) -> VariableTracker:
         return cls(stock.value, source=stock.source) if isinstance(stock, TorchInGraphFunctionVariable) else stock
 
-    def call_function(self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
         with _traceable():
             return super().call_function(tx, args, kwargs)
 

@@ -2,8 +2,8 @@
 
 torch breaks the graph before and after every ``step()`` on purpose, and prepares a step (`_init_group` makes state, and collects
 parameters, gradients and state in lists) by running it for real while it traces. Both assume that a step is a region of its own.
-Inside a larger region they are wrong: the gradients that count are those that the program has at that point, which a backward pass
-further up in the same region may just have computed.
+Inside a larger region they are wrong: the gradients that count are those that the program has at that point, which a backward
+pass further up in the same region may just have computed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class BreakAroundStep(SkipFunctionVariable):
     def retrack(cls, stock: VariableTracker) -> VariableTracker:
         return cls(stock.value, stock.reason, source=stock.source) if isinstance(stock, SkipFunctionVariable) else stock
 
-    def call_function(self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
         if tx.f_code is _STEP_CODE:
             return ConstantVariable.create(None)
         return super().call_function(tx, list(args), kwargs)
@@ -68,7 +70,9 @@ class FusedStep(SkipFunctionVariable):
     def retrack(cls, stock: VariableTracker) -> VariableTracker:
         return cls(stock.value, stock.reason, source=stock.source) if isinstance(stock, SkipFunctionVariable) else stock
 
-    def call_function(self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
         bound = inspect.signature(self.value).bind(*args, **kwargs).arguments
         if any(not bound[name].is_constant_none() for name in ("grad_scale", "found_inf")):
             return super().call_function(tx, list(args), kwargs)
