@@ -40,7 +40,8 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
     """A tracker of the value that `variable` has now, which Python can make again when the graph has run.
 
     Raises:
-        NotImplementedError: not a tensor, a constant, a mesh, a group, a placement or a list of those; or inside of a region of its own
+        NotImplementedError: not a tensor, a constant, a mesh, a group, a placement or a list of those; or inside of a region of
+        its own
             (activation checkpointing), whose tensors do not come out.
     """
     variable = variable.realize()
@@ -89,7 +90,9 @@ def is_export(tx: Translator) -> bool:
 
 
 #: ``(tx, logger, method, args, kwargs)``; None leaves the call to torch.
-LogCall = Callable[[Translator, VariableTracker, str, list[VariableTracker], dict[str, VariableTracker]], "VariableTracker | None"]
+LogCall = Callable[
+    [Translator, VariableTracker, str, list[VariableTracker], dict[str, VariableTracker]], "VariableTracker | None"
+]
 
 
 @contextlib.contextmanager

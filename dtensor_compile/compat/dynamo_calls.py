@@ -107,7 +107,8 @@ class _TensorClass(TensorSubclassVariable):
 def handle_construction(make: Call) -> Retrack:
     """What makes a tracker of a class, opaque or of tensors, whose construction goes to `make`."""
     trackers = {
-        base: type(f"{base.__name__}_{make.__name__}", (base,), {"make": staticmethod(make)}) for base in (_OpaqueClass, _TensorClass)
+        base: type(f"{base.__name__}_{make.__name__}", (base,), {"make": staticmethod(make)})
+        for base in (_OpaqueClass, _TensorClass)
     }
 
     def retrack(stock: VariableTracker) -> VariableTracker:
@@ -223,7 +224,8 @@ def _is_pure(node: torch.fx.Node) -> bool:
         return False
     owners = (torch, operator, torch.Tensor)
     return node.op == "call_method" or (
-        node.op == "call_function" and (node.target is constant_tensor or any(getattr(o, name, None) is node.target for o in owners))
+        node.op == "call_function" and (node.target is constant_tensor or any(getattr(o, name, None) is node.target for o in
+        owners))
     )
 
 
@@ -350,7 +352,7 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
 
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any], explanation: str) -> Iterator[None]:
-    """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break in its place.
+    """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break there.
 
     What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient outside.
     """

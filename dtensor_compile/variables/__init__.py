@@ -43,7 +43,15 @@ ENTRIES = Entries(
         *FUNCTIONS,
     ),
     tensors={DTensor: guard_sizes},
-    contexts=(check_redistributions, rules_while_tracing, read_constant_tensors, factories.keep_leaves, *printing.CONTEXTS, *optimizer.CONTEXTS, *hooks.CONTEXTS),
+    contexts=(
+        check_redistributions,
+        rules_while_tracing,
+        read_constant_tensors,
+        factories.keep_leaves,
+        *printing.CONTEXTS,
+        *optimizer.CONTEXTS,
+        *hooks.CONTEXTS,
+    ),
 )
 
 

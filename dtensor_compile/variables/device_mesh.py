@@ -3,7 +3,8 @@
 torch guards a mesh by its ranks, layout, device type, dim names and thread. Shape, coordinates and slices follow from those, for
 the process that compiles. Slices and flattened meshes are made while tracing, once, and are constants of the compiled code: each
 would be a new object on each call of the eager program, equal to the others. Members that make process groups are called once per
-place of the program (``factories.py``). ``mesh.mesh`` is a tensor of constants. ``with mesh:`` makes it the current one for what is
+place of the program (``factories.py``). ``mesh.mesh`` is a tensor of constants. ``with mesh:`` makes it the current one for
+what is
 traced inside.
 """
 

@@ -1,8 +1,10 @@
 """What makes meshes, groups and DTensors inside the compiled program.
 
 A mesh or a group is made once, while tracing: the arguments are constants, every rank traces the same program, so all ranks make
-the same groups in the same order. What was made at a place of the program is kept and serves again when that place is traced again
-with the same arguments (tracing may start over, and may start over on one rank only). The compiled code is guarded on it: it holds as
+the same groups in the same order. What was made at a place of the program is kept and serves again when that place is traced
+again
+with the same arguments (tracing may start over, and may start over on one rank only). The compiled code is guarded on it: it
+holds as
 long as the job's groups do.
 
 A DTensor is made by nodes of the graph: a local tensor, and a spec whose parts are known while tracing.
@@ -90,7 +92,8 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-#: What was made at a place of the program, and what it was made from (whose addresses are in the key), by default group, function,
+#: What was made at a place of the program, and what it was made from (whose addresses are in the key), by default group,
+#: function,
 #: arguments, place, and how often the place was met before.
 _made: dict[Any, tuple[Any, Any]] = {}
 
@@ -139,7 +142,9 @@ def _refuse(name: str, what: str) -> NoReturn:
     )
 
 
-def _make(tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+def _make(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
     function = stock.as_python_constant()
     try:
         real_args, real_kwargs = real_arguments(args, kwargs)
@@ -148,7 +153,7 @@ def _make(tx: Translator, stock: VariableTracker, args: list[VariableTracker], k
     return make_once(tx, function.__qualname__, function, real_args, real_kwargs)
 
 
-# ---- sizes ----------------------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------------------------------------
 
 
 def local_sizes(
@@ -224,7 +229,7 @@ def track_current_mesh(tx: Translator) -> VariableTracker:
 def wrap_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> DTensor:
-    """``DTensor(local, spec, requires_grad=False)`` in public terms: no gradient flows from a DTensor made so to its local tensor."""
+    """``DTensor(local, spec, requires_grad=False)`` in public terms: no gradient flows from it to its local tensor."""
     return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
@@ -262,7 +267,8 @@ def _construct(
     if constant_argument(named["requires_grad"]):
         _refuse_leaf("DTensor(..., requires_grad=True)")
     spec, meta = named["spec"], attribute(tx, named["spec"], "tensor_meta")
-    parts = [attribute(tx, owner, name) for owner, name in ((spec, "mesh"), (spec, "placements"), (meta, "shape"), (meta, "stride"))]
+    parts = [attribute(tx, spec, "mesh"), attribute(tx, spec, "placements")]
+    parts += [attribute(tx, meta, "shape"), attribute(tx, meta, "stride")]
     return emit_call(tx, wrap_local, named["local_tensor"], *parts)
 
 
@@ -312,7 +318,7 @@ def _copy(
     return stock.call_function(tx, args, kwargs)
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------------------
+# ---- the tables ----------------------------------------------------------------------------------------------------------------
 
 _MAKERS = (
     init_device_mesh,

@@ -1,7 +1,9 @@
 """``print``, ``warnings`` and ``logging``: said by Python when the graph has run, in the order of the program.
 
-The arguments are what they were at the call: tensors are copied there (without their history: of a plain tensor ``grad_fn`` is not
-printed), meshes, groups and placements do not change. A record of a logger and a warning name the line of the program, as in eager.
+The arguments are what they were at the call: tensors are copied there (without their history: of a plain tensor ``grad_fn`` is
+not
+printed), meshes, groups and placements do not change. A record of a logger and a warning name the line of the program, as in
+eager.
 """
 
 from __future__ import annotations
@@ -94,14 +96,18 @@ def _log_to_root(at: Place, level: int, message: Any, *args: Any, extra: Any = N
     _log(at, logging.root, level, message, *args, extra=extra)
 
 
-# ---- the calls of the program -----------------------------------------------------------------------------------------------------
+# ---- the calls of the program --------------------------------------------------------------------------------------------------
 
 
-def _handle_print(tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+def _handle_print(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
     return _say(tx, "print", _print, (args, kwargs))
 
 
-def _handle_warn(tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+def _handle_warn(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
     if is_ignored(stock):
         return stock.call_function(tx, args, kwargs)
     named = dict(zip(("message", "category", "stacklevel", "source"), args)) | kwargs
