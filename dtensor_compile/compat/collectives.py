@@ -70,12 +70,12 @@ def keep_in_place(op: torch._ops.OpOverload) -> None:
     has_side_effect(op)
 
 
-def run_once(node: torch.fx.Node) -> None:
+def run_once(node: torch.fx.Node, backward: bool) -> None:
     """The partitioner leaves a node of the joint graph where it was traced, forward or backward, and saves what it returns.
 
-    A second run would be a message that no other rank expects.
+    A second run would be a message that no other rank expects. `backward`: it uses a gradient that comes in.
     """
-    backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+    backward = backward or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
     for result in (node, *(user for user in node.users if user.target is operator.getitem)):
         result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         result.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"

@@ -26,9 +26,15 @@ _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "pa
 
 def order_collectives(graph: torch.fx.Graph) -> None:
     """On the joint graph: numbers all communication, so that no two nodes are equal, and has none run again in the backward."""
-    for place, node in enumerate(node for node in graph.nodes if node.target in COMMUNICATION):
-        node.args = (*node.args[:-1], place)
-        run_once(node)
+    place, from_gradients = 0, set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
+        if tangent or not from_gradients.isdisjoint(node.all_input_nodes):
+            from_gradients.add(node)
+        if node.target in COMMUNICATION:
+            node.args = (*node.args[:-1], place)
+            place += 1
+            run_once(node, node in from_gradients)
 
 
 def lower_collectives(graph: torch.fx.Graph) -> None:
