@@ -47,6 +47,12 @@ def check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: in
             f"{what} cannot have the placements {tuple(placements)}: the mesh {layout} has {len(layout.dims)} dims, "
             "and every mesh dim takes one placement"
         )
+    check_shard_dims(placements, mesh, ndim, what)
+
+
+def check_shard_dims(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what: str) -> None:
+    """Raises `PlacementError` unless each shard names one of the `ndim` tensor dims."""
+    layout = mesh_layout(compat_mesh.real_mesh(mesh))
     for placement, dim in zip(placements, range(len(layout.dims))):
         if isinstance(placement, (Shard, StridedShard)) and not -ndim <= placement.dim < ndim:
             raise PlacementError(
@@ -57,7 +63,7 @@ def check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: in
 
 @contextlib.contextmanager
 def check_redistributions() -> Iterator[None]:
-    """While it is entered, a redistribution to placements that do not fit raises `PlacementError` (torch: an IndexError).
+    """While it is entered, a redistribution to a shard of a dim that is not there raises `PlacementError` (torch: an IndexError).
 
     Strided shards go by the operator: torch finds out what is where with tensors of indices, whose values are not there while tracing.
     """
@@ -65,7 +71,7 @@ def check_redistributions() -> Iterator[None]:
     def check(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
         if source.tensor_meta is not None:
             shape = source.tensor_meta.shape
-            check_placements(target.placements, target.mesh, len(shape), f"a tensor of shape {list(shape)}")
+            check_shard_dims(target.placements, target.mesh, len(shape), f"a tensor of shape {list(shape)}")
         strided = any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements))
         return emit_redistribution(local, source, target, stock) if strided else stock()
 
