@@ -104,19 +104,6 @@ def test_step_alone_with_gradients_from_outside():
     follows_eager(make, graphs=1)
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-@on_ranks(2)
-def test_rate_changed_by_a_scheduler_does_not_recompile_each_time(lr):
-    schedulers = []
-
-    def make(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr.clone() if torch.is_tensor(lr) else lr)
-        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-        return whole_step(model, optimizer), optimizer
-
-    follows_eager(make, steps=6, graphs=3, between=lambda optimizer: schedulers[-1].step())
-
-
 @on_ranks(2)
 def test_what_a_step_sets_on_the_optimizer_stays():
     def make(model):
