@@ -7,7 +7,7 @@ import torch
 from dtensor_compile.errors import UnsupportedTorchError
 
 #: Minor releases on which the tests of this package ran.
-SUPPORTED = ("2.13", "2.14")
+SUPPORTED = ("2.13",)
 
 
 def minor_release(version: str) -> str:
