@@ -75,7 +75,7 @@ def dtensor(
                 example_inputs,
                 joint_pass=plan_joint_graph,
                 post_grad_pass=lower_graph,
-                key=None if recording() else (opts.disable_passes, opts.strict, cache_key()),
+                key=None if recording() else (opts.disable_passes, opts.strict, opts.fallback, cache_key()),
                 settings=opts.inductor,
             )
     return heed_aliases(gm, compiled)
