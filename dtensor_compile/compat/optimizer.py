@@ -45,12 +45,16 @@ _TRACEABLE = frozenset({"zero_grad"})
 _TRACED_FILES = frozenset({lr_scheduler.__file__, grad_scaler.__file__})
 
 
-class BreakAroundStep(SkipFunctionVariable):
-    """``torch._dynamo.graph_break``: does nothing where the wrapper of an optimizer's ``step()`` calls it."""
+class _Untraced(SkipFunctionVariable):
+    """A function that torch keeps out of graphs, and that has a meaning in one all the same."""
 
     @classmethod
     def retrack(cls, stock: VariableTracker) -> VariableTracker:
         return cls(stock.value, stock.reason, source=stock.source) if isinstance(stock, SkipFunctionVariable) else stock
+
+
+class BreakAroundStep(_Untraced):
+    """``torch._dynamo.graph_break``: does nothing where the wrapper of an optimizer's ``step()`` calls it."""
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -60,15 +64,11 @@ class BreakAroundStep(SkipFunctionVariable):
         return super().call_function(tx, list(args), kwargs)
 
 
-class FusedStep(SkipFunctionVariable):
+class FusedStep(_Untraced):
     """A fused step, which torch keeps out of graphs: the step over lists, which computes the same, takes its place.
 
     It cannot take the scale of a `GradScaler`, which a fused step undoes itself; that one stays out of the graph.
     """
-
-    @classmethod
-    def retrack(cls, stock: VariableTracker) -> VariableTracker:
-        return cls(stock.value, stock.reason, source=stock.source) if isinstance(stock, SkipFunctionVariable) else stock
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
