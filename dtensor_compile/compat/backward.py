@@ -38,12 +38,7 @@ def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
         if leaf.source is None or not isinstance(real, torch.Tensor):
             continue
         if any(_hooks(real)):
-            graph_break(
-                "dtensor backend: backward pass inside the region, and a leaf with hooks",
-                f"{leaf.source.name}",
-                "Hooks of parameters and inputs are not part of a backward pass that is traced.",
-                "Call backward() outside of the compiled function, or register the hooks on intermediate tensors.",
-            )
+            graph_break("leaf-hooks", f"{leaf.source.name}")
         _same_hooks(leaf.source)
 
 

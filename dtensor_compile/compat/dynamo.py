@@ -43,6 +43,8 @@ from torch._guards import Guard, Source
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils.weak import TensorWeakRef
 
+from dtensor_compile.causes import break_title, cause
+
 Translator = InstructionTranslatorBase
 
 
@@ -301,14 +303,18 @@ def never_trace(function: types.FunctionType) -> None:
     skip_code(function.__code__)
 
 
-def graph_break(kind: str, context: str, explanation: str, hint: str) -> NoReturn:
+def graph_break(code: str, context: str, explanation: str = "", hint: str = "") -> NoReturn:
     """An ordinary graph break: an error with ``fullgraph=True``, otherwise this piece of the program runs in eager.
 
     Args:
-        kind: names the cause, without anything of this program in it, so that reports can count it.
-        context, explanation, hint: what was met, why it is not traced, what the user can do.
+        code: the cause, as in `dtensor_compile.causes`.
+        context: what was met.
+        explanation, hint: why it is not traced, what the user can do; where not given, what the cause says in general.
     """
-    unimplemented(gb_type=kind, context=context, explanation=explanation, hints=[hint])
+    row = cause(code)
+    unimplemented(
+        gb_type=break_title(code), context=context, explanation=explanation or row.why, hints=[hint or row.instead]
+    )
 
 
 def raise_in_program(tx: Translator, error: Exception) -> NoReturn:

@@ -351,7 +351,7 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
 
 
 @contextlib.contextmanager
-def keep_leaves_inside(make_leaf: Callable[..., Any], explanation: str) -> Iterator[None]:
+def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
     """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break there.
 
     What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient outside.
@@ -368,7 +368,7 @@ def keep_leaves_inside(make_leaf: Callable[..., Any], explanation: str) -> Itera
         if not leaves:
             return
         if tx.one_graph:
-            graph_break("dtensor backend: a leaf made in the program is returned", str(leaves), explanation, "Make it outside.")
+            graph_break("leaf-made", str(leaves))
         tx.speculation_log.graph_break_on_requires_grad_ = True
         raise RequiresGradRestartAnalysis(restart_reason="a leaf made in the program is returned")
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.capture import collectives as ops
+from dtensor_compile.causes import cause
 from dtensor_compile.compat.collectives import P2POpClassVariable, other_names, reduction_name
 from dtensor_compile.compat.dynamo import (
     Retrack,
@@ -478,28 +479,21 @@ METHODS: Mapping[str, Any] = {
     "barrier": pg_barrier,
 }
 
-_OBJECTS = "sends Python objects, which are only there when the program runs"
-
-#: Function -> why it is not traced.
+#: Function -> the cause for which it is not traced.
 REFUSED: Mapping[Any, str] = {
     **{
-        getattr(dist, name): _OBJECTS
+        getattr(dist, name): "object-collective"
         for name in (
             "all_gather_object gather_object scatter_object_list broadcast_object_list send_object_list recv_object_list"
         ).split()
     },
-    dist.monitored_barrier: "ends with an error that depends on the other ranks",
+    dist.monitored_barrier: "error-of-other-ranks",
 }
 
 
-def refuse(name: str, reason: str) -> NoReturn:
+def refuse(name: str, code: str) -> NoReturn:
     """The graph break for a call that is not traced."""
-    graph_break(
-        "dtensor backend: distributed function is not traced",
-        name,
-        f"backend='dtensor' does not trace this call of {name}: it {reason}.",
-        "Call it outside of the compiled function, or accept the graph break: it then runs as in eager.",
-    )
+    graph_break(code, name, f"backend='dtensor' does not trace this call of {name}. {cause(code).why}")
 
 
 class DistributedFunctionVariable(UserFunctionVariable):
@@ -513,7 +507,7 @@ class DistributedFunctionVariable(UserFunctionVariable):
             refuse(name, REFUSED[self.fn])
         arguments = _bind(tx, name, self.fn, args, kwargs)
         if self.fn in (dist.recv, dist.irecv) and all(_is_none(arguments.get(name)) for name in ("src", "group_src")):
-            refuse(name, "receives from any rank, and which one is only known when the program runs")
+            refuse(name, "receive-from-any")
         return UserFunctionVariable(TWINS[self.fn]).call_function(tx, [], arguments)
 
 
@@ -536,7 +530,7 @@ def _bind(
     if "op" in arguments:
         reduction = reduction_name(getattr(arguments["op"], "value", None))
         if reduction is None:
-            refuse(name, "is called with something else than a plain reduction")
+            refuse(name, "reduction-not-plain")
         arguments["op"] = build(tx, reduction)
     return arguments
 

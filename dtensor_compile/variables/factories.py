@@ -135,10 +135,9 @@ def make_once(
 def _refuse(name: str, what: str) -> NoReturn:
     never_trace(DeviceMesh.__init__)  # it runs in Python, and torch cannot trace a mesh that is half made
     graph_break(
-        "dtensor backend: argument of a function that makes meshes or groups is not a constant",
+        "maker-argument",
         f"{name}: {what}",
         f"backend='dtensor' calls {name} once, while it traces, and needs the values of its arguments then.",
-        "Make the mesh or the group outside of the compiled function and pass it in.",
     )
 
 
@@ -250,13 +249,6 @@ def leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return _WithoutGradient.apply(tensor, like)
 
 
-#: Why a leaf that the program makes stays inside.
-_LEAF = (
-    "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it leaves the compiled "
-    "function, Python has to make it."
-)
-
-
 def _construct(
     tx: Translator, stock: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
@@ -265,17 +257,11 @@ def _construct(
     if len(args) > 2 or named.keys() != {"local_tensor", "spec", "requires_grad"} or not named["local_tensor"].is_tensor():
         return stock.construct(tx, args, kwargs)
     if constant_argument(named["requires_grad"]):
-        _refuse_leaf("DTensor(..., requires_grad=True)")
+        graph_break("leaf-made", "DTensor(..., requires_grad=True)")
     spec, meta = named["spec"], attribute(tx, named["spec"], "tensor_meta")
     parts = [attribute(tx, spec, "mesh"), attribute(tx, spec, "placements")]
     parts += [attribute(tx, meta, "shape"), attribute(tx, meta, "stride")]
     return emit_call(tx, wrap_local, named["local_tensor"], *parts)
-
-
-def _refuse_leaf(what: str) -> NoReturn:
-    graph_break(
-        "dtensor backend: a leaf is made in the program", what, _LEAF, "Make parameters outside of the compiled function."
-    )
 
 
 def _distribute(
@@ -289,7 +275,7 @@ def _distribute(
     if not tensor.requires_grad or tensor.python_type() is DTensor or not constant_argument(attribute(tx, tensor, "is_leaf")):
         return stock.call_function(tx, args, kwargs)
     if leaf_is_returned(tx):
-        _refuse_leaf("distribute_tensor of a tensor that requires a gradient")
+        graph_break("leaf-made", "distribute_tensor of a tensor that requires a gradient")
     detached = tensor.call_method(tx, "detach", [], {})
     kwargs = {**kwargs, "tensor": detached} if not args else kwargs
     distributed = stock.call_function(tx, [detached, *args[1:]] if args else [], kwargs)
@@ -344,4 +330,4 @@ OBJECTS: tuple[tuple[Any, Retrack], ...] = (
 
 def keep_leaves() -> AbstractContextManager[None]:
     """The context in which a leaf that `_distribute` makes does not leave the graph."""
-    return keep_leaves_inside(leaf_like, _LEAF)
+    return keep_leaves_inside(leaf_like)

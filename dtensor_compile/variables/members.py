@@ -119,11 +119,10 @@ class TableVariable(MemberVariable):
             real_kwargs = {key: constant_argument(arg) for key, arg in kwargs.items()}
         except NotImplementedError:
             graph_break(
-                f"dtensor backend: argument of a {self.kind} method is not a constant",
+                "member-argument",
                 f"{self}.{name}({', '.join(map(str, [*args, *kwargs.values()]))})",
                 f"backend='dtensor' evaluates {type(self.as_python_constant()).__name__}.{name} while it traces, and needs the "
                 "values of its arguments then.",
-                "Compute the argument outside of the compiled function, or make it a constant.",
             )
         try:
             result = getattr(self.as_python_constant(), name)(*real_args, **real_kwargs)
@@ -135,7 +134,7 @@ class TableVariable(MemberVariable):
         """The graph break for a member that is not traced."""
         cls = type(self.as_python_constant()).__name__
         graph_break(
-            f"dtensor backend: {self.kind} member is not traced",
+            "member-not-traced",
             f"{self}.{name}",
             f"backend='dtensor' does not trace the member '{name}' of {cls}: it may change the {self.kind} or depend on more "
             "than what is guarded.",

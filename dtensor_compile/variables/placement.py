@@ -76,9 +76,8 @@ class PlacementClassVariable(OpaqueClassVariable):
             fixed_kwargs = {key: build(tx, constant_argument(arg)) for key, arg in kwargs.items()}
         except NotImplementedError:
             graph_break(
-                "dtensor backend: argument of a placement is not a constant",
+                "placement-argument",
                 f"{self.value.__name__}({', '.join(map(str, [*args, *kwargs.values()]))})",
                 "backend='dtensor' makes placements while it traces, and needs the values of their arguments then.",
-                "Make the placement outside of the compiled function and pass it in.",
             )
         return super().call_function(tx, fixed_args, fixed_kwargs)

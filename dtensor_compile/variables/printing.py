@@ -60,11 +60,10 @@ def _say(tx: Translator, what: str, function: Callable[..., None], arguments: Ar
         values += [arg if name == "file" and arg.source else snapshot(tx, arg) for name, arg in kwargs.items()]
     except NotImplementedError:
         graph_break(
-            "dtensor backend: argument of print, logging or warnings is not a tensor or a constant",
+            "message-argument",
             f"{what}({', '.join(map(str, [*args, *kwargs.values()]))})",
             f"backend='dtensor' calls {what} when the graph has run, and can hold back tensors, constants, meshes, groups, "
             "placements, and lists of those, outside of checkpointed regions.",
-            "Print the parts that you need, or print outside of the compiled function.",
         )
     call_after_graph(tx, Say(function, place(tx, up), tuple(kwargs)), values)
     return build(tx, None)

@@ -420,7 +420,7 @@ def test_objects_break_the_graph_once_and_say_why():
     assert not compare_values("result", program(torch.ones(2)), run(torch.ones(2)))
     assert sum(counters["graph_break"].values()) == 1
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="does not trace this call of .*all_gather_object: it sends Python objects"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="does not trace this call of .*all_gather_object. It sends Python objects"):
         torch.compile(program, backend="dtensor_aten", fullgraph=True)(torch.ones(2))
 
 

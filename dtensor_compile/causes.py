@@ -1,0 +1,150 @@
+"""Why a graph breaks: one registry of causes, each with a code that messages, reports and docs share.
+
+Whatever ends a graph under our backend names its cause by code. The message that the user sees begins with the title and the
+code (`break_title`), so that whoever reads messages finds the row again (`code_in`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One reason why a program is not one graph.
+
+    Attributes:
+        code: short and stable name, lower case with hyphens.
+        title: what was met, in a few words, with nothing of a program in it.
+        why: why it is not traced.
+        instead: how to write it so that it is, or what to accept.
+        example: lines of Python that break for this cause, and after ``# instead`` lines that do the same without.
+    """
+
+    code: str
+    title: str
+    why: str
+    instead: str
+    example: str
+
+
+_ALL = (
+    Cause(
+        "member-not-traced",
+        "member is not traced",
+        "The member may change the object, or depends on more than what the guards hold fixed.",
+        "Use the member outside of the compiled function and pass its result in.",
+        "options = group._get_backend(x.device).options\n# instead: before the compiled function, and pass the result in",
+    ),
+    Cause(
+        "member-argument",
+        "argument of a method is not a constant",
+        "Methods of meshes, groups and placements are evaluated while tracing, and need the values of their arguments then.",
+        "Compute the argument outside of the compiled function, or make it a constant.",
+        "mesh.size(int(x.sum()))\n# instead\nmesh.size(0)",
+    ),
+    Cause(
+        "maker-argument",
+        "argument of a function that makes meshes or groups is not a constant",
+        "Meshes and groups are made once, while tracing, and that needs the values of the arguments.",
+        "Make the mesh or the group outside of the compiled function and pass it in.",
+        "dist.new_group([int(x.sum())])\n# instead: make the group outside and pass it in",
+    ),
+    Cause(
+        "placement-argument",
+        "argument of a placement is not a constant",
+        "Placements are made while tracing, and that needs the values of their arguments.",
+        "Make the placement outside of the compiled function and pass it in.",
+        "Shard(int(x.sum()))\n# instead\nShard(0)",
+    ),
+    Cause(
+        "object-collective",
+        "collective of Python objects",
+        "It sends Python objects, which are only there when the program runs.",
+        "Call it outside of the compiled function, or send tensors.",
+        "dist.all_gather_object(results, value)\n# instead\ndist.all_gather_into_tensor(results, tensor)",
+    ),
+    Cause(
+        "error-of-other-ranks",
+        "call that ends with an error of other ranks",
+        "It ends with an error that depends on the other ranks.",
+        "Call it outside of the compiled function, or use dist.barrier().",
+        "dist.monitored_barrier()\n# instead\ndist.barrier()",
+    ),
+    Cause(
+        "receive-from-any",
+        "message from any rank",
+        "It receives from any rank, and which one is only known when the program runs.",
+        "Name the source.",
+        "dist.recv(x)\n# instead\ndist.recv(x, src=0)",
+    ),
+    Cause(
+        "reduction-not-plain",
+        "reduction that is not a plain one",
+        "It is called with something else than a plain reduction.",
+        "Scale the tensor and use dist.ReduceOp.SUM.",
+        "dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))\n# instead\ndist.all_reduce(x.mul_(0.5))",
+    ),
+    Cause(
+        "leaf-made",
+        "a leaf is made in the program",
+        "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it leaves the compiled "
+        "function, Python has to make it.",
+        "Make parameters outside of the compiled function.",
+        "return distribute_tensor(x.requires_grad_(), mesh, [Shard(0)])\n# instead: make the parameter outside and pass it in",
+    ),
+    Cause(
+        "leaf-hooks",
+        "backward pass inside the region, and a leaf with hooks",
+        "Hooks of parameters and inputs are not part of a backward pass that is traced.",
+        "Call backward() outside of the compiled function, or register the hooks on intermediate tensors.",
+        "weight.register_hook(print)\n(x @ weight).sum().backward()\n# instead\ny = x @ weight\ny.register_hook(print)",
+    ),
+    Cause(
+        "message-argument",
+        "argument of print, logging or warnings is not a tensor or a constant",
+        "Messages are said when the graph has run; what can be held back until then are tensors, constants, meshes, groups, "
+        "placements, and lists of those, outside of checkpointed regions.",
+        "Print the parts that you need, or print outside of the compiled function.",
+        "print(an_object_of_mine)\n# instead\nprint(an_object_of_mine.name)",
+    ),
+    Cause(
+        "symbolic-spec",
+        "spec of an intermediate DTensor with symbolic sizes",
+        "backend='dtensor' makes a constant of the spec of a DTensor that the program computes; its sizes must be fixed.",
+        "Use placements, device_mesh and shape of the DTensor, or compile with dynamic=False.",
+        "(d + 1)._spec\n# instead\n(d + 1).placements",
+    ),
+)
+
+#: Code -> cause.
+CAUSES: Mapping[str, Cause] = {cause.code: cause for cause in _ALL}
+
+
+def cause(code: str) -> Cause:
+    """The cause of that code.
+
+    Raises:
+        KeyError: there is none; the message names the nearest known code.
+    """
+    if code not in CAUSES:
+        near = difflib.get_close_matches(code, CAUSES, n=1)
+        raise KeyError(f"no cause {code!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return CAUSES[code]
+
+
+def break_title(code: str) -> str:
+    """The first line of the message of a graph break of this cause."""
+    return f"dtensor backend: {cause(code).title} [{code}]"
+
+
+_TITLE = re.compile(r"dtensor backend: [^\n\[]*\[(?P<code>[a-z0-9-]+)\]")
+
+
+def code_in(message: str) -> str | None:
+    """The code of the cause that a message of a graph break names; None where it names none of ours."""
+    found = _TITLE.search(message)
+    return found["code"] if found and found["code"] in CAUSES else None
