@@ -13,6 +13,7 @@ from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.sharding_rules import report_fallbacks
+from dtensor_compile.capture.spent_graphs import restore_spent_graphs
 from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.checks import check_program
 from dtensor_compile.compat.aot import compile_to_aten
@@ -78,7 +79,7 @@ def dtensor(
                 key=None if recording() else (opts.disable_passes, opts.strict, opts.fallback, cache_key()),
                 settings=opts.inductor,
             )
-    return heed_aliases(gm, compiled)
+    return restore_spent_graphs(gm, heed_aliases(gm, compiled))
 
 
 def dtensor_aten(

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch._dynamo import compiled_autograd, config
+from torch._dynamo.output_graph import OutputGraph, collect_reachable_grad_fns
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from dtensor_compile.capture.spent_graphs import mark_spent
 from dtensor_compile.compat.dynamo import Translator, fact_guard, graph_break, traces_for_us
 
 
@@ -97,12 +99,36 @@ def backward_in_the_region() -> Iterator[None]:
             return tx.output.side_effects.load_attr(self, name)
         return stock["var_getattr"](self, tx, name)
 
-    ours = {"method_backward": method_backward, "_collect_backward_inputs": collect, "var_getattr": var_getattr}
-    stock = {name: vars(TensorVariable)[name] for name in ours}
-    for name, function in ours.items():
-        setattr(TensorVariable, name, function)
+    def validate(self: OutputGraph, results: list[VariableTracker], tx: Translator) -> None:
+        if not traces_for_us(tx):
+            return stock["_validate_outputs_safe_for_autograd_nodes"](self, results, tx)
+        return _detach_used_up(self, results, tx)
+
+    ours: dict[type, dict[str, Any]] = {
+        TensorVariable: {"method_backward": method_backward, "_collect_backward_inputs": collect, "var_getattr": var_getattr},
+        OutputGraph: {"_validate_outputs_safe_for_autograd_nodes": validate},
+    }
+    stock = {name: vars(cls)[name] for cls, functions in ours.items() for name in functions}
     try:
+        for cls, functions in ours.items():
+            for name, function in functions.items():
+                setattr(cls, name, function)
         yield
     finally:
-        for name, function in stock.items():
-            setattr(TensorVariable, name, function)
+        for cls, functions in ours.items():
+            for name in functions:
+                setattr(cls, name, stock[name])
+
+
+def _detach_used_up(graph: OutputGraph, results: list[VariableTracker], tx: Translator) -> None:
+    """Lets results whose autograd graph a backward pass of the region used up leave `graph` detached, marked as such.
+
+    torch gives up the trace of that backward pass for them, and expects that no result is a DTensor.
+    """
+    used_up = graph.autograd_grad_consumed_grad_fns
+    for i, result in enumerate(results if used_up else ()):
+        if isinstance(result, TensorVariable) and result.requires_grad:
+            value = result.as_proxy().node.meta["example_value"]
+            if used_up & collect_reachable_grad_fns([(value, None)]):
+                results[i] = result.call_method(tx, "detach", [], {})
+                mark_spent(results[i].as_proxy().node)

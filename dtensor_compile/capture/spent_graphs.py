@@ -1,0 +1,55 @@
+"""Results whose autograd graph was used up by a ``backward()`` inside the region: ``loss.backward(); return loss``.
+
+Eager returns such a loss with a graph whose saved tensors are gone: it requires a gradient, and a second ``backward()`` raises. A
+compiled graph has nothing to give back for it, so the value leaves the graph detached (`mark_spent`), and gets here, outside of it, a
+graph of one node that raises what eager raises. (Eager lets a graph that saved no tensors, a plain sum, be used twice; this one raises.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+_KEY = "dtensor_compile_spent"
+
+SPENT = (
+    "Trying to backward through the graph a second time: a backward() inside the compiled region used this value's graph up, and its"
+    " saved tensors have been freed. Specify retain_graph=True in that backward() if this value is to be differentiated again."
+)
+
+
+def mark_spent(node: torch.fx.Node) -> None:
+    """Says that `node`, a detached value of a Dynamo graph, stands for a result whose autograd graph is used up."""
+    node.meta[_KEY] = True
+
+
+class _Spent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise RuntimeError(SPENT)
+
+
+def restore_spent_graphs(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, the code of `gm`, with results that require a gradient again where `gm` says that their graph is used up."""
+    (results,) = gm.graph.output_node().args
+    spent = [i for i, node in enumerate(results) if isinstance(node, torch.fx.Node) and _KEY in node.meta]
+    if not spent:
+        return compiled
+    anchor = torch.zeros((), requires_grad=True)  # a function of nothing that requires a gradient would have no graph
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        values = list(compiled(*args))
+        with torch.enable_grad():
+            for i in spent:
+                values[i] = _Spent.apply(values[i], anchor)
+        return values
+
+    return run
