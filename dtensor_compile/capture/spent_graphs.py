@@ -1,8 +1,9 @@
 """Results whose autograd graph was used up by a ``backward()`` inside the region: ``loss.backward(); return loss``.
 
-Eager returns such a loss with a graph whose saved tensors are gone: it requires a gradient, and a second ``backward()`` raises. A
-compiled graph has nothing to give back for it, so the value leaves the graph detached (`mark_spent`), and gets here, outside of it, a
-graph of one node that raises what eager raises. (Eager lets a graph that saved no tensors, a plain sum, be used twice; this one raises.)
+Eager returns such a loss with a graph whose saved tensors are gone: it requires a gradient, and a second ``backward()`` raises.
+A compiled graph has nothing to give back for it, so the value leaves the graph detached (`mark_spent`), and gets here, outside of
+it, a graph of one node that raises what eager raises. (Eager lets a graph that saved no tensors, a plain sum, be used twice; this
+one raises.)
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 _KEY = "dtensor_compile_spent"
 
 SPENT = (
-    "Trying to backward through the graph a second time: a backward() inside the compiled region used this value's graph up, and its"
-    " saved tensors have been freed. Specify retain_graph=True in that backward() if this value is to be differentiated again."
+    "Trying to backward through the graph a second time: a backward() inside the compiled region used this value's graph up, and"
+    " its saved tensors have been freed. Specify retain_graph=True in that backward() if this value is to be differentiated again."
 )
 
 
