@@ -288,6 +288,11 @@ def traces_for_us(tx: Translator | None = None) -> bool:
     return any(scope.serves(tx) for scope in _scopes)
 
 
+def compiles_for_us(compiler_fn: Any) -> bool:
+    """Whether what Dynamo was given to compile a frame with is a backend of ours."""
+    return any(scope.backend is unwrapped_backend(compiler_fn) for scope in _scopes)
+
+
 # ---- what trackers need ----------------------------------------------------------------------------------------------------
 
 
@@ -421,8 +426,8 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
 
 __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "UserFunctionVariable",
-    "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "constant_argument",
-    "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
+    "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "compiles_for_us",
+    "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
     "installed_backends", "member_function", "never_trace", "options_on_stack", "raise_in_program", "real_object", "remember", "traces_for_us",
     "tracked", "unwrapped_backend",
 ]  # fmt: skip

@@ -5,6 +5,7 @@
 - The offset of a shard comes from integers, where torch reads it out of a tensor, which has no values while tracing.
 - A slice that takes all of a dim is one also where the size of the dim is symbolic (`x[:, 1:3]` slices dim 0 up to ``sys.maxsize``).
 - A flattened sharded dim fixes the sizes before it, as its strided shard needs a number.
+- A symbolic number stays symbolic when an operator looks for its rule.
 - ``one_hot`` compares with numbers that are the same on every rank.
 - An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
 
@@ -32,6 +33,7 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -146,6 +148,16 @@ def _anywhere(schema: OpSchema) -> Layouts:
     return [[p, p] for p in {p: None for s in value.strategies for p in s.output_spec.placements}]
 
 
+def _hash(stock: Callable[..., int], self: OpSchema) -> int:
+    """A number that is not known while tracing cannot be looked up; torch computes without its cache then.
+
+    Asked for its hash, a symbolic float would be fixed to its value, or raise where it has none.
+    """
+    if any(isinstance(arg, (torch.SymFloat, torch.SymBool)) for arg in tree_leaves((self.args_schema, self.kwargs_schema))):
+        raise TypeError("a symbolic number has no hash")
+    return stock(self)
+
+
 def _materialize_mask(stock: Callable[..., Any], self: MaskBuffer, mask: torch.Tensor) -> None:
     """The mask of a lookup is kept in the decision that made it; forgetting the decision, the next lookup makes its own."""
     stock(self, mask)
@@ -237,6 +249,7 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
 
     changes = (
         (MaskBuffer, "materialize_mask", _materialize_mask),
+        (OpSchema, "__hash__", _hash),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
         (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),
         (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate)),
