@@ -19,6 +19,8 @@ from dtensor_compile.checks import check_program
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
+from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
+from dtensor_compile.compat.partition import bind_shard_sizes
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives, order_collectives
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
@@ -53,6 +55,7 @@ def dtensor(
     log = GraphLog()
 
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
+        check_gradients_of_hooks()
         bind_meshes_to_primals(graph)
         make_tokens_real(graph)
         log.captured(graph)
@@ -67,7 +70,7 @@ def dtensor(
         log.lowered(graph)
 
     deferred = nullcontext() if opts.strict else defer_backward_errors(log.decided)
-    with capture_redistributions(), dtensor_tangents(), report_fallbacks(log.decided), deferred:
+    with capture_redistributions(), dtensor_tangents(), bind_shard_sizes(), report_fallbacks(log.decided), deferred:
         if opts.kernels == "aten":
             compiled = compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
         else:

@@ -17,6 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 GraphFunction = Callable[[torch.fx.Graph], None]
 
+#: Inductor's settings under which it computes eager's numbers, where it does not by default: a rounding that the program asks for
+#: (``x.bfloat16().float()``) and those between fused operators happen, and random values are those of eager's generators.
+EAGER_NUMBERS: Mapping[str, Any] = {"emulate_precision_casts": True, "fallback_random": True}
+
 log = logging.getLogger("dtensor_compile")
 
 
@@ -101,11 +105,11 @@ def compile_with_inductor(
         joint_pass: runs on the joint graph (on the forward graph where there is no backward).
         post_grad_pass: runs on the forward and on the backward graph before Inductor's own post-grad passes.
         key: what decides the work of both passes besides the graph; part of the cache keys. None: no cache is used.
-        settings: Inductor's configuration for this graph, on top of the current one.
+        settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    patches = dict(settings)
+    patches = {**EAGER_NUMBERS, **settings}
     patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(post_grad_pass, key, _configured(patches, "post_grad_custom_pre_pass"))
     return compile_fx(gm, example_inputs, config_patches=patches)

@@ -1,0 +1,50 @@
+"""What AOTAutograd keeps from forward to backward: symbols of shard sizes among it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import sympy
+import torch
+from torch._functorch import partitioners
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+
+@contextlib.contextmanager
+def bind_shard_sizes() -> Iterator[None]:
+    """While it is entered, partitioning on this thread hands the size of a local tensor to the backward graph where it needs it.
+
+    A DTensor input brings its global sizes as integers of the graph, but not those of its local tensor, whose symbols are its own
+    (how a global size is cut depends on the rank). Where a saved tensor's shape has such a symbol, ``3*s3``, nothing in the backward
+    graph says what ``s3`` is, and Inductor refuses the graph. The size becomes a node of the joint graph, to be saved like others.
+    """
+    owner, stock = threading.get_ident(), partitioners.find_symbol_binding_fx_nodes
+
+    def find(graph: torch.fx.Graph) -> dict[sympy.Symbol, torch.fx.Node]:
+        bindings = stock(graph)
+        return {**_sizes_of_inputs(graph, set(bindings)), **bindings} if threading.get_ident() == owner else bindings
+
+    partitioners.find_symbol_binding_fx_nodes = find
+    try:
+        yield
+    finally:
+        partitioners.find_symbol_binding_fx_nodes = stock
+
+
+def _sizes_of_inputs(graph: torch.fx.Graph, bound: set[sympy.Symbol]) -> dict[sympy.Symbol, torch.fx.Node]:
+    """Symbol to a new node that is the size of an input, for each symbol but those `bound` that is a size of one."""
+    inputs = graph.find_nodes(op="placeholder")
+    made: dict[sympy.Symbol, torch.fx.Node] = {}
+    with graph.inserting_after(inputs[-1]):
+        for node in inputs:
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or node.target.startswith("tangents"):
+                continue
+            for dim, size in enumerate(value.shape):
+                symbols = free_symbols(size)
+                if len(symbols) == 1 and (symbol := next(iter(symbols))) == size.node.expr and symbol not in {*bound, *made}:
+                    made[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                    made[symbol].meta["val"] = size
+    return made

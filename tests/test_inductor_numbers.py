@@ -1,0 +1,57 @@
+"""Where Inductor by itself computes other numbers than eager, or none: the backend that goes through it gives eager's."""
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dtensor_compile.compat import counters
+from dtensor_compile.testing import make_mesh, on_ranks
+
+
+def forward_and_backward(function, backend, sizes, *options):
+    """Outputs and gradients for each size of a batch that is sharded on two ranks; `backend` None is eager."""
+    counters.reset()
+    mesh = make_mesh((2,), ("tp",))
+    run = torch.compile(function, backend=backend, fullgraph=True, **dict(options)) if backend else function
+    results = []
+    for size in sizes:
+        torch.manual_seed(size)
+        x = distribute_tensor(torch.randn(size, 3, 4), mesh, [Shard(0)]).requires_grad_()
+        w = distribute_tensor(torch.randn(4, 8), mesh, [Replicate()]).requires_grad_()
+        out = run(x, w)
+        assert isinstance(out, DTensor)
+        out.to_local().square().sum().backward()
+        results += [out.to_local().detach(), x.grad.to_local(), w.grad.to_local()]
+    return results
+
+
+def assert_follows_eager(function, sizes):
+    got = forward_and_backward(function, "dtensor", sizes)
+    assert counters.graphs() <= 2
+    for value, wanted in zip(got, forward_and_backward(function, None, sizes), strict=True):
+        torch.testing.assert_close(value, wanted)
+
+
+@on_ranks(2)
+def test_a_saved_tensor_whose_shape_is_a_multiple_of_the_shard_size():
+    assert_follows_eager(lambda x, w: torch.einsum("bsd,dh->bsh", x, w), (10, 14, 18))
+
+
+@on_ranks(2)
+def test_roundings_that_the_program_asks_for_and_random_values():
+    def function(x, w):
+        rounded = x.to(torch.bfloat16).float() * 3
+        return F.dropout(rounded, 0.5) @ w
+
+    assert_follows_eager(function, (10, 10))
+
+
+@on_ranks(2)
+def test_options_bring_inductors_own_numbers_back():
+    def rounded(x, w):
+        return x.to(torch.bfloat16).float() @ w
+
+    inductors = {"options": {"emulate_precision_casts": False}}
+    free = forward_and_backward(rounded, "dtensor", (10,), *inductors.items())
+    eager = forward_and_backward(rounded, None, (10,))
+    assert not torch.equal(free[0], eager[0])
