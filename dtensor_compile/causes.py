@@ -40,6 +40,20 @@ _ALL = (
         "options = group._get_backend(x.device).options\n# instead: before the compiled function, and pass the result in",
     ),
     Cause(
+        "object-state",
+        "state of a mesh, a group or a placement is read or set",
+        "Guards hold the object fixed, and what was read from it while tracing would not follow the change.",
+        "Keep data of your own in an object of your own.",
+        "mesh.scale = 2\n# instead: keep the scale next to the mesh",
+    ),
+    Cause(
+        "mesh-entered-by-hand",
+        "mesh is entered or left by an explicit call",
+        "Between the two calls the mesh has to be the current one in Python, too.",
+        "Use a with statement.",
+        "mesh.__enter__()\ny = x @ x\nmesh.__exit__(None, None, None)\n# instead\nwith mesh:\n    y = x @ x",
+    ),
+    Cause(
         "member-argument",
         "argument of a method is not a constant",
         "Methods of meshes, groups and placements are evaluated while tracing, and need the values of their arguments then.",
@@ -102,6 +116,30 @@ _ALL = (
         "Hooks of parameters and inputs are not part of a backward pass that is traced.",
         "Call backward() outside of the compiled function, or register the hooks on intermediate tensors.",
         "weight.register_hook(print)\n(x @ weight).sum().backward()\n# instead\ny = x @ weight\ny.register_hook(print)",
+    ),
+    Cause(
+        "hook-not-traced",
+        "backward hook is not traced",
+        "A backward hook becomes part of the backward pass that is traced with the forward: it may compute with gradients and other "
+        "tensors and return tensors or None, but not change Python objects or read numbers out of a tensor.",
+        "Register the hook on the result of the compiled function, or leave the module that has it out of the compiled function.",
+        "module.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out))\n"
+        "# instead\nmodule.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))",
+    ),
+    Cause(
+        "hook-strides",
+        "backward hook depends on the strides of a gradient",
+        "The strides of gradients are not known while the forward is traced.",
+        "Call contiguous() on the gradient.",
+        "if grad_out[0].is_contiguous(): ...\n# instead\ngrad = grad_out[0].contiguous()",
+    ),
+    Cause(
+        "data-parallel-setting",
+        "setting of a data-parallel wrapper",
+        "The module is wrapped by fully_shard, replicate or DistributedDataParallel, with a setting that has no meaning in a graph. It "
+        "runs in eager; what it wraps is compiled.",
+        "Take the setting back, or accept the graph break.",
+        "fully_shard(block, offload_policy=CPUOffloadPolicy())\n# instead\nfully_shard(block)",
     ),
     Cause(
         "message-argument",

@@ -303,9 +303,16 @@ def describe_fake(value: Any) -> None:
         object.__setattr__(value, "__str__", lambda: str(real))
 
 
-def never_trace(function: types.FunctionType) -> None:
-    """Dynamo leaves frames of `function` to Python from now on, as it does itself for objects that it cannot look into."""
-    skip_code(function.__code__)
+@functools.cache
+def leave_to_python(cls: type) -> None:
+    """Frames of methods of `cls` that Python enters stay with Python from now on; calls from what is traced are traced as ever.
+
+    Dynamo does so itself for objects that it cannot look into: it cannot trace one that is half made, or half copied.
+    """
+    for member in vars(cls).values():
+        function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+        if isinstance(function, types.FunctionType):
+            skip_code(function.__code__)
 
 
 def graph_break(code: str, context: str, explanation: str = "", hint: str = "") -> NoReturn:
@@ -428,6 +435,6 @@ __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "UserFunctionVariable",
     "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "compiles_for_us",
     "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
-    "installed_backends", "member_function", "never_trace", "options_on_stack", "raise_in_program", "real_object", "remember", "traces_for_us",
+    "installed_backends", "leave_to_python", "member_function", "options_on_stack", "raise_in_program", "real_object", "remember", "traces_for_us",
     "tracked", "unwrapped_backend",
 ]  # fmt: skip

@@ -12,23 +12,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.compat.dynamo import Translator, VariableTracker, build, member_function, never_trace
+from dtensor_compile.compat.dynamo import Source, Translator, VariableTracker, leave_to_python
 from dtensor_compile.compat.dynamo_calls import ContextVariable, constant_tensor, emit_call
 from dtensor_compile.variables.factories import enter_mesh, make_once, real_arguments
 from dtensor_compile.variables.members import SourcedVariable, table
-
-#: Members that make meshes, some with groups of their own. (``copy`` and ``deepcopy`` ask for two of them; the second with a dict
-#: of what was copied already.)
-_MAKERS: Mapping[str, Callable[..., Any]] = {
-    "_unflatten": lambda mesh, *args, **kwargs: mesh._unflatten(*args, **kwargs),
-    "_get_all_submeshes": lambda mesh, *args, **kwargs: mesh._get_all_submeshes(*args, **kwargs),
-    "__copy__": copy.copy,
-    "__deepcopy__": copy.deepcopy,
-}
 
 
 class DeviceMeshVariable(SourcedVariable, ContextVariable):
@@ -40,9 +31,21 @@ class DeviceMeshVariable(SourcedVariable, ContextVariable):
             _device_type _mesh_dim_names _thread_id _coordinate_on_dim _stable_hash
             __repr__ __str__ __hash__ __eq__ __ne__ __format__
         """,
+        operator="mesh",
+        make="from_group _unflatten _concatenate _get_all_submeshes __copy__ __deepcopy__",
         read="_layout _rank_map _flatten_rank_map _root_mesh _pg_registry _flatten_mapping _dim_group_names",
         inline="get_group get_all_groups _get_or_create_default_group _get_root_mesh _hash_key",
+        breaks={
+            "mesh-entered-by-hand": "__enter__ __exit__",
+            "object-state": "__getstate__ __setstate__ __setattr__ __delattr__ __dict__",
+        },
     )
+    functions = {"__copy__": copy.copy, "__deepcopy__": copy.deepcopy}
+
+    @classmethod
+    def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
+        leave_to_python(DeviceMesh)
+        return super().track(tx, proxy, value, source, options)
 
     def begin(self) -> Callable[[], None]:
         return enter_mesh(self.as_python_constant())
@@ -51,27 +54,15 @@ class DeviceMeshVariable(SourcedVariable, ContextVariable):
         if name == "mesh":
             ranks = self.as_python_constant().mesh
             return emit_call(tx, constant_tensor, ranks.tolist(), ranks.dtype)
-        if name in _MAKERS:
-            return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
         return super().read_member(tx, name)
 
-    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
-        return build(tx, True) if name in _MAKERS else super().call_obj_hasattr(tx, name)
-
-    def call_method(
+    def make(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
-        if name not in _MAKERS:
-            return super().call_method(tx, name, args, kwargs)
-        if name == "__deepcopy__":
-            args = []
         try:
             real_args, real_kwargs = real_arguments(args, kwargs)
         except NotImplementedError:
             self.refuse(name)
-        mesh = self.as_python_constant()
-        return make_once(tx, f"DeviceMesh.{name}", _MAKERS[name], [mesh, *real_args], real_kwargs)
-
-    def refuse(self, name: str) -> NoReturn:
-        never_trace(DeviceMesh.__init__)  # the member runs in Python, and torch cannot trace a mesh that is half made
-        super().refuse(name)
+        return make_once(
+            tx, f"DeviceMesh.{name}", self.real_function(name), real_args, real_kwargs, owner=self.as_python_constant()
+        )

@@ -41,7 +41,7 @@ from dtensor_compile.compat.dynamo import (
     constant_source,
     fact_guard,
     graph_break,
-    never_trace,
+    leave_to_python,
     raise_in_program,
 )
 from dtensor_compile.compat.dynamo_calls import (
@@ -117,13 +117,21 @@ _alive = fact_guard("ALIVE", _is_alive)
 
 
 def make_once(
-    tx: Translator, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    tx: Translator,
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    owner: DeviceMesh | None = None,
 ) -> VariableTracker:
-    """Calls ``function(*args, **kwargs)``, which makes meshes or groups, unless this place of the program did so before."""
-    key = (id(world()), name, _frozen(list(args)), _frozen(kwargs), *call_site(tx))
+    """Calls ``function(*args, **kwargs)``, which makes meshes or groups, unless this place of the program did so before.
+
+    `owner` is the mesh whose method it is.
+    """
+    key = (id(world()), name, owner, _frozen(list(args)), _frozen(kwargs), *call_site(tx))
     if key not in _made or not _is_alive(_made[key][0]):
         try:
-            _made[key] = function(*args, **kwargs), (world(), args, kwargs)
+            _made[key] = function(*args, **kwargs), (world(), owner, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it raises, the program sees it
             raise_in_program(tx, error)
     made = _made[key][0]
@@ -133,7 +141,7 @@ def make_once(
 
 
 def _refuse(name: str, what: str) -> NoReturn:
-    never_trace(DeviceMesh.__init__)  # it runs in Python, and torch cannot trace a mesh that is half made
+    leave_to_python(DeviceMesh)
     graph_break(
         "maker-argument",
         f"{name}: {what}",

@@ -1,12 +1,18 @@
-"""Trackers that decide by a table what becomes of each member of an object.
+"""Tables that say what becomes of each member of an object, and of each function of a module; trackers that follow them.
 
-An object that a guard holds fixed has members that are fixed too. `TableVariable` looks a member up in the table of its class:
+An object that a guard holds fixed has members that are fixed too. A table has a row per name, with one of these rules:
 
 - `BAKE`: read or called with the real object while tracing; the result is a constant of the graph. Right for members whose
   result follows from what is guarded, and that change nothing.
+- `ASK`: as `BAKE`, and guarded by its answer: what it says may change between calls of the program.
 - `READ`: data with a source, under guards of its own.
-- `INLINE`: traced like any other Python code of the class.
-- `BREAK`: a call is not traceable; an ordinary graph break that says so. (Data that no table names is read under a guard.)
+- `INLINE`: traced like any other Python code.
+- `OPERATOR`: a call becomes operators of the graph, through a twin (``collectives.py``).
+- `MAKE`: makes meshes or groups; called once per place of the program (``factories.py``).
+- `BREAK`: not traceable; an ordinary graph break with a cause (``causes.py``).
+
+`TableVariable` looks a member up in the table of its class. What no table names breaks a graph when it is called, and is read under
+a guard when it is data.
 
 Whatever a member returns that is itself a mesh, a group or a placement gets a tracker with a source
 (`SourcedVariable.track`), so that guards, graph inputs and returned values work for it as they do for an input.
@@ -15,9 +21,12 @@ Whatever a member returns that is itself a mesh, a group or a placement gets a t
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
+from dtensor_compile.causes import cause
 from dtensor_compile.compat.dynamo import (
     MemberVariable,
     Source,
@@ -43,15 +52,52 @@ class Rule(enum.Enum):
     """What becomes of a member of an object."""
 
     BAKE = enum.auto()
+    ASK = enum.auto()
     READ = enum.auto()
     INLINE = enum.auto()
+    OPERATOR = enum.auto()
+    MAKE = enum.auto()
     BREAK = enum.auto()
 
 
-def table(*, bake: str = "", read: str = "", inline: str = "") -> Mapping[str, Rule]:
-    """A table from lists of names, separated by white space."""
-    rules = {Rule.BAKE: bake, Rule.READ: read, Rule.INLINE: inline}
-    return {name: rule for rule, names in rules.items() for name in names.split()}
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: the rule, and for `Rule.BREAK` the code of the cause."""
+
+    rule: Rule
+    cause: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rule is Rule.BREAK:
+            cause(self.cause)  # raises where there is no such cause
+
+
+Table = Mapping[str, Row]
+_UNKNOWN = Row(Rule.BREAK, "member-not-traced")
+
+
+def table(
+    *,
+    bake: str = "",
+    ask: str = "",
+    read: str = "",
+    inline: str = "",
+    operator: str = "",
+    make: str = "",
+    breaks: Mapping[str, str] | None = None,
+) -> Table:
+    """A table from lists of names, separated by white space; `breaks` has one list per code of a cause."""
+    rules = {
+        Rule.BAKE: bake,
+        Rule.ASK: ask,
+        Rule.READ: read,
+        Rule.INLINE: inline,
+        Rule.OPERATOR: operator,
+        Rule.MAKE: make,
+    }
+    rows = {name: Row(rule) for rule, names in rules.items() for name in names.split()}
+    refused = {name: Row(Rule.BREAK, code) for code, names in (breaks or {}).items() for name in names.split()}
+    return {**rows, **refused}
 
 
 class TableVariable(MemberVariable):
@@ -59,19 +105,22 @@ class TableVariable(MemberVariable):
 
     Class attributes:
         kind: what a message calls such an object.
-        members: rule per member.
-        outside: rule for all other members.
+        members: row per member.
+        outside: row of all other members.
+        functions: what is called with the object in place of the method of that name, which the class need not have
+            (``copy.copy`` asks for ``__copy__``).
     """
 
     kind: ClassVar[str]
-    members: ClassVar[Mapping[str, Rule]]
-    outside: ClassVar[Rule] = Rule.BREAK
+    members: ClassVar[Table]
+    outside: ClassVar[Row] = _UNKNOWN
+    functions: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     def python_type(self) -> type:
         return type(self.as_python_constant())
 
     def rule(self, name: str) -> Rule:
-        return self.members.get(name, self.outside)
+        return self.members.get(name, self.outside).rule
 
     def read_member(self, tx: Translator, name: str) -> VariableTracker:
         if name == "__class__":
@@ -80,30 +129,50 @@ class TableVariable(MemberVariable):
         if rule is Rule.INLINE:
             return self._inline(tx, name)
         try:
-            value = getattr(self.as_python_constant(), name)
+            value = self.functions.get(name) or getattr(self.as_python_constant(), name)
         except Exception as error:  # noqa: BLE001 - whatever a property raises, the program sees it
             raise_in_program(tx, error)
-        if callable(value):
+        if callable(value) and not isinstance(value, type):
             return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
         if rule is Rule.READ:
             return build_member(self, tx, name, value)
-        return build(tx, value) if rule is Rule.BAKE else self._inline(tx, name)
+        if rule is Rule.BAKE:
+            return build(tx, value)
+        return self.refuse(name) if name in self.members else self._inline(tx, name)
 
     def call_method(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
+        if name == "__deepcopy__":
+            args = []  # what was copied already is of no concern here
         rule = self.rule(name)
         if rule is Rule.BAKE:
             return self._call_real(tx, name, args, kwargs)
         if rule is Rule.INLINE:
             return self._inline(tx, name).call_function(tx, list(args), dict(kwargs))
+        if rule is Rule.OPERATOR:
+            return self.operate(tx, name, args, kwargs)
+        if rule is Rule.MAKE:
+            return self.make(tx, name, args, kwargs)
+        self.refuse(name)
+
+    def operate(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        """A call of a member that becomes operators."""
+        self.refuse(name)
+
+    def make(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        """A call of a member that makes meshes or groups."""
         self.refuse(name)
 
     def _inline(self, tx: Translator, name: str) -> VariableTracker:
         return inline_member(self, tx, name) or self.refuse(name)
 
     def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
-        return build(tx, hasattr(self.as_python_constant(), name))
+        return build(tx, name in self.functions or hasattr(self.as_python_constant(), name))
 
     def mp_subscript_impl(self, tx: Translator, key: VariableTracker) -> VariableTracker:
         return self.call_method(tx, "__getitem__", [key], {})
@@ -125,21 +194,22 @@ class TableVariable(MemberVariable):
                 "values of its arguments then.",
             )
         try:
-            result = getattr(self.as_python_constant(), name)(*real_args, **real_kwargs)
+            result = self.real_function(name)(*real_args, **real_kwargs)
         except Exception as error:  # noqa: BLE001 - whatever the method raises, the program sees it
             raise_in_program(tx, error)
         return build(tx, result)
 
+    def real_function(self, name: str) -> Callable[..., Any]:
+        """What a call of member `name` calls, with the real arguments."""
+        real = self.as_python_constant()
+        return functools.partial(self.functions[name], real) if name in self.functions else getattr(real, name)
+
     def refuse(self, name: str) -> NoReturn:
         """The graph break for a member that is not traced."""
         cls = type(self.as_python_constant()).__name__
-        graph_break(
-            "member-not-traced",
-            f"{self}.{name}",
-            f"backend='dtensor' does not trace the member '{name}' of {cls}: it may change the {self.kind} or depend on more "
-            "than what is guarded.",
-            f"Use '{name}' outside of the compiled function and pass its result in.",
-        )
+        code = self.members.get(name, _UNKNOWN).cause or _UNKNOWN.cause
+        explanation = f"backend='dtensor' does not trace the member '{name}' of {cls}. {cause(code).why}"
+        graph_break(code, f"{self}.{name}", explanation)
 
 
 class SourcedVariable(TableVariable):

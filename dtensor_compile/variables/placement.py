@@ -19,22 +19,24 @@ from dtensor_compile.compat.dynamo import (
     constant_argument,
     constant_source,
     graph_break,
-    member_function,
     remember,
 )
-from dtensor_compile.variables.members import Rule, TableVariable, table
-
-
-#: What ``copy.copy`` and ``copy.deepcopy`` ask of an object. A placement has nothing in it that a deep copy would share.
-_COPIES = frozenset({"__copy__", "__deepcopy__"})
+from dtensor_compile.variables.members import Row, Rule, TableVariable, table
 
 
 class PlacementVariable(TableVariable):
     kind = "placement"
     members = table(
-        bake="dim reduce_op split_factor is_shard is_partial is_replicate __repr__ __str__ __hash__ __eq__ __ne__ __format__"
+        bake="""
+            dim reduce_op split_factor is_shard is_partial is_replicate ALL_REDUCE_OPS LINEAR_REDUCE_OPS
+            __repr__ __str__ __hash__ __eq__ __ne__ __format__ __fx_repr__ __copy__ __deepcopy__
+        """,
+        inline="local_shard_size_and_offset",
+        breaks={"object-state": "__setattr__ __delattr__ __dict__"},
     )
-    outside = Rule.INLINE
+    outside = Row(Rule.INLINE)
+    #: A placement has nothing in it that a deep copy would share.
+    functions = {"__copy__": copy.copy, "__deepcopy__": copy.copy}
 
     @classmethod
     def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
@@ -42,21 +44,6 @@ class PlacementVariable(TableVariable):
         if source is None:
             return cls(proxy, value, source=constant_source(tx, cls.kind, value), **options)
         return remember(tx, value, cls(proxy, value, source=source, **options))
-
-    def read_member(self, tx: Translator, name: str) -> VariableTracker:
-        if name in _COPIES:
-            return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
-        return super().read_member(tx, name)
-
-    def call_method(
-        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
-    ) -> VariableTracker:
-        if name in _COPIES:
-            return build(tx, copy.copy(self.as_python_constant()))
-        return super().call_method(tx, name, args, kwargs)
-
-    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
-        return build(tx, True) if name in _COPIES else super().call_obj_hasattr(tx, name)
 
 
 class PlacementClassVariable(OpaqueClassVariable):
