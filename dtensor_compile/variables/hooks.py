@@ -1,6 +1,6 @@
-"""Backward passes that a program runs itself, and the hooks that belong to them.
+"""Backward passes that a program runs itself, and hooks on gradients.
 
-``backward()`` and ``torch.autograd.grad`` inside a region become part of its graph.
+``backward()`` and ``torch.autograd.grad`` inside a region become part of its graph, and so do backward hooks of modules.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ import torch
 
 from dtensor_compile.compat.backward import TracedGrad, backward_in_the_region
 from dtensor_compile.compat.dynamo import Retrack
+from dtensor_compile.compat.dynamo_calls import handle_calls
+from dtensor_compile.compat.module_hooks import TracedModuleHooks, hooks_in_the_graph
 
-OBJECTS: tuple[tuple[Any, Retrack], ...] = ((torch.autograd.grad, TracedGrad.retrack),)
-CONTEXTS = (backward_in_the_region,)
+OBJECTS: tuple[tuple[Any, Retrack], ...] = (
+    (torch.autograd.grad, TracedGrad.retrack),
+    (torch.utils.hooks.BackwardHook, handle_calls(TracedModuleHooks.make)),
+)
+CONTEXTS = (backward_in_the_region, hooks_in_the_graph)

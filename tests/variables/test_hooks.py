@@ -1,9 +1,8 @@
 """Backward hooks in compiled code, on tensors and on modules."""
 
-import pytest
 import torch
 from torch._dynamo import compiled_autograd
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
@@ -56,17 +55,3 @@ def test_module_backward_hook_with_compiled_autograd():
     expected = step(compiled=False)
     with compiled_autograd._enable(torch.compile(backend="dtensor", fullgraph=True)):
         assert not compare_values("step", expected, step(compiled=True))
-
-
-@on_ranks(2)
-def test_module_backward_hook_without_compiled_autograd_breaks_the_graph():
-    mesh = make_mesh((2,), ("tp",))
-    linear = distribute_module(torch.nn.Linear(2, 2), mesh)
-    linear.register_full_backward_hook(lambda module, grad_in, grad_out: None)
-    x = torch.arange(4.0).reshape(2, 2)
-    compiled = torch.compile(linear, backend="dtensor")
-    wrap = lambda f: lambda d: f(d.redistribute(placements=[Replicate()]))  # noqa: E731
-    assert not compare_values("step", _step(wrap(linear), x), _step(wrap(compiled), x))
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="require compiled autograd"):
-        _step(wrap(torch.compile(linear, backend="dtensor", fullgraph=True)), x)
