@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.compat import mesh as compat_mesh
@@ -170,3 +171,15 @@ def group_name(text: str, mesh_dim: int, rank: int) -> str:
         if compat_mesh.group_exists(name):
             return name
     return compat_mesh.group_of_ranks(parse_mesh(text).group(rank, mesh_dim))
+
+
+def group_dim_name(group: ProcessGroup) -> str:
+    """Name of the mesh dim that a process group belongs to; the group's own name where no mesh is known that has it."""
+    for mesh in list(_meshes.values()):
+        for dim in range(mesh.ndim) if compat_mesh.is_member(mesh) else ():
+            if compat_mesh.group_name(mesh, dim) == group.group_name:
+                return mesh_layout(mesh).dim_name(dim)
+    described = group.group_desc or ""
+    if described == "default_pg":
+        return "world"
+    return described.removeprefix("mesh_") if described not in ("", "undefined") else group.group_name

@@ -33,7 +33,11 @@ from dtensor_compile.compat.dtensor import (
     redistribute_hook,
     stock_redistribute_local,
 )
+from dtensor_compile.compat.observe import forcing_operator, newest_node
 from dtensor_compile.errors import PlanError, SpecTextError
+
+#: Key of a node's ``meta``: the operator whose sharding rule asked for the redistribution, empty where the program did.
+FORCED_BY = "dtensor_compile_forced_by"
 
 
 @contextlib.contextmanager
@@ -70,7 +74,18 @@ def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: 
         return stock()
     for p in pending:
         local = apply_mask(p, local)
-    return redistribute_op(local, *names, text, shape) if needed else local
+    if not needed:
+        return local
+    result = redistribute_op(local, *names, text, shape)
+    note_origin()
+    return result
+
+
+def note_origin() -> None:
+    """Notes in the node that was just traced which operator forced the redistribution, for those who read the graph."""
+    node = newest_node()
+    if node is not None and node.target is redistribute_op:
+        node.meta[FORCED_BY] = forcing_operator()
 
 
 def _emit_to_mask(

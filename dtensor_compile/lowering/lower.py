@@ -16,10 +16,12 @@ from torch.fx.node import map_arg
 from dtensor_compile.capture.redistribute import carry_out
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.nodes import read, redistributions, source_line
+from dtensor_compile.passes.nodes import RECORDED_AS, read, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
-_INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr", "original_aten")
+_INHERITED = (
+    "stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr", "original_aten", RECORDED_AS,
+)  # fmt: skip
 
 
 def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> list[Decision]:

@@ -11,6 +11,9 @@ import torch
 
 from dtensor_compile.capture.redistribute import redistribute_op
 
+#: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives.
+RECORDED_AS = "dtensor_compile_recorded_as"
+
 
 class Redistribution(NamedTuple):
     """Arguments of a redistribute node."""

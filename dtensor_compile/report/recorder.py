@@ -3,9 +3,12 @@
     with dtensor_compile.record() as rec:
         compiled(x).sum().backward()
     rec.bytes_sent          # bytes that this rank sends in one forward and backward
+    print(rec.report())     # all of it, with lines, causes and estimated times
 
-Works for this backend, and for stock Inductor through `observe_stock`, so that both are counted by the same code. Graphs are not
-taken from Inductor's caches while a recording is on, because a cached graph has no stages to look at.
+Works for this backend, and for others with ``record(others=True)``, so that both are counted by the same code. Graphs are not taken
+from Inductor's caches while a recording is on, because a cached graph has no stages to look at.
+
+The recorder only collects. What is collected becomes a `dtensor_compile.report.model.Report` in ``report/build.py``.
 """
 
 from __future__ import annotations
@@ -14,50 +17,76 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.redistribute import plan_of
+from dtensor_compile.capture.trace import FORCED_BY
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.inductor import GraphPass
+from dtensor_compile.compat.observe import Break, Compilation, current_compilation, watch_dynamo, watch_graphs_of_others
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.plan import StepKind, elements_sent
-from dtensor_compile.passes.nodes import read, redistributions, source_line
+from dtensor_compile.lowering.plan import COLLECTIVES, bytes_sent
+from dtensor_compile.passes.nodes import RECORDED_AS, read, redistributions, source_line
+from dtensor_compile.report.graphs import Collective, Operation, module_path, operations_of
+
+if TYPE_CHECKING:
+    from dtensor_compile.report.model import Report
 
 log = logging.getLogger("dtensor_compile")
-
-_KINDS: dict[str, StepKind] = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One functional collective of a graph.
-
-    Attributes:
-        kind: as in `dtensor_compile.lowering.plan`; the operator's name where that has no kind of its own.
-        bytes: bytes that this rank sends (0 for a kind whose cost is not known).
-        where: the user's line, ``file:line: code``.
-    """
-
-    kind: str
-    bytes: int
-    where: str
 
 
 @dataclass
 class GraphRecord:
-    """One compiled graph: ``"joint"`` and ``"inference"`` as captured, ``"forward"`` and ``"backward"`` as lowered."""
+    """One lowered graph, ``"forward"`` or ``"backward"``.
+
+    Attributes:
+        collectives: in order.
+        operations: what takes time, in order; starts and waits of collectives among it.
+        nodes: number of nodes.
+        compilation: during which it was made; None for a backward pass that another backend compiled when it first ran.
+    """
 
     name: str
     collectives: list[Collective] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    nodes: int = 0
+    compilation: Compilation | None = None
+
+
+@dataclass(frozen=True)
+class CapturedRedistribution:
+    """One redistribute node as it was captured.
+
+    Attributes:
+        number: under which nodes of the recording carry it on (``meta[RECORDED_AS]``).
+        where, module: the user's line, and the path of the module.
+        forced_by: the operator that needed it; empty where the program asked for it.
+        source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints.
+        plan, mesh_dims: the steps, and the names of the mesh dims of those that send.
+        bytes: what the plan sends.
+        backward: whether it belongs to the backward pass.
+        compilation: during which it was captured.
+    """
+
+    number: int
+    where: str
+    module: str
+    forced_by: str
+    source: str
+    target: str
+    mesh: str
+    shape: tuple[int, ...]
+    dtype: str
+    plan: tuple[str, ...]
+    mesh_dims: tuple[str, ...]
+    bytes: int
+    backward: bool
+    compilation: Compilation | None
 
 
 @dataclass
@@ -66,14 +95,24 @@ class Recording:
 
     Attributes:
         captured, planned: text of every redistribute node (``S(0)->R file:line: code``), before and after the passes.
+        redistributions: every redistribute node before the passes.
+        kept: numbers of those that the passes left.
         decisions: what passes and lowering decided.
         graphs: the lowered graphs, with their collectives.
+        compilations: frames that Dynamo compiled, for whatever backend.
+        breaks: graph breaks and errors, for whatever backend.
+        lazy_seconds: measured, what compiling backward passes took when they first ran.
     """
 
     captured: list[str] = field(default_factory=list)
     planned: list[str] = field(default_factory=list)
+    redistributions: list[CapturedRedistribution] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
     decisions: list[Decision] = field(default_factory=list)
     graphs: list[GraphRecord] = field(default_factory=list)
+    compilations: list[Compilation] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    lazy_seconds: float = 0.0
 
     @property
     def collectives(self) -> list[Collective]:
@@ -84,18 +123,48 @@ class Recording:
         """Bytes that this rank sends when each recorded graph runs once."""
         return sum(c.bytes for c in self.collectives)
 
+    @property
+    def seconds(self) -> float:
+        """Measured: what compiling took."""
+        return self.lazy_seconds + sum(c.seconds for c in self.compilations if c.outermost)
+
+    def report(self, **about: Any) -> Report:
+        """What was recorded as a report; `about` is as in `dtensor_compile.report.build.build_report`."""
+        from dtensor_compile.report.build import build_report
+
+        return build_report(self, **about)
+
+    def compiling(self, compilation: Compilation) -> None:
+        self.compilations.append(compilation)
+
+    def broke(self, event: Break) -> None:
+        self.breaks.append(event)
+
+    def compiled_backward(self, seconds: float) -> None:
+        self.lazy_seconds += seconds
+
+    def observe(self, graph: torch.fx.Graph) -> None:
+        """Takes in a lowered graph, of whatever backend."""
+        collectives, operations = operations_of(graph)
+        self.graphs.append(GraphRecord(graph_name(graph), collectives, operations, len(graph.nodes), current_compilation()))
+
 
 _active: list[Recording] = []
 _watchers: list[Callable[[str, torch.fx.Graph], None]] = []
 
 
 @contextlib.contextmanager
-def record() -> Iterator[Recording]:
-    """Collects what happens to the graphs compiled meanwhile. Recordings may be nested."""
+def record(*, others: bool = False) -> Iterator[Recording]:
+    """Collects what happens to the graphs compiled meanwhile. Recordings may be nested.
+
+    Args:
+        others: also look at the graphs that other backends compile (graph breaks and recompilations are seen in any case).
+    """
     recording_ = Recording()
     _active.append(recording_)
     try:
-        yield recording_
+        with watch_dynamo(recording_), watch_graphs_of_others(recording_.observe) if others else contextlib.nullcontext():
+            yield recording_
     finally:
         _active.remove(recording_)
 
@@ -120,30 +189,68 @@ class GraphLog:
 
     def __init__(self) -> None:
         self.recordings = list(_active)
+        self.compilation = current_compilation()
 
     def captured(self, graph: torch.fx.Graph) -> None:
-        self._list(graph, "captured")
+        _show("captured", graph)
+        if not self.recordings:
+            return
+        for node in redistributions(graph):
+            this = _captured(node, self.compilation)
+            node.meta[RECORDED_AS] = this.number
+            for recording_ in self.recordings:
+                recording_.captured.append(_text(node))
+                recording_.redistributions.append(this)
 
     def planned(self, graph: torch.fx.Graph) -> None:
-        self._list(graph, "planned")
-
-    def _list(self, graph: torch.fx.Graph, attribute: str) -> None:
-        _show(attribute, graph)
-        if self.recordings:
-            texts = [f"{read(node)} {source_line(node)}".strip() for node in redistributions(graph)]
+        _show("planned", graph)
+        for node in redistributions(graph) if self.recordings else ():
             for recording_ in self.recordings:
-                getattr(recording_, attribute).extend(texts)
+                recording_.planned.append(_text(node))
+                recording_.kept.add(node.meta.get(RECORDED_AS, -1))
 
     def decided(self, decisions: list[Decision]) -> None:
         for decision in decisions:
-            log.debug("%s", decision)
+            log.info("%s", decision)
         for recording_ in self.recordings:
             recording_.decisions.extend(decisions)
 
     def lowered(self, graph: torch.fx.Graph) -> None:
         _show("lowered", graph)
         for recording_ in self.recordings:
-            recording_.graphs.append(GraphRecord(graph_name(graph), collectives_in(graph)))
+            recording_.observe(graph)
+            recording_.graphs[-1].compilation = self.compilation
+
+
+def _text(node: torch.fx.Node) -> str:
+    return f"{read(node)} {source_line(node)}".strip()
+
+
+_numbers = iter(range(1, 1 << 62))
+
+
+def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedRedistribution:
+    this, value = read(node), node.meta["val"]
+    shape = size_hints([size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape])
+    layout = parse_mesh(this.mesh)
+    steps = plan_of(this.source, this.target, layout, shape, value.element_size())
+    sends = [step.mesh_dim for step in steps if step.kind in COLLECTIVES]
+    return CapturedRedistribution(
+        number=next(_numbers),
+        where=source_line(node),
+        module=module_path(node),
+        forced_by=node.meta.get(FORCED_BY, ""),
+        source=this.source,
+        target=this.target,
+        mesh=this.mesh,
+        shape=shape,
+        dtype=str(value.dtype).removeprefix("torch."),
+        plan=tuple(str(step).replace(f"[{step.mesh_dim}]", f"[{layout.dim_name(step.mesh_dim)}]", 1) for step in steps),
+        mesh_dims=tuple(dict.fromkeys(layout.dim_name(dim) for dim in sends)),
+        bytes=bytes_sent(steps, value.element_size()),
+        backward=node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"),
+        compilation=compilation,
+    )
 
 
 def _show(stage: str, graph: torch.fx.Graph) -> None:
@@ -159,27 +266,7 @@ def graph_name(graph: torch.fx.Graph) -> str:
 
 def collectives_in(graph: torch.fx.Graph) -> list[Collective]:
     """The functional collectives of a post-grad graph, in order."""
-    found = []
-    for node in graph.nodes:
-        if node.op != "call_function" or getattr(node.target, "namespace", "") != "_c10d_functional":
-            continue
-        name = node.target._schema.name.split("::")[1]
-        if name == "wait_tensor":
-            continue
-        kind = _KINDS.get(name, name)
-        found.append(Collective(kind, _bytes(node, kind), source_line(node)))
-    return found
-
-
-def _bytes(node: torch.fx.Node, kind: str) -> int:
-    if kind not in _KINDS.values():
-        return 0
-    value = node.args[0].meta["val"]
-    local = 1
-    for size in size_hints(value.shape):
-        local *= size
-    n = compat_mesh.group_named(str(node.args[-1])).size()
-    return elements_sent(kind, n, local) * value.element_size()
+    return operations_of(graph)[0]
 
 
 def cache_key() -> tuple[Any, ...]:
@@ -189,8 +276,4 @@ def cache_key() -> tuple[Any, ...]:
 
 def observe_stock(recording_: Recording) -> dict[str, Any]:
     """Options for ``torch.compile(..., backend="inductor")`` that count its collectives into `recording_`."""
-
-    def observe(graph: torch.fx.Graph) -> None:
-        recording_.graphs.append(GraphRecord(graph_name(graph), collectives_in(graph)))
-
-    return {"post_grad_custom_post_pass": GraphPass(observe, None)}
+    return {"post_grad_custom_post_pass": GraphPass(recording_.observe, None)}

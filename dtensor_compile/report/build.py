@@ -1,0 +1,219 @@
+"""A recording becomes a report: every redistribution finds its collectives, its pass and its time, every break its cause.
+
+In: a `Recording` (and one of stock torch). Out: a `Report`. Everything is a function of what was recorded and of the cluster for which
+times are estimated, so one recording can be reported for several clusters.
+
+A function that was compiled again counts once, as it was compiled last: that is what runs from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.compat.observe import Compilation
+from dtensor_compile.decisions import Decision
+from dtensor_compile.report import model
+from dtensor_compile.report.breaks import graph_breaks, recompile_cause
+from dtensor_compile.report.missed import missed
+from dtensor_compile.report.model import DecisionRow, Graph, Redistribution, Report, Side, Span, Total, Totals
+from dtensor_compile.report.recorder import CapturedRedistribution, GraphRecord, Recording
+from dtensor_compile.report.schedule import Schedule, schedule
+from dtensor_compile.report.sources import source_at, source_of
+from dtensor_compile.topology.links import CLUSTERS, Cluster
+
+#: What is told of a module path where there is none.
+NO_MODULE = "(no module)"
+
+
+def build_report(
+    recording: Recording,
+    *,
+    stock: Recording | None = None,
+    target: str = "",
+    cluster: str = "h100",
+    simulated: bool = False,
+    name: str = "dtensor",
+) -> Report:
+    """The report of what was recorded.
+
+    Args:
+        recording: the program under this backend, or under those that a script chose.
+        stock: the same program under stock torch.
+        target: what was looked at, as the user named it.
+        cluster: name of the machine for which times are estimated, see `dtensor_compile.topology.links.CLUSTERS`.
+        simulated: whether the ranks of the job are not really there.
+        name: what `recording` was compiled with.
+    """
+    machine = CLUSTERS[cluster]
+    running = dist.is_available() and dist.is_initialized()
+    return Report(
+        version=model.VERSION,
+        target=target,
+        torch=torch.__version__,
+        world=dist.get_world_size() if running else 1,
+        rank=dist.get_rank() if running else 0,
+        simulated=simulated,
+        cluster=cluster,
+        ours=build_side(recording, machine, name),
+        stock=build_side(stock, machine, "stock") if stock is not None else None,
+    )
+
+
+def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
+    """One side of a report: what `recording` says of the program under one backend."""
+    outdated = _outdated(recording.compilations)
+    graphs = [graph for graph in recording.graphs if graph.compilation is None or graph.compilation.number not in outdated]
+    captured = [r for r in recording.redistributions if r.compilation is None or r.compilation.number not in outdated]
+    schedules = [schedule(graph.operations, graph.collectives, cluster) for graph in graphs]
+    numbers = {redistribution.number: index for index, redistribution in enumerate(captured)}
+    collectives = [
+        row
+        for index, (graph, timing) in enumerate(zip(graphs, schedules))
+        for row in _collectives(graph, timing, index, numbers)
+    ]
+    redistributions = tuple(
+        _redistribution(r, recording, [c for c in collectives if c.redistribution == index]) for index, r in enumerate(captured)
+    )
+    first = itertools.accumulate((len(graph.collectives) for graph in graphs), initial=0)
+    return Side(
+        name=name,
+        breaks=graph_breaks(recording),
+        recompiles=tuple(_recompile(c) for c in recording.compilations if c.reason),
+        redistributions=redistributions,
+        collectives=tuple(collectives),
+        decisions=tuple(decision_row(d) for d in recording.decisions),
+        missed=tuple(decision_row(d) for graph, timing in zip(graphs, schedules) for d in missed(graph, timing)),
+        graphs=tuple(_graph(graph, timing, start) for graph, timing, start in zip(graphs, schedules, first)),
+        totals=_totals(collectives),
+        compile_seconds=recording.seconds,
+    )
+
+
+def decision_row(decision: Decision) -> DecisionRow:
+    """A decision with its line."""
+    return DecisionRow(decision.kind, source_of(decision.where), decision.reason, decision.before, decision.after)
+
+
+def _outdated(compilations: Sequence[Compilation]) -> set[int]:
+    """Numbers of the compilations whose function was compiled again later."""
+    latest: dict[tuple[str, str, int], list[int]] = {}
+    outdated: set[int] = set()
+    for this in compilations:
+        earlier = latest.setdefault((this.file, this.function, this.line), [])
+        if this.reason and earlier:
+            outdated.add(earlier.pop())
+        earlier.append(this.number)
+    return outdated
+
+
+def _recompile(this: Compilation) -> model.Recompile:
+    source = source_at(this.file, this.line)
+    return model.Recompile(source, this.function, recompile_cause(this.reason), this.reason, this.seconds)
+
+
+def _collectives(graph: GraphRecord, timing: Schedule, index: int, numbers: dict[int, int]) -> Iterable[model.Collective]:
+    seconds = {timed.index: timed.seconds for timed in timing.communication}
+    for i, this in enumerate(graph.collectives):
+        yield model.Collective(
+            kind=this.kind,
+            mesh_dim=this.mesh_dim,
+            ranks=len(this.ranks),
+            source=source_of(this.where),
+            module=this.module,
+            shape=this.shape,
+            dtype=this.dtype,
+            phase="backward" if graph.name == "backward" else "forward",
+            bytes=this.bytes,
+            seconds=seconds[i],
+            exposed_seconds=timing.exposed[i],
+            graph=index,
+            redistribution=numbers.get(this.redistribution) if this.redistribution is not None else None,
+        )
+
+
+def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Sequence[model.Collective]) -> Redistribution:
+    by, reason, fate = "", "", "sent"
+    if this.number not in recording.kept:
+        fate = "removed"
+        text = f"{this.source}->{this.target}"
+        decision = next((d for d in recording.decisions if d.where == this.where and text in (d.before, d.before[-len(text) :])), None)
+        by, reason = (decision.kind, decision.reason) if decision else ("", "another redistribution needed it, and is gone")
+    elif not this.bytes:
+        fate = "local"
+    elif not sent:
+        fate, reason = "removed", "nothing uses its result, or it equals another one"
+    return Redistribution(
+        source=source_of(this.where),
+        module=this.module,
+        explicit=not this.forced_by,
+        operator=this.forced_by,
+        before=this.source,
+        after=this.target,
+        shape=this.shape,
+        dtype=this.dtype,
+        mesh=this.mesh,
+        mesh_dims=this.mesh_dims,
+        plan=this.plan,
+        phase="backward" if this.backward else "forward",
+        fate=fate,  # type: ignore[arg-type]
+        bytes_before=this.bytes,
+        bytes=sum(c.bytes for c in sent),
+        seconds=sum(c.seconds for c in sent),
+        exposed_seconds=sum(c.exposed_seconds for c in sent),
+        decided_by=by,
+        reason=reason,
+    )
+
+
+def _graph(graph: GraphRecord, timing: Schedule, first: int) -> Graph:
+    compute = [
+        Span(o.name, "compute", timed.start, timed.seconds, _line(o.where), o.module)
+        for timed in timing.compute
+        for o in (graph.operations[timed.index],)
+    ]
+    communication = [
+        Span(c.kind, "communication", timed.start, timed.seconds, _line(c.where), c.module, first + timed.index)
+        for timed in timing.communication
+        for c in (graph.collectives[timed.index],)
+    ]
+    return Graph(
+        function=graph.compilation.function if graph.compilation else "",
+        phase="backward" if graph.name == "backward" else "forward",
+        nodes=graph.nodes,
+        compute_seconds=sum(span.seconds for span in compute),
+        communication_seconds=sum(span.seconds for span in communication),
+        exposed_seconds=sum(timing.exposed),
+        seconds=timing.seconds,
+        spans=tuple(sorted([*compute, *communication], key=lambda span: (span.start, span.stream))),
+    )
+
+
+def _line(where: str) -> str:
+    source = source_of(where)
+    return f"{source.file}:{source.line}" if source.file else ""
+
+
+def _totals(collectives: Sequence[model.Collective]) -> Totals:
+    def by(key: Callable[[model.Collective], str]) -> tuple[Total, ...]:
+        groups: dict[str, list[model.Collective]] = {}
+        for collective in collectives:
+            groups.setdefault(key(collective), []).append(collective)
+        return tuple(sorted((_total(name, rows) for name, rows in groups.items()), key=lambda t: (-t.bytes, -t.seconds, t.name)))
+
+    return Totals(
+        all=_total("all", collectives),
+        by_phase=by(lambda c: c.phase),
+        by_kind=by(lambda c: c.kind),
+        by_mesh_dim=by(lambda c: c.mesh_dim),
+        by_module=by(lambda c: c.module or NO_MODULE),
+    )
+
+
+def _total(name: str, rows: Sequence[model.Collective]) -> Total:
+    return Total(
+        name, len(rows), sum(c.bytes for c in rows), sum(c.seconds for c in rows), sum(c.exposed_seconds for c in rows)
+    )

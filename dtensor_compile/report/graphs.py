@@ -1,0 +1,189 @@
+"""What a lowered graph sends and computes: its collectives and operators in order, with sizes, lines and modules.
+
+In: a forward or backward graph after lowering, of this backend or of another. Out: plain records, so that nothing of torch is held.
+Works are counted from the fake values of the nodes: floating-point operations by torch's own formulas, bytes read and written from
+shapes. A compiler makes one kernel of an elementwise operator and what feeds it, so that such an operator only writes its result.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import flop_registry
+
+from dtensor_compile.capture.mesh import group_dim_name
+from dtensor_compile.compat import mesh as compat_mesh
+from dtensor_compile.compat.shapes import size_hint, size_hints
+from dtensor_compile.lowering.plan import StepKind, elements_sent
+from dtensor_compile.passes.nodes import RECORDED_AS, source_line
+
+_KINDS: dict[str, StepKind] = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+_LISTS: dict[str, StepKind] = {
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One functional collective of a graph.
+
+    Attributes:
+        kind: as in `dtensor_compile.lowering.plan`; the operator's name where that has no kind of its own.
+        bytes: bytes that this rank sends (0 for a kind whose cost is not known).
+        where: the user's line, ``file:line: code``.
+        module: path of the module.
+        mesh_dim: name of the mesh dim that the group belongs to, or the name of the group.
+        ranks: global ranks of the group.
+        shape, dtype: of the local input; symbolic sizes by their hints.
+        redistribution: number of the `CapturedRedistribution` that it came from, where it came from one.
+    """
+
+    kind: str
+    bytes: int
+    where: str
+    module: str = ""
+    mesh_dim: str = ""
+    ranks: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    redistribution: int | None = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One node that takes time, or that starts or waits for a collective.
+
+    Attributes:
+        name: of the operator (``aten.mm``).
+        where, module: the user's line, the path of the module.
+        flops: floating-point operations.
+        bytes: bytes read and written.
+        itemsize: bytes of an element.
+        fused: whether it is part of the kernel that feeds it.
+        starts, waits_for: index of a collective of the graph; None for an operator that computes.
+    """
+
+    name: str
+    where: str
+    module: str
+    flops: int = 0
+    bytes: int = 0
+    itemsize: int = 4
+    fused: bool = False
+    starts: int | None = None
+    waits_for: int | None = None
+
+
+def operations_of(graph: torch.fx.Graph) -> tuple[list[Collective], list[Operation]]:
+    """The collectives of a graph in order, and everything that takes time in order."""
+    collectives: list[Collective] = []
+    operations: list[Operation] = []
+    started: dict[torch.fx.Node, int] = {}
+    computed: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            started.update({node: started[source] for source in node.all_input_nodes[:1] if source in started})  # an item of a list
+            continue
+        namespace, name = node.target._schema.name.split("::")
+        here = {"name": f"{namespace}.{name}", "where": source_line(node), "module": module_path(node)}
+        if name == "wait_tensor":
+            index = started.get(node.args[0])
+            if index is not None:
+                operations.append(Operation(**here, waits_for=index))
+        elif namespace == "_c10d_functional" or namespace == "dtensor_compile" and name.startswith("c10d_"):
+            collectives.append(_collective(node, name))
+            started[node] = len(collectives) - 1
+            operations.append(Operation(**here, starts=len(collectives) - 1))
+            if namespace == "dtensor_compile" and name != "c10d_exchange":  # runs to its end where it stands
+                operations.append(Operation(**here, waits_for=len(collectives) - 1))
+        elif not node.target.is_view:
+            fused = torch.Tag.pointwise in node.target.tags and not computed.isdisjoint(node.all_input_nodes)
+            moved = sum(map(_bytes, _values(node.meta.get("val"))))
+            if not fused:
+                moved += sum(_bytes(value) for source in node.all_input_nodes for value in _values(source.meta.get("val")))
+            if moved:
+                computed.add(node)
+                operations.append(Operation(**here, flops=_flops(node), bytes=moved, itemsize=_itemsize(node), fused=fused))
+    return collectives, operations
+
+
+def _values(value: Any) -> Iterator[torch.Tensor]:
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(item, torch.Tensor):
+            yield item
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return math.prod(size_hints(value.shape)) * value.element_size()
+
+
+def _itemsize(node: torch.fx.Node) -> int:
+    return next((value.element_size() for value in _values(node.meta.get("val"))), 4)
+
+
+def _flops(node: torch.fx.Node) -> int:
+    formula = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
+    if formula is None:
+        return 0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    return size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _collective(node: torch.fx.Node, name: str) -> Collective:
+    inputs = [value for source in node.all_input_nodes for value in _values(source.meta.get("val"))]
+    kind = _KINDS.get(name) or _LISTS.get(name)
+    group = _group(node)
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+    sent = 0
+    if kind is not None:
+        counted = inputs if name in _LISTS else inputs[-1:] if name.endswith("_out") else inputs[:1]
+        sent = sum(elements_sent(kind, len(ranks), math.prod(size_hints(x.shape))) * x.element_size() for x in counted)
+    return Collective(
+        kind=kind or name.removeprefix("c10d_"),
+        bytes=sent,
+        where=source_line(node),
+        module=module_path(node),
+        mesh_dim=group_dim_name(group) if group is not None else "",
+        ranks=ranks,
+        shape=size_hints(inputs[0].shape) if inputs else (),
+        dtype=str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+        redistribution=node.meta.get(RECORDED_AS),
+    )
+
+
+def _group(node: torch.fx.Node) -> dist.ProcessGroup | None:
+    """The process group of a collective: the argument that its schema calls so."""
+    for argument, value in zip(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
+        if argument.name in ("group", "group_name", "groups"):
+            return compat_mesh.group_named(str(value[0] if isinstance(value, (list, tuple)) else value))
+    return None
+
+
+_ROOT = re.compile(r"^L(__|\[['\"])self(__|['\"]\])?[._]?")
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """Path of the innermost module whose forward a node belongs to; for a node of the backward that of its forward operator."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return re.sub(r"\._modules\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", _ROOT.sub("", path)).strip(".")

@@ -1,0 +1,373 @@
+"""The report as data: what a program does in communication, what broke it, what was decided, and what it costs.
+
+`Report` is the root. Everything in it is text, numbers and tuples, so that it goes to JSON and comes back equal (`to_json`,
+`from_json`; ``docs/report.schema.json`` describes the form, `schema` makes it from these classes). Times are seconds and estimates
+unless the name says that they were measured; bytes are those that one rank sends in one forward and backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dtensor_compile.errors import DTensorCompileError
+
+#: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is added.
+VERSION = "1.0"
+
+Phase = Literal["forward", "backward"]
+#: What became of a redistribution: it is sent, the passes took it away, or it needs no message (a slice).
+Fate = Literal["sent", "removed", "local"]
+
+
+class ReportFormatError(DTensorCompileError, ValueError):
+    """A file is no report, or one of another version."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's program. `file` is empty and `line` 0 where it is not known.
+
+    Attributes:
+        before, after: up to two lines around it.
+    """
+
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.code}" if self.file else ""
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place at which a graph ends.
+
+    Attributes:
+        source: the user's line.
+        called: what was called there, as Dynamo names it.
+        cause: code of the catalogue of causes (``docs/causes.md``).
+        title, why, instead: that cause in words.
+        breaks_under: which backends break there: every one, stock ones only, this one only.
+        message: Dynamo's own words.
+        error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the graph.
+        count: how often it was met.
+        graphs: into how many graphs the function is split, by all its breaks.
+        collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
+    """
+
+    source: Source
+    called: str
+    cause: str
+    title: str
+    why: str
+    instead: str
+    breaks_under: Literal["every backend", "stock", "dtensor"]
+    message: str
+    error: bool = False
+    count: int = 1
+    graphs: int = 0
+    collectives_before: int = 0
+    collectives_after: int = 0
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """One more compilation of a function that was compiled before.
+
+    Attributes:
+        source: the function's first line.
+        function: its name.
+        cause: the kind of guard that did not hold: ``"size"``, ``"placement"``, ``"mesh"``, ...
+        reason: that guard.
+        measured_seconds: what the compilation took.
+    """
+
+    source: Source
+    function: str
+    cause: str
+    reason: str
+    measured_seconds: float
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """One change of placement, as captured.
+
+    Attributes:
+        source: the user's line.
+        module: path of the module whose forward it belongs to (``blocks.0.attention``); empty outside of modules.
+        explicit: whether the program asked for it; otherwise `operator` needed its input so.
+        operator: the operator that forced it; empty where it is explicit.
+        before, after: placements in text form (``P(sum)``, ``S(0)R``).
+        shape, dtype: of the global tensor; a symbolic size counts as the one seen while tracing.
+        mesh: text of the mesh; `mesh_dims` are the names of the dims whose placement changes.
+        plan: the steps that were planned (``all_gather[tp] S(0)->R``).
+        phase: forward or backward.
+        fate: what became of it.
+        bytes_before: bytes if it were sent as captured; `bytes` are those that are sent in the end.
+        seconds, exposed_seconds: of its collectives; exposed is the time in which nothing computes.
+        decided_by, reason: the pass that changed it, and why; empty where none did.
+    """
+
+    source: Source
+    module: str
+    explicit: bool
+    operator: str
+    before: str
+    after: str
+    shape: tuple[int, ...]
+    dtype: str
+    mesh: str
+    mesh_dims: tuple[str, ...]
+    plan: tuple[str, ...]
+    phase: Phase
+    fate: Fate
+    bytes_before: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+    decided_by: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a lowered graph.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ...
+        mesh_dim: name of the mesh dim that its group belongs to, or the group's own name.
+        ranks: number of ranks in the group.
+        source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of the local input.
+        graph: index in `Side.graphs`.
+        redistribution: index in `Side.redistributions`; None for one that the program called itself.
+    """
+
+    kind: str
+    mesh_dim: str
+    ranks: int
+    source: Source
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    phase: Phase
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+    graph: int
+    redistribution: int | None = None
+
+
+@dataclass(frozen=True)
+class DecisionRow:
+    """A `dtensor_compile.decisions.Decision`, with its line."""
+
+    kind: str
+    source: Source
+    reason: str
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that runs in a graph, on the ``"compute"`` or on the ``"communication"`` stream.
+
+    Attributes:
+        name: of the operator or of the kind of collective.
+        start, seconds: from the beginning of the graph.
+        where: ``file:line`` of the user's line; empty where it is not known.
+        module: path of the module.
+        collective: index in `Side.collectives`; None for compute.
+    """
+
+    name: str
+    stream: Literal["compute", "communication"]
+    start: float
+    seconds: float
+    where: str
+    module: str
+    collective: int | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One lowered graph.
+
+    Attributes:
+        function: what was compiled.
+        nodes: number of nodes.
+        compute_seconds, communication_seconds, exposed_seconds, seconds: of one run; `seconds` is compute and exposed.
+        spans: what runs when.
+    """
+
+    function: str
+    phase: Phase
+    nodes: int
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    seconds: float
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over the collectives that share a `name` (a module, a mesh dim, a kind)."""
+
+    name: str
+    count: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all collectives of one side: all of them, and by what they have in common."""
+
+    all: Total
+    by_phase: tuple[Total, ...] = ()
+    by_kind: tuple[Total, ...] = ()
+    by_mesh_dim: tuple[Total, ...] = ()
+    by_module: tuple[Total, ...] = ()
+
+
+@dataclass(frozen=True)
+class Side:
+    """A program under one backend.
+
+    Attributes:
+        name: ``"dtensor"``, or what else the program was compiled with.
+        missed: what did not happen, and why: a matmul that was not decomposed, a collective that is not hidden.
+        compile_seconds: measured, all compilations together.
+    """
+
+    name: str
+    breaks: tuple[GraphBreak, ...]
+    recompiles: tuple[Recompile, ...]
+    redistributions: tuple[Redistribution, ...]
+    collectives: tuple[Collective, ...]
+    decisions: tuple[DecisionRow, ...]
+    missed: tuple[DecisionRow, ...]
+    graphs: tuple[Graph, ...]
+    totals: Totals
+    compile_seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """One program, compiled and looked at.
+
+    Attributes:
+        version: of this form, `VERSION`.
+        target: what was looked at, as the user named it.
+        torch: release of torch.
+        world, rank, simulated: the job, and whether its ranks were really there.
+        cluster: name of the machine for which times were estimated.
+        ours: the program under this backend (or under those that a script chose).
+        stock: the same under stock torch; None where that was not asked for or cannot be.
+    """
+
+    version: str
+    target: str
+    torch: str
+    world: int
+    rank: int
+    simulated: bool
+    cluster: str
+    ours: Side
+    stock: Side | None = None
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """The report as dicts, lists, text and numbers."""
+    return json.loads(to_json(report))
+
+
+def to_json(report: Report) -> str:
+    """The report as JSON text."""
+    return json.dumps(dataclasses.asdict(report), indent=1)
+
+
+def from_json(text: str) -> Report:
+    """The report that `to_json` wrote.
+
+    Raises:
+        ReportFormatError: the text is no report, or one whose version is not understood.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ReportFormatError(f"no JSON: {error}") from None
+    version = data.get("version") if isinstance(data, dict) else None
+    if not isinstance(version, str) or version.split(".")[0] != VERSION.split(".")[0]:
+        raise ReportFormatError(f"no report of version {VERSION}: its version is {version!r}; make it again with this release")
+    try:
+        return _read(Report, data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ReportFormatError(f"no report: {type(error).__name__}: {error}") from None
+
+
+def _read(form: Any, value: Any) -> Any:
+    """`value` as an object of `form`: a dataclass, a tuple, an optional, or plain data."""
+    if dataclasses.is_dataclass(form):
+        hints = typing.get_type_hints(form)
+        return form(**{f.name: _read(hints[f.name], value[f.name]) for f in dataclasses.fields(form) if f.name in value})  # type: ignore
+    origin, args = typing.get_origin(form), typing.get_args(form)
+    if origin is tuple:
+        return tuple(_read(args[0], item) for item in value)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _read(next(a for a in args if a is not type(None)), value)
+    return value
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of what `to_json` writes, made from the classes here."""
+    definitions: dict[str, Any] = {}
+    root = _schema_of(Report, definitions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "dtensor-compile report",
+        "description": f"Version {VERSION}. Seconds are estimates unless named measured; bytes are what one rank sends.",
+        **root,
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def _schema_of(form: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    if form in _PLAIN:
+        return {"type": _PLAIN[form]}
+    if dataclasses.is_dataclass(form):
+        name = form.__name__  # type: ignore[union-attr]
+        if name not in definitions:
+            definitions[name] = {}
+            hints = typing.get_type_hints(form)
+            names = [f.name for f in dataclasses.fields(form)]
+            definitions[name] = {
+                "type": "object",
+                "description": (form.__doc__ or "").strip().splitlines()[0],
+                "properties": {n: _schema_of(hints[n], definitions) for n in names},
+                "required": names,
+                "additionalProperties": False,
+            }
+        return {"$ref": f"#/$defs/{name}"}
+    origin, args = typing.get_origin(form), typing.get_args(form)
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin is tuple:
+        return {"type": "array", "items": _schema_of(args[0], definitions)}
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [{"type": "null"} if a is type(None) else _schema_of(a, definitions) for a in args]}
+    raise TypeError(f"{form} has no JSON form")

@@ -1,0 +1,350 @@
+"""Why a graph breaks in torch itself: causes for the breaks that Dynamo knows, found by its own words.
+
+The rows continue `dtensor_compile.causes`, where the breaks of this backend are. `classify` finds the row of any break. A break that
+no row fits is `UNKNOWN`, and then what Dynamo says is all that is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dtensor_compile.causes import CAUSES, Cause, code_in
+
+#: Which backends break: every one; stock ones only, because this one traces it; this one only.
+Under = Literal["every backend", "stock", "dtensor"]
+
+
+@dataclass(frozen=True)
+class StockCause(Cause):
+    """A cause that is known by what Dynamo says.
+
+    Attributes:
+        kind: pattern of Dynamo's name for the break, or of the class of the error; the whole of it.
+        says: pattern of something in the message.
+        frames: pattern of something in the files of the stack.
+        under: which backends break.
+    """
+
+    kind: str = ".*"
+    says: str = ""
+    frames: str = ""
+    under: Under = "every backend"
+
+    def fits(self, kind: str, message: str, files: str) -> bool:
+        """Whether a break of this kind, with this message, is of this cause; `files` are those of its stack, one a line."""
+        return bool(re.fullmatch(self.kind, kind) and re.search(self.says, message) and re.search(self.frames, files))
+
+
+_SKIPPED = "Attempted to (call|inline) function marked as skipped"
+
+# In order: the first that fits is the cause.
+_ALL = (
+    StockCause(
+        "optimizer-step",
+        "step of an optimizer",
+        "torch breaks there on purpose, so that each optimizer is a graph of its own.",
+        "Use backend='dtensor', which traces steps of optimizers, or compile the step by itself.",
+        "optimizer.step()\n# instead: call it outside of the compiled function, or use backend='dtensor'",
+        kind=r"Call to `torch\._dynamo\.graph_break\(\)`",
+        frames=r"torch/optim/",
+        under="stock",
+    ),
+    StockCause(
+        "break-asked-for",
+        "torch._dynamo.graph_break()",
+        "The program asks for a break there.",
+        "Take the call out.",
+        "torch._dynamo.graph_break()\n# instead: nothing",
+        kind=r"Call to `torch\._dynamo\.graph_break\(\)`",
+    ),
+    StockCause(
+        "data-parallel-wrapper",
+        "data-parallel wrapper inside the compiled function",
+        "The wrapper (DDP, replicate, fully_shard) runs hooks that torch keeps out of graphs.",
+        "Compile the blocks inside the wrapper (fully_shard(torch.compile(block))), or compile the module before it is wrapped.",
+        "torch.nn.parallel.DistributedDataParallel(layer)(x)\n# instead: compile the module, then wrap it",
+        says=r"Logger\) set_runtime_stats|\(Reducer\)|_ReplicateState|DistributedDataParallel|reducer",
+        frames=r"",
+    ),
+    StockCause(
+        "data-parallel-wrapper",
+        "data-parallel wrapper inside the compiled function",
+        "The wrapper (DDP, replicate, fully_shard) runs hooks that torch keeps out of graphs.",
+        "Compile the blocks inside the wrapper (fully_shard(torch.compile(block))), or compile the module before it is wrapped.",
+        "torch.nn.parallel.DistributedDataParallel(layer)(x)\n# instead: compile the module, then wrap it",
+        frames=r"torch/distributed/(_composable|fsdp)/|torch/nn/parallel/distributed\.py",
+    ),
+    StockCause(
+        "disabled-function",
+        "function that is kept out of graphs",
+        "torch.compiler.disable marks it, here or inside torch.",
+        "Take the mark away, or call it outside of the compiled function.",
+        "torch.compiler.disable(torch.sin)(x)\n# instead\ntorch.sin(x)",
+        kind=rf"Skip calling `torch\.compiler\.disable\(\)`d function|Skip inlining `torch\.compiler\.disable\(\)`d function|{_SKIPPED}",
+        says=r"compiler\.disable|module: torch\._dynamo\.decorators, qualname: disable|_disable_dynamo",
+    ),
+    StockCause(
+        "handle-of-collective",
+        "collective with async_op=True",
+        "Its handle is a C++ object, which has no place in a graph of stock torch.",
+        "Use backend='dtensor', which traces it, or torch.distributed._functional_collectives.",
+        "work = dist.all_reduce(x, async_op=True)\nwork.wait()\n# instead\ndist.all_reduce(x)",
+        kind=r"async_op=True for distributed collectives",
+        under="stock",
+    ),
+    StockCause(
+        "handle-of-collective",
+        "collective with async_op=True",
+        "Its handle is a C++ object, which has no place in a graph of stock torch.",
+        "Use backend='dtensor', which traces it, or torch.distributed._functional_collectives.",
+        "work = dist.all_reduce(x, async_op=True)\nwork.wait()\n# instead\ndist.all_reduce(x)",
+        kind=r"Unsupported method call",
+        says=r"UserDefinedObjectVariable\(\w*Work\)",
+        under="stock",
+    ),
+    StockCause(
+        "point-to-point",
+        "message from one rank to another",
+        "torch traces isend and irecv only where torch._dynamo.config.enable_p2p_compilation is set.",
+        "Use backend='dtensor', which traces messages, or set that switch and batch_isend_irecv.",
+        "dist.isend(x, 0)\n# instead: backend='dtensor'",
+        kind=r"P2P compilation disabled for .*",
+        under="stock",
+    ),
+    StockCause(
+        "differentiable-collective",
+        "collective of torch.distributed.nn.functional",
+        "torch refuses these functions while it traces.",
+        "Use backend='dtensor', which traces them, or torch.distributed._functional_collectives.",
+        "torch.distributed.nn.functional.all_gather(x)\n# instead: backend='dtensor'",
+        says=r"torch\.distributed\.nn\.functional\.\w+ is not supported under torch\.compile",
+        under="stock",
+    ),
+    StockCause(
+        "collective-in-c++",
+        "collective, or another function of c10d, that torch has no traceable form of",
+        "It fills in a C++ structure (broadcast, gather, reduce, scatter, barrier, new_group), and Dynamo cannot make one.",
+        "Use backend='dtensor', which traces collectives, or call it outside of the compiled function.",
+        "dist.broadcast(x, 0)\n# instead: backend='dtensor'",
+        kind=_SKIPPED,
+        says=r"pybind11_object\.__new__|pybind11_detail_function_record",
+        under="stock",
+    ),
+    StockCause(
+        "spec-of-dtensor",
+        "a DTensor is made from parts",
+        "A DTensor or its spec is made in Python, and Dynamo has no node for that.",
+        "Use backend='dtensor', which traces distribute_tensor and the factories, or DTensor.from_local.",
+        "distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)\n# instead\nDTensor.from_local(x, mesh, [Shard(0)])",
+        kind=rf"Failed to convert args/kwargs to proxy|{_SKIPPED}|missing_mp_subscript",
+        says=r"DTensorSpec|_DTensor_compute_global_tensor_info|mp_subscript_impl not defined",
+        under="stock",
+    ),
+    StockCause(
+        "random-generator",
+        "random numbers from a torch.Generator",
+        "A generator is an object with a state of its own, which has no place in a graph.",
+        "Seed the default generator with torch.manual_seed, or draw the numbers outside of the compiled function.",
+        "torch.rand(4, generator=generator)\n# instead\ntorch.rand(4)",
+        says=r"\(Generator\)|torch\.Generator|manual_seed",
+    ),
+    StockCause(
+        "warning",
+        "warning",
+        "warnings.warn is C code that Dynamo does not call.",
+        "Use backend='dtensor', which holds warnings back until the graph has run, or warn outside of the compiled function.",
+        "warnings.warn('it is ' + str(mesh))\n# instead: backend='dtensor'",
+        kind=_SKIPPED,
+        says=r"module: _?warnings, qualname: warn",
+        under="stock",
+    ),
+    StockCause(
+        "printing",
+        "print or logging",
+        "What is said is text of values, and they are there only when the graph has run.",
+        "Use backend='dtensor', which holds it back until then, or print outside of the compiled function.",
+        "print(mesh)\n# instead: backend='dtensor'",
+        kind=r"Failed to trace builtin operator|logging\.Logger method not supported for non-export cases|.*[Ll]ogging.*",
+        says=r"builtin print|logging|Logger",
+        under="stock",
+    ),
+    StockCause(
+        "value-of-data",
+        "Python needs a value of the data",
+        "item(), tolist(), bool() or a branch on a tensor: the value is known when the program runs, and decides what comes next.",
+        "Keep the value a tensor (torch.where for a branch), or return it and look at it outside.",
+        "if x.sum() > 0:\n    x = x + 1\n# instead\nx = torch.where(x.sum() > 0, x + 1, x)",
+        kind=r"Data dependent operator|Unsupported Tensor\.item\(\) call.*|Data-dependent .*|Unsupported Tensor\.tolist.*|generic_jump.*"
+        r"|Could not guard on data-dependent expression.*|.*[Uu]nbacked.*",
+    ),
+    StockCause(
+        "size-of-data",
+        "operator whose size depends on the data",
+        "The size of its result is known when the program runs (nonzero, unique, bincount, a mask as index).",
+        "Use a form of fixed size (torch.where with three arguments, minlength), or call it outside.",
+        "torch.nonzero(x)\n# instead\ntorch.where(x != 0, x, 0)",
+        kind=r"Dynamic shape operator.*|Dynamic slicing.*",
+    ),
+    StockCause(
+        "autograd-inside",
+        "backward pass inside the compiled function",
+        "Dynamo leaves backward() and torch.autograd.grad to Python.",
+        "Use backend='dtensor', which traces them, or call backward() on what the compiled function returns.",
+        "torch.autograd.grad(weight.sin().sum(), [weight])\n# instead: backend='dtensor'",
+        kind=r"Unsupported Tensor\.backward\(\) call|using `torch\.autograd\.grad` .*|.*autograd\.grad.*",
+        under="stock",
+    ),
+    StockCause(
+        "parameter-made",
+        "a parameter is made in the compiled function",
+        "A parameter outlives the call, and Dynamo does not make one.",
+        "Make parameters outside of the compiled function.",
+        "torch.nn.Parameter(x)\n# instead: outside of the compiled function",
+        kind=r".*`torch\.nn\.Parameter\(\)`.*",
+    ),
+    StockCause(
+        "leaf-returned",
+        "a tensor that was made to require gradients is returned",
+        "Its gradient would have to outlive the call.",
+        "Call requires_grad_() outside of the compiled function.",
+        "return x.detach().requires_grad_()\n# instead: outside of the compiled function",
+        kind=r"requires_grad_\(\) intermediate leaked as output|.*requires_grad_.*",
+    ),
+    StockCause(
+        "module-backward-hook",
+        "backward hook of a module",
+        "torch traces backward hooks of modules under compiled autograd only.",
+        "Hook a tensor instead (output.register_hook), or compile the module without the hook.",
+        "hooked(x)\n# instead: output.register_hook",
+        kind=r"Module-level backwards hooks require compiled autograd\.?",
+    ),
+    StockCause(
+        "attribute-of-class",
+        "an attribute of a class is set",
+        "It changes the class for everyone, and Dynamo only follows changes of objects.",
+        "Set it outside of the compiled function.",
+        "Holder.value = 1\n# instead: outside of the compiled function",
+        kind=r"setattr\(\) on unsupported type",
+    ),
+    StockCause(
+        "data-attribute",
+        "x.data, or an operator that fake tensors do not take",
+        "While tracing there are only shapes, and this needs the memory of a tensor.",
+        "Copy the values instead (x.copy_(y)).",
+        "x.data = torch.ones(4, 4)\n# instead\nx.copy_(torch.ones(4, 4))",
+        kind=r"NotImplementedError/UnsupportedFakeTensorException when running FX node",
+    ),
+    StockCause(
+        "not-a-tensor",
+        "an operator returns something that is no tensor",
+        "A graph passes on tensors and numbers.",
+        "Call it outside of the compiled function.",
+        "torch.get_rng_state().storage()\n# instead: outside of the compiled function",
+        kind=r"torch\.\* op returned non-Tensor|Unsupported method call|Failed to convert args/kwargs to proxy",
+    ),
+    StockCause(
+        "recompile-limit",
+        "compiled too often",
+        "The function was compiled for so many different inputs that torch gives up and runs it in eager.",
+        "Look at the recompiles of this report: mark a size as dynamic, or pass what changes as a tensor.",
+        "# a size that changes at every call, with dynamic=False\n# instead: torch.compile(..., dynamic=True)",
+        kind=r"Dynamo recompile limit exceeded.*|RecompileLimitExceeded|FailOnRecompileLimitHit",
+    ),
+    StockCause(
+        "member-not-registered",
+        "member of a mesh, group or placement that torch does not trace",
+        "torch keeps a list of members that may be used while tracing, and ends the compilation at any other.",
+        "Use backend='dtensor', which traces them, or read it outside of the compiled function.",
+        "mesh.get_all_groups()\n# instead: backend='dtensor'",
+        says=r"unregistered member on an OpaqueObject|Opaque object|OpaqueObject|sourceless builder|UnsafeScriptObjectError|cls_source must not be None",
+        under="stock",
+    ),
+    StockCause(
+        "no-sharding-rule",
+        "operator without a sharding rule",
+        "DTensor does not know where the result would lie; eager raises too.",
+        "Use backend='dtensor', which runs it on replicated tensors, or register_sharding, or to_local() around it.",
+        "torch.cdist(d, d)\n# instead\ntorch.cdist(d.full_tensor(), d.full_tensor())",
+        says=r"does not have a sharding strategy registered",
+        under="stock",
+    ),
+    StockCause(
+        "mixed-tensors",
+        "operator over a DTensor and a plain tensor",
+        "DTensor does not guess what the plain tensor means on the mesh; eager raises too.",
+        "Make it a DTensor: DTensor.from_local(t, mesh, [Replicate()]).",
+        "d + torch.ones(8, 4)\n# instead\nd + DTensor.from_local(torch.ones(8, 4), mesh, [Replicate()])",
+        says=r"got mixed torch\.Tensor and DTensor",
+    ),
+    StockCause(
+        "exception",
+        "an exception leaves the compiled function",
+        "The program raises here, and nothing in the compiled function catches it.",
+        "Catch it inside, or mend what raises.",
+        "raise ValueError('no')\n# instead: nothing",
+        kind=r"Observed exception|ObservedException|UncapturedHigherOrderOpError",
+    ),
+    StockCause(
+        "c-function",
+        "function of C code",
+        "Dynamo looks into Python only.",
+        "Call it outside of the compiled function, or make it an operator (torch.library.custom_op).",
+        "x = x + zlib.crc32(b'x')\n# instead: outside of the compiled function",
+        kind=_SKIPPED,
+        says=r"C extension|builtin",
+    ),
+    StockCause(
+        "skipped-function",
+        "function of a module that torch does not trace",
+        "torch keeps a list of modules that it leaves to Python.",
+        "Call it outside of the compiled function.",
+        "torch.amp.GradScaler('cpu').scale(x)\n# instead: outside of the compiled function",
+        kind=_SKIPPED,
+    ),
+    StockCause(
+        "error-in-compiler",
+        "the compiler fails",
+        "An error inside torch or the backend ended the compilation.",
+        "Read the message; options={'capture': False} shows whether it comes from this backend.",
+        "# any error that torch.compile raises and eager does not",
+        kind=r"BackendCompilerFailed|InternalTorchDynamoError|TorchRuntimeError|\w*Error",
+    ),
+)
+
+UNKNOWN = StockCause(
+    "unknown",
+    "a break that the catalogue does not know",
+    "What Dynamo says about it is all that is known.",
+    "Follow Dynamo's hints, and tell us: the catalogue should know it.",
+    "# none",
+)
+
+#: Code -> cause, of torch's own breaks.
+STOCK_CAUSES: Mapping[str, StockCause] = {cause.code: cause for cause in reversed((*_ALL, UNKNOWN))}
+
+#: Causes of ours that another backend does not break for.
+_OURS_ALONE = frozenset({"symbolic-spec"})
+
+
+def classify(kind: str, message: str, files: str = "") -> Cause:
+    """The cause of a break.
+
+    Args:
+        kind: Dynamo's name for the break (its ``gb_type``), or the class of the error.
+        message: all that Dynamo says.
+        files: files of the stack, one a line.
+    """
+    code = code_in(message)
+    if code is not None:
+        return CAUSES[code]
+    return next((cause for cause in _ALL if cause.fits(kind, message, files)), UNKNOWN)
+
+
+def breaks_under(cause: Cause) -> Under:
+    """Which backends break for that cause."""
+    if isinstance(cause, StockCause):
+        return cause.under
+    return "dtensor" if cause.code in _OURS_ALONE else "every backend"
