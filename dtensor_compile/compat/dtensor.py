@@ -34,6 +34,21 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence
     return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
+def redistribute_local(local: torch.Tensor, source: Spec, target: Spec) -> torch.Tensor:
+    """The local tensor in the target spec, by the function through which every redistribution goes (see `redistribute_hook`)."""
+    return _redistribute.redistribute_local_tensor(local, source, target)
+
+
+def local_and_spec(tensor: DTensor) -> tuple[torch.Tensor, Spec]:
+    """What a DTensor is made of; nothing that autograd knows of."""
+    return tensor._local_tensor, tensor._spec
+
+
+def with_local(local: torch.Tensor, spec: Spec) -> DTensor:
+    """The DTensor of that spec with this local tensor; nothing that autograd knows of."""
+    return DTensor(local, spec, requires_grad=False)
+
+
 def canonical_placements(spec: Spec) -> tuple[Placement, ...]:
     """Placements of the spec with a shard order other than left to right written as strided shards."""
     if any(isinstance(p, _StridedShard) for p in spec.placements):
@@ -121,6 +136,6 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
 
 __all__ = [
     "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
-    "apply_mask", "canonical_placements", "make_spec", "memory_of", "redistribute_hook", "stock_redistribute_local",
-    "writes_to_arguments",
+    "apply_mask", "canonical_placements", "local_and_spec", "make_spec", "memory_of", "redistribute_hook", "redistribute_local",
+    "stock_redistribute_local", "with_local", "writes_to_arguments",
 ]  # fmt: skip

@@ -20,12 +20,13 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch._dynamo import convert_frame
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import raise_observed_exception, unimplemented
@@ -120,6 +121,8 @@ def real_object(value: Any) -> Any:
 # ---- the scope -------------------------------------------------------------------------------------------------------------
 
 _UNWRAP: tuple[tuple[type, str], ...] = (
+    (types.MethodType, "__self__"),  # DDPOptimizer.compile_fn, inside of the forward of a DDP module
+    (DDPOptimizer, "backend_compile_fn"),
     (WrapBackendDebug, "_torchdynamo_orig_backend"),
     (torch._TorchCompileWrapper, "compiler_fn"),
     (functools.partial, "func"),
@@ -144,6 +147,14 @@ def _compiler_on_stack() -> Any:
     return None
 
 
+def keep_ddp_graphs_whole() -> AbstractContextManager[None]:
+    """From here on the innermost compilation on this thread makes one graph, where DDP would split it to overlap buckets."""
+    optimizer = getattr(_compiler_on_stack(), "__self__", None)
+    if isinstance(optimizer, DDPOptimizer):  # made for this one compilation
+        optimizer.bucket_bytes_cap = optimizer.first_bucket_cap = sys.maxsize
+    return nullcontext()
+
+
 def backend_on_stack() -> Any:
     """The backend of the innermost compilation that is under way on this thread; None where there is none."""
     return unwrapped_backend(_compiler_on_stack())
@@ -152,7 +163,7 @@ def backend_on_stack() -> Any:
 def options_on_stack() -> Mapping[str, Any]:
     """The ``options`` that the innermost compilation on this thread was given for its backend."""
     compiler_fn = _compiler_on_stack()
-    for wrapper, attribute in _UNWRAP[:1]:
+    for wrapper, attribute in _UNWRAP[:3]:  # down to what holds the options
         if isinstance(compiler_fn, wrapper):
             compiler_fn = getattr(compiler_fn, attribute)
     given = getattr(compiler_fn, "kwargs", None) or getattr(compiler_fn, "keywords", None) or {}
@@ -435,6 +446,7 @@ __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "UserFunctionVariable",
     "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "compiles_for_us",
     "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
-    "installed_backends", "leave_to_python", "member_function", "options_on_stack", "raise_in_program", "real_object", "remember", "traces_for_us",
+    "installed_backends", "keep_ddp_graphs_whole", "leave_to_python", "member_function", "options_on_stack", "raise_in_program",
+    "real_object", "remember", "traces_for_us",
     "tracked", "unwrapped_backend",
 ]  # fmt: skip

@@ -1,9 +1,14 @@
-"""Taking back a change of a graph."""
+"""Graphs: taking back a change, and what is noted on nodes while they are traced."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx import traceback as fx_traceback
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 def copy_of_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
@@ -34,3 +39,18 @@ def first_token() -> torch.Tensor:
 def is_fake(value: object) -> bool:
     """Whether a tensor has no values: it stands for one while tracing."""
     return isinstance(value, FakeTensor)
+
+
+@contextlib.contextmanager
+def recomputed_in_backward(wanted: bool) -> Iterator[None]:
+    """Nodes that are traced while it is entered run again in the backward, instead of keeping what they return, if that is `wanted`."""
+    before = fx_traceback.current_meta.get("recompute")
+    if wanted:
+        fx_traceback.current_meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    try:
+        yield
+    finally:
+        if wanted and before is None:
+            fx_traceback.current_meta.pop("recompute", None)
+        elif wanted:
+            fx_traceback.current_meta["recompute"] = before

@@ -1,0 +1,141 @@
+"""What data-parallel wrappers mean, as functions of a graph.
+
+A wrapper makes two things of a parameter: what the forward of its module uses, and what becomes of the gradient. Both are one
+function of the parameter here, with the second as the gradient of the first:
+
+    unshard(param, ...)           sharded DTensor -> whole tensor;      gradient: mean over the ranks, as a sharded DTensor
+    average_gradient(param, ...)  the parameter itself;                 gradient: mean over the ranks
+
+AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that what wrappers
+send is planned with everything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.collectives import functional, wait_tensor
+from dtensor_compile.compat.dtensor import Placement, Spec, local_and_spec, make_spec, redistribute_local, with_local
+from dtensor_compile.compat.fx import recomputed_in_backward
+from dtensor_compile.compat.mesh import real_mesh
+
+
+class Reduction(NamedTuple):
+    """How gradients become their mean.
+
+    Attributes:
+        dtype: in which they are reduced; None keeps that of the gradient.
+        op: ``"avg"`` or ``"sum"``.
+        before, after: divisors of what is reduced and of the result; 1 leaves it.
+    """
+
+    dtype: torch.dtype | None = None
+    op: str = "avg"
+    before: float = 1
+    after: float = 1
+
+
+class _Unsharding(NamedTuple):
+    """The arguments of `unshard` but the parameter."""
+
+    mesh: Any
+    outer_mesh: Any
+    placements: tuple[Placement, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype | None
+    reduction: Reduction
+
+    def move(self, local: torch.Tensor, before: tuple[Placement, ...], after: tuple[Placement, ...]) -> torch.Tensor:
+        mesh = real_mesh(self.mesh)
+        source, target = (make_spec(mesh, placements, self.size, local.dtype) for placements in (before, after))
+        return redistribute_local(local, source, target)
+
+
+class _Unshard(torch.autograd.Function):
+    """Below autograd and DTensor: local tensors, and one redistribution each way."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, how: _Unsharding) -> torch.Tensor:
+        local, ctx.spec = local_and_spec(param)
+        ctx.how = how
+        whole = how.move(_cast(local, how.dtype), how.placements, (Replicate(),) * len(how.placements))
+        whole = whole.view_as(whole) if whole is local else whole
+        if how.outer_mesh is None:
+            return whole
+        ctx.outer = _outer_spec(ctx.spec, how, whole.dtype)
+        return with_local(whole, ctx.outer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        how, reduction = ctx.how, ctx.how.reduction
+        if how.outer_mesh is not None:
+            grad, _ = local_and_spec(grad.redistribute(placements=ctx.outer.placements))
+        grad = _divide(_cast(grad, reduction.dtype), reduction.before)
+        grad = how.move(grad, (Partial(reduction.op),) * len(how.placements), how.placements)
+        grad = _cast(_divide(grad, reduction.after), ctx.spec.tensor_meta.dtype)
+        return with_local(grad, ctx.spec), None
+
+
+def unshard(
+    param: DTensor,
+    mesh: Any,
+    outer_mesh: Any,
+    placements: str,
+    size: tuple[int, ...],
+    dtype: torch.dtype | None,
+    reduction: tuple[Any, ...],
+    reshard: bool,
+) -> torch.Tensor:
+    """What the forward uses in place of a parameter that data-parallel ranks share.
+
+    Args:
+        param: sharded over `mesh`, and over `outer_mesh` where the module is tensor-parallel too.
+        mesh: the data-parallel mesh: one dim, or two of which the first replicates.
+        outer_mesh: mesh of the DTensor that comes out; None: a plain tensor comes out.
+        placements: text form, on `mesh`.
+        size: of what the ranks of `mesh` share; the local size where there is an outer mesh.
+        dtype: of the result; None keeps that of the parameter.
+        reduction: a `Reduction`.
+        reshard: the backward gathers it again, instead of keeping it.
+
+    Returns:
+        The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter.
+    """
+    how = _Unsharding(mesh, outer_mesh, parse_spec(placements), tuple(size), dtype, Reduction(*reduction))
+    with recomputed_in_backward(reshard):
+        return _Unshard.apply(param, how)
+
+
+class _AverageGradient(torch.autograd.Function):
+    """DDP divides before it sums; so does this, for the same rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        mean = functional("all_reduce")((grad / ctx.ranks).contiguous(), "sum", ctx.group)
+        return wait_tensor(mean), None, None
+
+
+def average_gradient(param: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    """`param`, whose gradient is the mean over the process group of that name, which has so many ranks."""
+    return _AverageGradient.apply(param, group, ranks)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
+    return tensor if divisor == 1 else tensor / divisor
+
+
+def _outer_spec(spec: Spec, how: _Unsharding, dtype: torch.dtype) -> Spec:
+    return make_spec(how.outer_mesh, spec.placements[len(how.placements) :], spec.tensor_meta.shape, dtype)

@@ -1,0 +1,158 @@
+"""The state of ``DistributedDataParallel`` and of ``replicate``, which is built on it: what it says, and what it leaves to eager.
+
+Nothing here knows of Dynamo.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed._composable.replicate import _ReplicateState
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ReplicateState = _ReplicateState
+PRE_FORWARD, RUN_FORWARD, POST_FORWARD = DDP._pre_forward, DDP._run_ddp_forward, DDP._post_forward
+REPLICATE_PRE_FORWARD, REPLICATE_POST_FORWARD = _ReplicateState.forward_pre_hook, _ReplicateState.forward_post_hook
+
+#: Where the code of the wrappers is; of all that, only the forward of a module is worth a graph.
+_FILES = frozenset(inspect.getfile(thing) for thing in (DDP, _ReplicateState, Join))
+
+
+def belongs_to_python(code: types.CodeType) -> bool:
+    """Whether a frame of that code is part of what a wrapper does around the forward of a module."""
+    return code.co_filename in _FILES and code is not DDP.forward.__code__
+
+
+#: What keeps a module out of a graph: a test, and what to say.
+_OBSTACLES: tuple[tuple[Callable[[DDP], bool], str], ...] = (
+    (lambda m: m.mixed_precision is not None, "mixed_precision"),
+    (lambda m: m._join_config.enable, "the join context"),
+    (lambda m: hasattr(m, "buffer_hook"), "a communication hook for buffers"),
+    (lambda m: bool(m._delay_all_reduce_params), "delay_all_reduce_named_params"),
+    (lambda m: any(hasattr(p, "_in_backward_optimizers") for p in m._module_parameters), "optimizers in the backward pass"),
+    (lambda m: m.find_unused_parameters and not m.static_graph, "find_unused_parameters"),
+)
+
+
+def facts(module: DDP) -> tuple[Any, ...]:
+    """All that the meaning of the module depends on, besides its parameters and the attributes that the program sees."""
+    return (
+        tuple(test(module) for test, _ in _OBSTACLES),
+        group_name(module),
+        len(module._module_parameters),
+        bool(module._comm_hooks),
+        module.forward_sync_buffers,
+    )
+
+
+def replicate_facts(state: _ReplicateState) -> tuple[Any, ...]:
+    """The same for `replicate`."""
+    return (state._no_sync, facts(state._ddp)) if state.has_initialized else ()
+
+
+def obstacle(module: DDP) -> str | None:
+    """Why the forward has to run in eager; None where it can be traced."""
+    return next((text for test, text in _OBSTACLES if test(module)), None)
+
+
+def passes_through(module: DDP) -> bool:
+    """Whether torch reduces gradients by hooks of parameters that Dynamo sees (``optimize_ddp="python_reducer"``)."""
+    return module._use_python_reducer
+
+
+def prepare(module: DDP) -> None:
+    """What eager does before the first forward."""
+    if not module._lazy_init_ran:
+        module._lazy_init()
+
+
+def prepare_replicate(state: _ReplicateState) -> DDP:
+    """What eager does before the first forward: makes the module that replicates, with which all ranks agree on parameters."""
+    if state._init_args or state._init_kwargs:
+        state.lazy_init()
+    prepare(state._ddp)
+    return state._ddp
+
+
+def wants_gradients_averaged(state: _ReplicateState) -> bool:
+    """What ``set_requires_gradient_sync`` said."""
+    return not state._no_sync
+
+
+def parameters(module: DDP) -> list[torch.nn.Parameter]:
+    """The parameters whose gradients are averaged."""
+    return [p for p in module._module_parameters if p.requires_grad]
+
+
+def buffers(module: DDP) -> list[str]:
+    """Names, within the wrapped module, of the buffers that the first rank sends to all."""
+    module._assign_modules_buffers()
+    return list(module.named_module_buffers) if module.forward_sync_buffers else []
+
+
+def group(module: DDP) -> torch.distributed.ProcessGroup:
+    """The ranks that share the parameters."""
+    return module.process_group
+
+
+def group_name(module: DDP) -> str:
+    """The name of their group."""
+    return module.process_group.group_name
+
+
+def device_of_inputs(module: DDP) -> torch.device | None:
+    """Where inputs are moved; None where they stay."""
+    return torch.device(module.device_type, module.device_ids[0]) if module.device_ids else None
+
+
+# ---- gradients that torch's reducer averages ---------------------------------------------------------------------------------------
+
+#: Modules whose gradients were left as they are by compiled code, and may wait to be averaged.
+_left: weakref.WeakSet[DDP] = weakref.WeakSet()
+
+
+def leave_gradients(module: DDP) -> None:
+    """Compiled code now exists that leaves the gradients of the module as they are (``no_sync``)."""
+    _left.add(module)
+
+
+def gradients_wait(module: DDP) -> bool:
+    """Whether gradients of earlier backward passes may wait to be averaged together with the next."""
+    if module in _left or not module.require_forward_param_sync:
+        return any(p.grad is not None for p in module._module_parameters)
+    return False
+
+
+def needs_reducer(module: DDP) -> bool:
+    """Whether averaging is more than a mean of the gradient of one backward pass: a communication hook, or gradients that wait."""
+    return bool(module._comm_hooks) or gradients_wait(module)
+
+
+def arm_reducer(module: Callable[[], DDP | None]) -> None:
+    """What eager does around a forward so that the reducer averages gradients when autograd accumulates them.
+
+    Args:
+        module: a weak reference.
+    """
+    ddp = module()
+    if ddp is None:
+        return
+    ddp.logger.set_runtime_stats_and_log()
+    ddp.reducer.prepare_for_forward()
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+    ddp.reducer.prepare_for_backward([])
+
+
+def paths_of(module: torch.nn.Module, wanted: set[torch.nn.Parameter]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """Path of the submodule, name and parameter, for every place in which a module has one of those parameters."""
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter in wanted:
+                yield path, name, parameter

@@ -1,0 +1,197 @@
+"""The state of ``fully_shard`` and of ``replicate`` in its newer form: what it says about parameters, and what it leaves to eager.
+
+Nothing here knows of Dynamo. A *group* holds the parameters that eager gathers together.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGather,
+    ReduceScatter,
+    _get_gradient_divide_factors,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import Placement, Replicate
+
+State = FSDPState
+PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
+#: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the methods.
+_WRAPPER = PRE_FORWARD.__code__
+
+
+def method_of(function: Any) -> Any:
+    """The method of a state that a hook calls; the function itself where it is no such hook."""
+    if getattr(function, "__code__", None) is not _WRAPPER:
+        return function
+    inner = function
+    while inner is not None and not isinstance(inner, types.MethodType):
+        inner = getattr(inner, "__wrapped__", None)
+    return inner.__func__ if inner is not None else function
+
+
+def state_of(owner: Any) -> FSDPState:
+    """The state itself, or that of a hook of modules in a list."""
+    while not isinstance(owner, FSDPState):
+        owner = owner.__self__ if isinstance(owner, types.MethodType) else owner.__wrapped__
+    return owner
+
+
+# ---- what is fixed while the compiled code holds ---------------------------------------------------------------------------------
+
+
+def facts(state: FSDPState) -> tuple[Any, ...]:
+    """All that the meaning of the state depends on, besides what its parameters are."""
+    return (state._mp_policy, *(_group_facts(group) for group in state._fsdp_param_groups))
+
+
+def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
+    return (
+        group.mesh_info.mesh,
+        len(group.fsdp_params),
+        group.reduce_grads,
+        group.all_reduce_grads,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+        group.reduce_scatter_unused_params,
+        group.post_forward_mesh_info is None,
+        group._all_reduce_hook is None,
+        group._training_state is TrainingState.PRE_BACKWARD,
+        _has_unreduced(group),
+    )
+
+
+def _has_unreduced(group: FSDPParamGroup) -> bool:
+    """Whether gradients of earlier backward passes wait to be reduced with the next."""
+    if group._partial_reduce_output is not None:
+        return True
+    for param in group.fsdp_params:
+        whole = getattr(param, "_unsharded_param", None)
+        if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            return True
+    return False
+
+
+def _own_comm(comm: Any) -> bool:
+    return not type(comm).__module__.startswith("torch.") and isinstance(comm, (AllGather, ReduceScatter))
+
+
+#: What keeps a state out of a graph: a test, and what to say.
+_OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
+    (lambda g: isinstance(g.offload_policy, CPUOffloadPolicy), "parameters are offloaded to the CPU"),
+    (lambda g: g.mesh_info.is_spmd_mesh, "parameters are sharded over a mesh given by dp_mesh_dims"),
+    (lambda g: g._all_reduce_hook is not None, "set_all_reduce_hook"),
+    (lambda g: _own_comm(g._all_gather_comm) or _own_comm(g._reduce_scatter_comm), "a custom all-gather or reduce-scatter"),
+    (lambda g: any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in g.fsdp_params), "fsdp_pre_all_gather"),
+    (lambda g: g.reduce_scatter_unused_params, "gradients for unused parameters"),
+    (lambda g: g._training_state is TrainingState.PRE_BACKWARD, "the forward runs again inside of a backward pass of eager's"),
+    (
+        lambda g: any(type(module).__setattr__ is not torch.nn.Module.__setattr__ for p in g.fsdp_params for module, _ in _places(p)),
+        "a module with a __setattr__ of its own",
+    ),
+)
+#: The same, where gradients are wanted.
+_OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
+    (lambda g: not g.reduce_grads, "set_requires_gradient_sync(False)"),
+    (lambda g: not g.all_reduce_grads and isinstance(g.mesh_info, DDPMeshInfo), "set_requires_all_reduce(False)"),
+    (_has_unreduced, "gradients of an earlier backward wait to be reduced"),
+)
+
+
+def obstacle(state: FSDPState, gradients: bool) -> str | None:
+    """Why the forward of a module with this state has to run in eager; None where it can be traced."""
+    table = _OBSTACLES + (_OBSTACLES_TO_GRADIENTS if gradients else ())
+    return next((text for group in state._fsdp_param_groups for test, text in table if test(group)), None)
+
+
+def prepare(state: FSDPState) -> None:
+    """What eager does before it first uses the parameters: finds the root, sets dtypes. And parameters become sharded.
+
+    They may be whole: eager keeps them so until the backward where `reshard_after_forward` is off. Then it gathers them again.
+    """
+    state._lazy_init()
+    for group in state._fsdp_param_groups:
+        group._to_sharded()
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """One parameter that data-parallel ranks share.
+
+    Attributes:
+        places: module and name, several where it is tied.
+        mesh, placements: how the ranks share it: a mesh of one dim, or of two of which the first replicates.
+        outer_mesh: mesh of the DTensor that the module uses; None where it uses a plain tensor.
+        size: of what the ranks share.
+        dtype, reduce_dtype: of what the module uses, and in which gradients are reduced; None leaves them as they are.
+        divide: reduction op, divisors of gradients before and after it.
+        reshard: it is not kept for the backward.
+    """
+
+    places: tuple[tuple[torch.nn.Module, str], ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    outer_mesh: DeviceMesh | None
+    size: tuple[int, ...]
+    dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    divide: tuple[str, float, float]
+    reshard: bool
+
+
+def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
+    info = param._module_info
+    return ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names))
+
+
+def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
+    """The parameters of a state that is prepared."""
+    for group in state._fsdp_param_groups:
+        for param in group.fsdp_params:
+            yield Sharded(
+                places=_places(param),
+                mesh=group.mesh_info.mesh,
+                placements=_placements(group, param),
+                outer_mesh=param._unsharded_dtensor_spec.mesh if param._unsharded_dtensor_spec is not None else None,
+                size=tuple(param._orig_size),
+                dtype=param.param_dtype,
+                reduce_dtype=param.reduce_dtype,
+                divide=_divide(group, param),
+                reshard=group.post_forward_mesh_info is not None,
+            )
+
+
+def _placements(group: FSDPParamGroup, param: FSDPParam) -> tuple[Placement, ...]:
+    if isinstance(group.mesh_info, HSDPMeshInfo):
+        return (Replicate(), param.fsdp_placement)
+    return (param.fsdp_placement if isinstance(group.mesh_info, FSDPMeshInfo) else Replicate(),)
+
+
+def _divide(group: FSDPParamGroup, param: FSDPParam) -> tuple[str, float, float]:
+    """As torch divides; a factor within the reduction becomes a division before it."""
+    info = group.mesh_info
+    shards = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+    replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+    dtype = param.reduce_dtype or param.param_dtype or param.orig_dtype
+    factor = group.gradient_divide_factor
+    before, after, *ops = _get_gradient_divide_factors(
+        shards, replicas, dtype, group.device.type, factor, group.force_sum_reduction_for_comms
+    )
+    if factor is not None and before is None and after is None:
+        return "sum", factor, 1
+    op = "avg" if all(op == dist.ReduceOp.AVG for op in ops) else "sum"
+    return op, before or 1, after or 1

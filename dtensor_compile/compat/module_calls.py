@@ -1,0 +1,151 @@
+"""Dynamo: calls of certain functions and methods, and the parameters that a module has while it is being traced.
+
+Built on ``compat/dynamo.py``; in place only while Dynamo traces for our backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.hashable import HashableTracker
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.user_defined import UserDefinedDictVariable
+
+from dtensor_compile.compat.dynamo import Source, Translator, traces_for_us
+from dtensor_compile.compat.dynamo_calls import Call, attribute
+
+#: What a call of a Python function becomes, or None for one that is traced as usual.
+FindCall = Callable[[UserFunctionVariable], "Call | None"]
+
+
+@contextlib.contextmanager
+def handle_functions(find: FindCall) -> Iterator[None]:
+    """While it is entered, calls of Python functions and methods in frames for our backend go to what `find` says.
+
+    The arguments of a method begin with its object.
+    """
+    stock = UserFunctionVariable.call_function
+
+    def call_function(
+        self: UserFunctionVariable, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        call = find(self)
+        if call is None or not traces_for_us(tx):
+            return stock(self, tx, args, kwargs)
+        return call(tx, self, [*self.self_args(), *args], dict(kwargs))
+
+    UserFunctionVariable.call_function = call_function
+    try:
+        yield
+    finally:
+        UserFunctionVariable.call_function = stock
+
+
+@contextlib.contextmanager
+def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[None]:
+    """While it is entered, frames whose code `leave` says so of are not compiled for our backend: they run as they are.
+
+    What such a function does is traced where it is called from a frame that is compiled; called from Python, it stays there.
+    """
+
+    def run(self: InstructionTranslator) -> None:
+        if leave(self.f_code) and traces_for_us(self):
+            raise SkipFrame(f"{self.f_code.co_qualname} runs in Python")
+        super(InstructionTranslator, self).run()
+
+    assert "run" not in vars(InstructionTranslator)
+    InstructionTranslator.run = run
+    try:
+        yield
+    finally:
+        del InstructionTranslator.run
+
+
+def source_of(variable: VariableTracker) -> Source:
+    """Where the program finds an object when it runs."""
+    assert variable.source is not None
+    return variable.source
+
+
+def real_value(tx: Translator, variable: VariableTracker) -> Any:
+    """The object itself, of a tracker with a source."""
+    return tx.output.resolve_source_value(source_of(variable))
+
+
+def function_of(variable: UserFunctionVariable) -> Any:
+    """The function that is called, without its object."""
+    return variable.fn
+
+
+def tuple_of(*items: VariableTracker) -> VariableTracker:
+    """``(*items)``"""
+    return TupleVariable(list(items))
+
+
+def dict_of(items: Mapping[str, VariableTracker]) -> VariableTracker:
+    """``{**items}``"""
+    return ConstDictVariable({ConstantVariable.create(key): value for key, value in items.items()}, mutation_type=ValueMutationNew())
+
+
+def submodule(tx: Translator, module: VariableTracker, path: str) -> VariableTracker:
+    """The tracker of ``module.get_submodule(path)``."""
+    for name in path.split(".") if path else ():
+        module = attribute(tx, module, name).realize()
+    return module
+
+
+# ---- parameters in place of others ---------------------------------------------------------------------------------------------
+
+
+def notes(tx: Translator, name: str) -> dict[Any, Any]:
+    """What was noted under `name` in this attempt to trace this frame."""
+    return vars(tx.output).setdefault(f"dtensor_compile_{name}", {})
+
+
+def _parameters(tx: Translator, module: VariableTracker) -> dict[Any, VariableTracker]:
+    variable = attribute(tx, module, "_parameters").realize()
+    if isinstance(variable, UserDefinedDictVariable):
+        variable = variable._base_vt
+    assert isinstance(variable, ConstDictVariable)
+    return variable.items
+
+
+def _key(name: str) -> HashableTracker:
+    return HashableTracker(ConstantVariable.create(name))
+
+
+def _before(tx: Translator, module: VariableTracker, name: str) -> list[VariableTracker]:
+    """What the parameter was before each replacement that is in force, the last one last."""
+    return notes(tx, "replaced").setdefault((id(module.realize().value), name), [])
+
+
+def replace_parameter(
+    tx: Translator, module: VariableTracker, name: str, make: Callable[[VariableTracker], VariableTracker]
+) -> None:
+    """From here on the program finds ``make(parameter)`` where it reads the parameter `name` of a module, until `restore_parameter`.
+
+    The module itself never changes, so there is nothing that the compiled code would have to do: a replacement ends in the frame
+    in which it began. A parameter that is replaced already stays as it is.
+    """
+    items, key = _parameters(tx, module), _key(name)
+    before = _before(tx, module, name)
+    value = items[key].realize()
+    items[key] = value if before else make(value)
+    before.append(value)
+
+
+def restore_parameter(tx: Translator, module: VariableTracker, name: str) -> None:
+    """Takes the last `replace_parameter` back."""
+    before = _before(tx, module, name)
+    if before:
+        _parameters(tx, module)[_key(name)] = before.pop()

@@ -1,0 +1,318 @@
+"""Data-parallel wrappers: FSDP2 (``fully_shard``), both forms of ``replicate``, and ``DistributedDataParallel``.
+
+torch implements them with hooks around forwards and gradients, which cannot be traced. What the hooks mean can: while the forward
+of a wrapped module is traced, its parameters are functions of themselves (``capture/data_parallel.py``), gathered before they are
+used and with a gradient that is reduced. The hooks themselves never run, and the module, its parameters and its state are between
+calls what eager expects: compiled and eager calls mix. The gradients of DTensor parameters are DTensors with their placements.
+
+`HANDLERS` says which functions are replaced, by which of ours. What becomes of a setting:
+
+| setting                                                       | in a compiled region                                          |
+|---------------------------------------------------------------|---------------------------------------------------------------|
+| meshes of one and two dims, shards of any dim, with TP         | same                                                          |
+| mixed precision, gradient_divide_factor, force_sum            | same                                                          |
+| reshard_after_forward                                         | True: gathered again for the backward; False: kept; a number: as True |
+| prefetching, streams, symmetric memory, unshard(async_op)     | nothing: the graph is scheduled as a whole                    |
+| DDP: buckets, gradient_as_bucket_view, static_graph           | nothing: one mean per parameter                               |
+| DDP: broadcast_buffers                                        | same, before the forward                                      |
+| DDP: no_sync; the next call that averages                     | same; there torch's reducer does it, when the graph has run    |
+| DDP: communication hooks                                      | torch's reducer averages, with the hook, when the graph has run |
+| what `obstacle` of ``compat/fsdp.py`` and ``compat/ddp.py`` lists | graph break ``data-parallel-setting``; the module runs in eager |
+
+A parameter that a forward does not use gets no gradient, where DDP would raise an error in the next forward.
+
+``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: of a sharded root, the root
+itself then gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is compiled (or
+``torch._dynamo.config.wrap_top_frame`` is set), the root is part of it, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtensor_compile.capture.data_parallel import Reduction, average_gradient, unshard
+from dtensor_compile.capture.spec import spec_text
+from dtensor_compile.compat import ddp, fsdp
+from dtensor_compile.compat.after_graph import call_after_graph
+from dtensor_compile.compat.dynamo import (
+    Translator,
+    UserFunctionVariable,
+    VariableTracker,
+    build,
+    fact_guard,
+    graph_break,
+    keep_ddp_graphs_whole,
+)
+from dtensor_compile.compat.dynamo_calls import Call, attribute, emit_call
+from dtensor_compile.compat.module_calls import (
+    dict_of,
+    function_of,
+    handle_functions,
+    leave_frames_to_python,
+    notes,
+    real_value,
+    replace_parameter,
+    restore_parameter,
+    source_of,
+    submodule,
+    tuple_of,
+)
+from dtensor_compile.variables.collectives import broadcast
+
+_same_fsdp = fact_guard("FSDP_MATCH", lambda owner: fsdp.facts(fsdp.state_of(owner)))
+_same_ddp = fact_guard("DDP_MATCH", ddp.facts)
+_same_replicate = fact_guard("REPLICATE_MATCH", ddp.replicate_facts)
+_same_gradients = fact_guard("DDP_GRADIENTS_WAIT", ddp.gradients_wait)
+_same_replicate_gradients = fact_guard("DDP_GRADIENTS_WAIT", lambda state: ddp.gradients_wait(ddp.prepare_replicate(state)))
+
+
+# ---- code that is traced -----------------------------------------------------------------------------------------------------------
+
+
+def _for_tensors(change, value):
+    """`value` with ``change(tensor)`` in place of every tensor in it, for the containers that torch's wrappers look into."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _for_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_for_tensors(change, item) for item in value])
+    if isinstance(value, (list, tuple)):
+        return type(value)([_for_tensors(change, item) for item in value])
+    return value
+
+
+def _cast(value, dtype):
+    """Floating-point tensors in `value` in another dtype."""
+    return _for_tensors(lambda x: x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x, value)
+
+
+def _move(value, device):
+    """Tensors in `value` on another device."""
+    return _for_tensors(lambda x: x.to(device), value)
+
+
+def _broadcast_buffers(tensors, group):
+    """Takes the buffers of the first rank."""
+    for tensor in tensors:
+        broadcast(tensor, group=group, group_src=0)
+
+
+def _set_param_sync(module, value):
+    module.require_forward_param_sync = value
+
+
+def _trace(tx: Translator, function: Callable[..., Any], *args: Any) -> VariableTracker:
+    """Traces a function of ours; arguments are trackers or constants."""
+    variables = [arg if isinstance(arg, VariableTracker) else build(tx, arg) for arg in args]
+    return UserFunctionVariable(function).call_function(tx, variables, {})
+
+
+def _refuse(why: str | None, what: str) -> None:
+    if why is not None:
+        graph_break("data-parallel-setting", f"{what}: {why}")
+
+
+# ---- FSDP2 -------------------------------------------------------------------------------------------------------------------------
+
+
+def _places(module: torch.nn.Module, sharded: fsdp.Sharded) -> list[tuple[str, str]]:
+    """Path and name of the places of a parameter that are in `module`."""
+    paths = {part: path for path, part in module.named_modules()}
+    return [(paths[part], name) for part, name in sharded.places if part in paths]
+
+
+def _unsharded(tx: Translator, sharded: fsdp.Sharded, param: VariableTracker) -> VariableTracker:
+    op, before, after = sharded.divide
+    return emit_call(
+        tx,
+        unshard,
+        param,
+        build(tx, sharded.mesh),
+        None if sharded.outer_mesh is None else build(tx, sharded.outer_mesh),
+        spec_text(sharded.placements),
+        sharded.size,
+        sharded.dtype,
+        tuple(Reduction(sharded.reduce_dtype, op, before, after)),
+        sharded.reshard,
+    )
+
+
+def _fsdp_pre_forward(
+    tx: Translator, hook: VariableTracker, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> VariableTracker:
+    """``hook(module, args, kwargs)`` -> ``(args, kwargs)``; from here on the module has whole parameters."""
+    *owner, module, inputs, named_inputs = args
+    subject = owner[0] if owner else hook
+    state = fsdp.state_of(real_value(tx, subject))
+    _refuse(fsdp.obstacle(state, torch.is_grad_enabled()), "fully_shard or replicate")
+    fsdp.prepare(state)
+    _same_fsdp(source_of(subject))
+    policy = state._mp_policy
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        inputs, named_inputs = (_trace(tx, _cast, value, policy.param_dtype) for value in (inputs, named_inputs))
+    for sharded in fsdp.sharded_parameters(state):
+        made: list[VariableTracker] = []
+
+        def whole(param: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made) -> VariableTracker:
+            if not made:  # a tied parameter is gathered once
+                made.append(_unsharded(tx, sharded, param))
+            return made[0]
+
+        for path, name in _places(real_value(tx, module), sharded):
+            replace_parameter(tx, submodule(tx, module, path), name, whole)
+    return tuple_of(inputs, named_inputs)
+
+
+def _fsdp_post_forward(
+    tx: Translator, hook: VariableTracker, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> VariableTracker:
+    """``hook(module, args, output)`` -> output; the module has its sharded parameters again."""
+    *owner, module, _, output = args
+    state = fsdp.state_of(real_value(tx, owner[0] if owner else hook))
+    for sharded in fsdp.sharded_parameters(state):
+        for path, name in _places(real_value(tx, module), sharded):
+            restore_parameter(tx, submodule(tx, module, path), name)
+    return output if state._mp_policy.output_dtype is None else _trace(tx, _cast, output, state._mp_policy.output_dtype)
+
+
+# ---- DDP and replicate -------------------------------------------------------------------------------------------------------------
+
+
+def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: bool) -> None:
+    """From here on the parameters of `module` have averaged gradients; once per frame, however often it is called.
+
+    Where gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer does it: it is told,
+    when the graph has run, to average what autograd accumulates.
+    """
+    if ddp.needs_reducer(owner) or not in_sync:
+        call_after_graph(tx, functools.partial(ddp.arm_reducer, weakref.ref(owner)), [])
+        return
+    made, group = notes(tx, "averaged"), ddp.group(owner)
+    for path, name, parameter in ddp.paths_of(real_value(tx, module), set(ddp.parameters(owner))):
+
+        def averaged(param: VariableTracker, parameter: torch.nn.Parameter = parameter) -> VariableTracker:
+            if id(parameter) not in made:
+                made[id(parameter)] = emit_call(tx, average_gradient, param, group.group_name, group.size())
+            return made[id(parameter)]
+
+        replace_parameter(tx, submodule(tx, module, path), name, averaged)
+
+
+def _plain_again(tx: Translator, owner: ddp.DDP, module: VariableTracker) -> None:
+    for path, name, _ in ddp.paths_of(real_value(tx, module), set(ddp.parameters(owner))):
+        restore_parameter(tx, submodule(tx, module, path), name)
+
+
+def _moved(tx: Translator, owner: ddp.DDP, args: VariableTracker, kwargs: VariableTracker) -> VariableTracker:
+    device = ddp.device_of_inputs(owner)
+    if device is not None:
+        args, kwargs = (_trace(tx, _move, value, device) for value in (args, kwargs))
+    return tuple_of(args, kwargs)
+
+
+def _flag(tx: Translator, module: VariableTracker, name: str) -> bool:
+    """An attribute of a module as the program has it at this point, under a guard."""
+    return attribute(tx, module, name).as_python_constant()
+
+
+def _ddp_pre_forward(
+    tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``module._pre_forward(*args, **kwargs)`` -> ``(args, kwargs)``; from here on gradients are averaged."""
+    variable, *args = args
+    owner, packed = real_value(tx, variable), (tuple_of(*args), dict_of(kwargs))
+    if ddp.passes_through(owner):
+        return tuple_of(*packed)
+    _refuse(ddp.obstacle(owner), "DistributedDataParallel")
+    ddp.prepare(owner)
+    _same_ddp(source_of(variable))
+    inner = attribute(tx, variable, "module").realize()
+    buffers = [path.rpartition(".") for path in ddp.buffers(owner)]
+    if buffers and _flag(tx, variable, "require_forward_param_sync"):
+        tensors = [attribute(tx, submodule(tx, inner, path), name) for path, _, name in buffers]
+        _trace(tx, _broadcast_buffers, tuple_of(*tensors), ddp.group(owner))
+    if torch.is_grad_enabled():
+        if _flag(tx, variable, "require_backward_grad_sync"):
+            _same_gradients(source_of(variable))
+            _average(tx, owner, inner, in_sync=_flag(tx, variable, "require_forward_param_sync"))
+        else:
+            ddp.leave_gradients(owner)
+    return _moved(tx, owner, *packed)
+
+
+def _ddp_run_forward(
+    tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``module._run_ddp_forward(*args, **kwargs)``: what it notes for the optimizer of DDP graphs is of no use in one graph."""
+    variable, *args = args
+    return attribute(tx, variable, "module").call_function(tx, args, kwargs)
+
+
+def _ddp_post_forward(
+    tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``module._post_forward(output)`` -> output"""
+    variable, output = args
+    owner = real_value(tx, variable)
+    if not ddp.passes_through(owner):
+        _plain_again(tx, owner, attribute(tx, variable, "module").realize())
+        averaged = torch.is_grad_enabled() and _flag(tx, variable, "require_backward_grad_sync")
+        if not averaged or not _flag(tx, variable, "require_forward_param_sync"):
+            _trace(tx, _set_param_sync, variable, averaged)
+    return output
+
+
+def _replicate_pre_forward(
+    tx: Translator, hook: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``hook(module, args, kwargs)`` -> ``(args, kwargs)``; from here on gradients are averaged."""
+    subject, module, *packed = args
+    state = real_value(tx, subject)
+    owner = ddp.prepare_replicate(state)
+    _refuse(ddp.obstacle(owner), "replicate")
+    _same_replicate(source_of(subject))
+    if torch.is_grad_enabled():
+        if not ddp.wants_gradients_averaged(state):
+            ddp.leave_gradients(owner)
+        else:
+            _same_replicate_gradients(source_of(subject))
+            _average(tx, owner, module, in_sync=True)
+    return _moved(tx, owner, *packed)
+
+
+def _replicate_post_forward(
+    tx: Translator, hook: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``hook(module, args, output)`` -> output"""
+    subject, module, _, output = args
+    _plain_again(tx, ddp.prepare_replicate(real_value(tx, subject)), module)
+    return output
+
+
+#: Functions of the wrappers, and what their calls become.
+HANDLERS: Mapping[Callable[..., Any], Call] = {
+    ddp.PRE_FORWARD: _ddp_pre_forward,
+    ddp.RUN_FORWARD: _ddp_run_forward,
+    ddp.POST_FORWARD: _ddp_post_forward,
+    ddp.REPLICATE_PRE_FORWARD: _replicate_pre_forward,
+    ddp.REPLICATE_POST_FORWARD: _replicate_post_forward,
+    fsdp.PRE_FORWARD: _fsdp_pre_forward,
+    fsdp.POST_FORWARD: _fsdp_post_forward,
+}
+
+
+def _find(variable: UserFunctionVariable) -> Call | None:
+    return HANDLERS.get(fsdp.method_of(function_of(variable)))
+
+
+CONTEXTS = (
+    keep_ddp_graphs_whole,
+    functools.partial(handle_functions, _find),
+    functools.partial(leave_frames_to_python, ddp.belongs_to_python),
+)
