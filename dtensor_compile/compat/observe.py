@@ -227,3 +227,8 @@ def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
             yield
     finally:
         common.aot_module_simplified = stock
+
+
+def uncompiled(function: Any) -> Any:
+    """What ``torch.compile`` was given to make `function`; `function` itself where that is not compiled."""
+    return getattr(function, "_orig_mod", None) or getattr(function, "_torchdynamo_orig_callable", None) or function

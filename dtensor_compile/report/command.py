@@ -1,0 +1,138 @@
+"""``dtensor-compile report TARGET``: looks at a program and says what broke, what was sent, why, and what to do about it.
+
+Exit status: 0; 1 where a limit is broken, with the lines that break it; 2 where the program could not be looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import pathlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+
+from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.report.compare import Limits, broken, check_limits, compare
+from dtensor_compile.report.explain import KERNELS
+from dtensor_compile.report.look import DEFAULT_WORLD, Job, look_at, parse_mesh_argument
+from dtensor_compile.report.model import Report, ReportFormatError, from_json, to_json
+from dtensor_compile.report.table import console_for, print_comparison, print_report
+from dtensor_compile.report.target import TargetError, is_script
+from dtensor_compile.topology.links import CLUSTERS
+
+OK, BROKEN, NOT_RUN = 0, 1, 2
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """The options, without the target."""
+    p = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
+    p.add_argument("-h", "--help", action="store_true", help="show this and stop")
+    job = p.add_argument_group("the job")
+    job.add_argument("--mesh", metavar="4x2", help="mesh for a function that takes one; with names: dp=4,tp=2")
+    job.add_argument("--world", type=int, metavar="N", help=f"ranks of the simulated job (default: those of --mesh, or {DEFAULT_WORLD})")
+    job.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
+    job.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun; rank R prints")
+    job.add_argument("--cluster", choices=CLUSTERS, default="h100", help="machine for which times are estimated (default h100)")
+    how = p.add_argument_group("how to look")
+    how.add_argument("--no-stock", action="store_true", help="do not compare with stock torch")
+    how.add_argument("--no-backward", action="store_true", help="do not run the backward pass of what the model returns")
+    how.add_argument("--kernels", choices=KERNELS, default="aten", help="aten compiles fast; inductor as in use (default aten)")
+    out = p.add_argument_group("what to write")
+    out.add_argument("--all", action="store_true", help="every row of every table")
+    out.add_argument("--json", metavar="FILE", help="write the report as JSON; - for standard output, instead of tables")
+    out.add_argument("--save", metavar="FILE", help="write the report as JSON, as a base for --compare")
+    out.add_argument("--compare", metavar="BASE", help="show what changed since a base")
+    out.add_argument("--verbose", action="store_true", help="the traceback of an error, and what the program prints")
+    limits = p.add_argument_group("limits (exit status 1 where one is broken)")
+    limits.add_argument("--max-breaks", metavar="N", help="graph breaks")
+    limits.add_argument("--max-bytes", metavar="10MB|+0%%", help="bytes that this rank sends; in percent more than the base")
+    limits.add_argument("--max-exposed", metavar="10ms|+0%%", help="time in which nothing computes")
+    return p
+
+
+_USAGE = """\
+usage: {program} [options] TARGET [options]
+       {program} [options] script.py [arguments of the script]
+
+TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, that returns a model and its
+inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at.
+"""
+
+
+def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
+    """Runs the command; returns the exit status."""
+    options = parser(program)
+    with_target = argparse.ArgumentParser(prog=program, parents=[options], add_help=False, allow_abbrev=False)
+    with_target.add_argument("target", nargs="?")
+    with_target.add_argument("rest", nargs=argparse.REMAINDER)
+    args = with_target.parse_args(argv)
+    if args.target is not None and not is_script(args.target):
+        args = options.parse_args(args.rest, namespace=args)
+        args.rest = []
+    if args.help or args.target is None:
+        print(_USAGE.format(program=program) + "\n" + options.format_help().partition("\n\n")[2])
+        return OK if args.help else NOT_RUN
+    try:
+        return _run(args)
+    except (DTensorCompileError, OSError) as error:
+        if args.verbose:
+            traceback.print_exception(error)
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        return NOT_RUN
+
+
+def _run(args: argparse.Namespace) -> int:
+    limits = Limits(args.max_breaks, args.max_bytes, args.max_exposed)
+    base = _read(args.compare) if args.compare else None
+    check_limits(limits, base)
+    mesh = parse_mesh_argument(args.mesh) if args.mesh else ()
+    job = Job(mesh, args.world, args.rank, args.real)
+    with _quiet(not args.verbose):
+        report = look_at(
+            args.target,
+            args.rest,
+            job=job,
+            stock=not args.no_stock,
+            backward=not args.no_backward,
+            cluster=args.cluster,
+            kernels=args.kernels,
+        )
+    if report.rank == args.rank:
+        _write(report, base, args)
+    offending = broken(limits, report, base)
+    for line in offending if report.rank == args.rank else ():
+        print(line, file=sys.stderr)
+    return BROKEN if offending else OK
+
+
+def _write(report: Report, base: Report | None, args: argparse.Namespace) -> None:
+    for file in {args.json, args.save} - {None, "-"}:
+        pathlib.Path(file).write_text(to_json(report))
+    if args.json == "-":
+        print(to_json(report))
+        return
+    console = console_for()
+    print_report(report, console, everything=args.all)
+    if base is not None:
+        print_comparison(compare(base, report), console)
+
+
+def _read(file: str) -> Report:
+    try:
+        return from_json(pathlib.Path(file).read_text())
+    except FileNotFoundError:
+        raise TargetError(f"there is no base {file!r}: write one with --save {file}") from None
+    except ReportFormatError as error:
+        raise ReportFormatError(f"{file}: {error}") from None
+
+
+@contextlib.contextmanager
+def _quiet(quiet: bool) -> Iterator[None]:
+    """What the program prints stays out of the report."""
+    if not quiet:
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

@@ -1,0 +1,237 @@
+"""What a change did: two reports side by side, and limits that a report must keep.
+
+`compare` finds the rows that came and went, by what they are and where. `Limits` are the switches of continuous integration; `broken`
+says in one line each which of them a report breaks, and which of the user's lines do it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.report.model import Collective, GraphBreak, Redistribution, Report, Side, Source
+
+
+class LimitError(DTensorCompileError, ValueError):
+    """A limit does not parse, or needs a base that is not given."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure of two reports.
+
+    Attributes:
+        name: what it counts.
+        base, now: its values.
+        unit: ``"bytes"``, ``"s"`` or empty.
+    """
+
+    name: str
+    base: float
+    now: float
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two reports of one program.
+
+    Attributes:
+        changes: the figures, also those that stayed.
+        came, went: rows that only the one or the other has, in words.
+    """
+
+    changes: tuple[Change, ...]
+    came: tuple[str, ...]
+    went: tuple[str, ...]
+
+
+def compare(base: Report, now: Report) -> Comparison:
+    """What changed from `base` to `now` on our side."""
+    changes = [
+        Change("graph breaks", len(base.ours.breaks), len(now.ours.breaks)),
+        Change("recompiles", len(base.ours.recompiles), len(now.ours.recompiles)),
+        Change("redistributions", len(base.ours.redistributions), len(now.ours.redistributions)),
+        Change("collectives", base.ours.totals.all.count, now.ours.totals.all.count),
+        Change("bytes sent", base.ours.totals.all.bytes, now.ours.totals.all.bytes, "bytes"),
+        Change("communication", base.ours.totals.all.seconds, now.ours.totals.all.seconds, "s"),
+        Change("exposed communication", base.ours.totals.all.exposed_seconds, now.ours.totals.all.exposed_seconds, "s"),
+        Change("compile time (measured)", base.ours.compile_seconds, now.ours.compile_seconds, "s"),
+    ]
+    rows = [Counter(_rows(report.ours)) for report in (base, now)]
+    return Comparison(tuple(changes), _listed(rows[1] - rows[0]), _listed(rows[0] - rows[1]))
+
+
+def _rows(side: Side) -> Iterator[str]:
+    for b in side.breaks:
+        yield describe_break(b)
+    for r in side.recompiles:
+        yield f"recompile of {r.function} ({r.cause})"
+    for d in side.redistributions:
+        yield describe_redistribution(d)
+    for c in side.collectives:
+        if c.redistribution is None:
+            yield f"{c.kind}[{c.mesh_dim}] of {list(c.shape)} {c.dtype}, {c.phase}{_at(c.source)}"
+
+
+def _listed(rows: Counter[str]) -> tuple[str, ...]:
+    return tuple(f"{count} x {text}" if count > 1 else text for text, count in sorted(rows.items()))
+
+
+def describe_break(this: GraphBreak) -> str:
+    """One line on a graph break."""
+    return f"{'error' if this.error else 'graph break'} [{this.cause}] {this.title}{_at(this.source)}"
+
+
+def describe_redistribution(this: Redistribution) -> str:
+    """One line on a redistribution, without the number of its line, which moves with every change of the file."""
+    fate = "" if this.fate == "sent" else f", {this.fate}"
+    return f"{this.before}->{this.after} of {list(this.shape)} {this.dtype}, {this.bytes:,} bytes, {this.phase}{fate}{_at(this.source)}"
+
+
+def _at(source: Source) -> str:
+    return f" at {source.file.rsplit('/', 1)[-1]}: {source.code}" if source.file else ""
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------------------
+
+_BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_LIMIT = re.compile(r"(?P<plus>\+?)(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(?P<unit>[a-z%]*)", re.I)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that a figure may be: a value, or that of the base and so many percent more."""
+
+    value: float
+    relative: bool
+
+    def of(self, base: float | None) -> float:
+        """The most, in the unit of the figure."""
+        if not self.relative:
+            return self.value
+        if base is None:
+            raise LimitError("a limit in percent needs --compare BASE.json: save one with --save")
+        return base * (1 + self.value / 100)
+
+
+def parse_limit(text: str, units: dict[str, float]) -> Limit:
+    """``+5%``, ``10MB``, ``10ms``, ``3`` -> a limit.
+
+    Raises:
+        LimitError: it is none of those.
+    """
+    match = _LIMIT.fullmatch(text.strip())
+    unit = match["unit"].lower() if match else None
+    if match and unit == "%" and match["plus"]:
+        return Limit(float(match["number"]), True)
+    if match is None or match["plus"] or unit not in units:
+        allowed = " or ".join(sorted({"10" + name for name in units}))
+        raise LimitError(f"{text!r} is no limit: write {allowed}, or +5% of a base")
+    return Limit(float(match["number"]) * units[unit], False)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a report must keep; None: no limit. As text, as the command takes them."""
+
+    max_breaks: str | None = None
+    max_bytes: str | None = None
+    max_exposed: str | None = None
+
+
+@dataclass(frozen=True)
+class _Figure:
+    name: str
+    units: dict[str, float]
+    value: Callable[[Side], float]
+    text: Callable[[float], str]
+    #: Rows that make the figure what it is: what each adds, and what it is.
+    rows: Callable[[Side], Iterable[tuple[float, str]]]
+
+
+def _collective_rows(key: Callable[[Collective], float]) -> Callable[[Side], Iterable[tuple[float, str]]]:
+    def rows(side: Side) -> Iterable[tuple[float, str]]:
+        sums: dict[str, float] = {}
+        for c in side.collectives:
+            where = f"{c.source.file}:{c.source.line}: {c.source.code}" if c.source.file else "a line that is not known"
+            text = f"{c.kind}[{c.mesh_dim}], {c.phase}, {where}"
+            sums[text] = sums.get(text, 0.0) + key(c)
+        return [(value, text) for text, value in sums.items()]
+
+    return rows
+
+
+def seconds_text(seconds: float) -> str:
+    """``1.2 ms``"""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds / 1e-6:.1f} us"
+
+
+def bytes_text(number: float) -> str:
+    """``3,670,016 bytes``"""
+    return f"{number:,.0f} bytes"
+
+
+_FIGURES: dict[str, _Figure] = {
+    "max_breaks": _Figure(
+        "graph breaks",
+        {"": 1.0},
+        lambda side: len(side.breaks),
+        lambda value: f"{value:.0f}",
+        lambda side: [(1.0, f"{b.source.file}:{b.source.line}: [{b.cause}] {b.source.code}") for b in side.breaks],
+    ),
+    "max_bytes": _Figure(
+        "bytes sent", _BYTES, lambda side: side.totals.all.bytes, bytes_text, _collective_rows(lambda c: c.bytes)
+    ),
+    "max_exposed": _Figure(
+        "exposed communication",
+        _SECONDS,
+        lambda side: side.totals.all.exposed_seconds,
+        seconds_text,
+        _collective_rows(lambda c: c.exposed_seconds),
+    ),
+}
+
+#: Lines that are named for a limit that is broken.
+NAMED = 10
+
+
+def check_limits(limits: Limits, base: Report | None) -> None:
+    """Raises `LimitError` where a limit does not parse, or needs a base that is not there."""
+    for key, figure in _FIGURES.items():
+        text = getattr(limits, key)
+        if text is not None:
+            parse_limit(text, figure.units).of(figure.value(base.ours) if base else None)
+
+
+def broken(limits: Limits, report: Report, base: Report | None = None) -> list[str]:
+    """The limits that a report breaks, each with the lines behind it; empty where it keeps them.
+
+    With a base, the lines that add most to what the base had are named first.
+    """
+    lines = []
+    for key, figure in _FIGURES.items():
+        text = getattr(limits, key)
+        if text is None:
+            continue
+        most = parse_limit(text, figure.units).of(figure.value(base.ours) if base else None)
+        value = figure.value(report.ours)
+        if value <= most * (1 + 1e-9):
+            continue
+        lines.append(f"--{key.replace('_', '-')} {text}: {figure.name} {figure.text(value)}, at most {figure.text(most)}")
+        lines += [f"    {figure.text(amount)}  {what}" for amount, what in _worst(figure, report, base)]
+    return lines
+
+
+def _worst(figure: _Figure, report: Report, base: Report | None) -> Sequence[tuple[float, str]]:
+    rows = list(figure.rows(report.ours))
+    had = dict((text, amount) for amount, text in figure.rows(base.ours)) if base else {}
+    return sorted((row for row in rows if row[0] > 0), key=lambda row: (-(row[0] - had.get(row[1], 0.0)), -row[0], row[1]))[:NAMED]

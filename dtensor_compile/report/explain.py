@@ -1,0 +1,77 @@
+"""`explain`: the report of one call of a function or a module, on the process group that is there.
+
+    report = dtensor_compile.explain(model)(x)
+    print(report.ours.totals.all.bytes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dtensor_compile.compat import counters
+from dtensor_compile.compat.aot import compile_to_aten
+from dtensor_compile.compat.observe import uncompiled
+from dtensor_compile.report.build import build_report
+from dtensor_compile.report.model import Report
+from dtensor_compile.report.recorder import Recording, record
+
+#: The ways to compile for a report: without kernels (fast; the same graphs and collectives), or with Inductor's.
+KERNELS = ("aten", "inductor")
+
+
+def explain(
+    function: Callable[..., Any], *, stock: bool = False, backward: bool = True, cluster: str = "h100", kernels: str = "aten"
+) -> Callable[..., Report]:
+    """A function that takes the arguments of `function`, calls it compiled, and returns the report.
+
+    Args:
+        function: what to look at; one that is compiled already is taken as it was before.
+        stock: also compile it as stock torch does, and compare.
+        backward: run the backward pass of the sum of what it returns, where that has one. Gradients are added up as always.
+        cluster: the machine for which times are estimated.
+        kernels: ``"aten"`` compiles without Inductor, which is fast and gives the same collectives; ``"inductor"`` as usual.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Report:
+        def run(compiled: Callable[..., Any]) -> None:
+            out = compiled(*args, **kwargs)
+            if backward:
+                run_backward(out)
+
+        ours = recorded(uncompiled(function), run, kernels=kernels)
+        theirs = recorded_stock(uncompiled(function), run) if stock else None
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return build_report(ours, stock=theirs, target=name, cluster=cluster)
+
+    return call
+
+
+def recorded(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None], *, kernels: str) -> Recording:
+    """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten first."""
+    counters.reset()
+    with record() as recording:
+        run(torch.compile(model, backend="dtensor", options={"kernels": kernels}))
+    return recording
+
+
+def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Recording:
+    """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of ours."""
+    counters.reset()
+    with record() as recording:
+
+        def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            return compile_to_aten(gm, example_inputs, joint_pass=lambda graph: None, post_grad_pass=recording.observe)
+
+        run(torch.compile(model, backend=stock))
+    return recording
+
+
+def run_backward(out: Any) -> None:
+    """The backward pass of the sum of all that `out` holds and that has a gradient."""
+    leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if leaves:
+        torch.autograd.backward([x.sum() for x in leaves])
