@@ -149,6 +149,11 @@ def mesh_text(mesh: DeviceMesh) -> str:
     return text
 
 
+def forget_meshes() -> None:
+    """Forgets the meshes that were seen: their process groups are gone, and new ones may get the same names."""
+    _meshes.clear()
+
+
 def mesh_layout(mesh: DeviceMesh) -> MeshLayout:
     """Layout of a mesh."""
     names = mesh.mesh_dim_names or (None,) * mesh.ndim

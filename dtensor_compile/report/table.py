@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import IO, TypeVar
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -18,7 +19,9 @@ from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution
 #: Rows of a long table that are shown, unless all are asked for.
 SHOWN = 15
 #: Columns where the output is no terminal.
-WIDTH = 150
+WIDTH = 200
+#: Characters of a line of code in a table.
+CODE = 44
 
 
 def console_for(file: IO[str] | None = None) -> Console:
@@ -130,18 +133,47 @@ def _indent(source: Source) -> str:
 
 
 def _redistributions(rows: Sequence[Redistribution], most: int | None, terminal: bool) -> Table:
-    table = _table("redistributions", terminal, "line", "module", "why", "change", "shape", "plan", "bytes", "time", "exposed", "")
-    order = sorted(rows, key=lambda r: (-r.exposed_seconds, -r.bytes_before))
-    for r in order[:most]:
-        bytes_ = f"{r.bytes:,}" if r.bytes == r.bytes_before else f"{r.bytes_before:,} -> {r.bytes:,}"
-        fate = "" if r.fate == "sent" else f"{r.fate} by {r.decided_by}" if r.decided_by else r.fate
+    table = _table("redistributions", terminal, "", "line", "module", "change", "shape", "plan", "bytes", "time", "exposed", "why, and what became of it")
+    for column in (table.columns[i] for i in (0, 6, 7, 8)):
+        column.justify, column.no_wrap = "right", True
+    groups = _grouped(rows, lambda r: (r.source, _any_layer(r.module), r.before, r.after, r.phase, r.shape, r.dtype, r.plan, r.fate, r.operator))
+    order = sorted(groups, key=lambda group: (-sum(r.exposed_seconds for r in group), -sum(r.bytes_before for r in group)))
+    for group in order[:most]:
+        first = group[0]
+        sent, before = sum(r.bytes for r in group), sum(r.bytes_before for r in group)
+        became = "" if first.fate == "sent" else f"; {first.fate} by {first.decided_by}" if first.decided_by else f"; {first.fate}"
         cells = (
-            _line(r.source), r.module, "asked for" if r.explicit else f"for {r.operator}", f"{r.before}->{r.after} {r.phase}",
-            f"{list(r.shape)} {r.dtype}", ", ".join(step.split(" ")[0] for step in r.plan), bytes_, seconds_text(r.seconds),
-            seconds_text(r.exposed_seconds), fate,
+            _times(group), _line(first.source), _modules([r.module for r in group]), f"{first.before}->{first.after} {first.phase}",
+            f"{list(first.shape)} {first.dtype}", ", ".join(step.split(" ")[0] for step in first.plan),
+            f"{sent:,}" if sent == before else f"{before:,} -> {sent:,}", seconds_text(sum(r.seconds for r in group)),
+            seconds_text(sum(r.exposed_seconds for r in group)), ("asked for" if first.explicit else f"for {first.operator}") + became,
         )  # fmt: skip
         table.add_row(*map(escape, cells))
     return _cut(table, len(order), most)
+
+
+_Row = TypeVar("_Row")
+
+
+def _grouped(rows: Sequence[_Row], key: Callable[[_Row], Hashable]) -> list[list[_Row]]:
+    """Rows that are alike, in the order in which the first of each was met."""
+    groups: dict[Hashable, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
+
+
+def _times(group: Sequence[object]) -> str:
+    return f"{len(group)} x" if len(group) > 1 else ""
+
+
+def _any_layer(module: str) -> str:
+    """``blocks.3.attention`` -> ``blocks.*.attention``: layers that are alike make one row."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
+
+
+def _modules(modules: Sequence[str]) -> str:
+    return modules[0] if len(set(modules)) == 1 else _any_layer(modules[0])
 
 
 def _totals(title: str, totals: Sequence[Total], most: int | None, terminal: bool) -> Table:
@@ -156,11 +188,16 @@ def _totals(title: str, totals: Sequence[Total], most: int | None, terminal: boo
 def _decisions(title: str, rows: Sequence[DecisionRow], most: int | None, terminal: bool) -> Iterator[Table]:
     if not rows:
         return
-    table = _table(title, terminal, "what", "line", "change", "why")
-    for row in rows[:most]:
+    table = _table(title, terminal, "", "what", "line", "change", "why")
+    groups = _grouped(rows, lambda row: (row.kind, row.source, row.before, row.after, _NUMBER.sub("", row.reason)))
+    for group in groups[:most]:
+        row = group[0]
         change = f"{row.before} -> {row.after}" if row.before != row.after else row.before
-        table.add_row(*map(escape, (row.kind, _line(row.source), change, row.reason)))
-    yield _cut(table, len(rows), most)
+        table.add_row(*map(escape, (_times(group), row.kind, _line(row.source), change, row.reason)))
+    yield _cut(table, len(groups), most)
+
+
+_NUMBER = re.compile(r"[\d.]+")
 
 
 def _table(title: str, terminal: bool, *columns: str) -> Table:
@@ -182,7 +219,8 @@ def _place(source: Source) -> str:
 
 
 def _line(source: Source) -> str:
-    return f"{_place(source)} {source.code}" if source.file else "-"
+    code = source.code if len(source.code) <= CODE else source.code[: CODE - 3] + "..."
+    return f"{_place(source)}  {code}" if source.file else "-"
 
 
 def _first_line(text: str) -> str:
