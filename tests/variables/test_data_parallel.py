@@ -1,0 +1,584 @@
+"""Data-parallel wrappers inside a compiled region: eager's numbers, gradients and module state, in one graph."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import dtensor_compile
+from dtensor_compile.causes import code_in
+from dtensor_compile.compat import counters
+from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.testing.parity import compare_values
+
+BACKEND = "dtensor_aten"
+#: 7 and 13 do not divide evenly over 2 or 4 ranks; the bias of 3 leaves one of 4 ranks without a shard.
+SIZES = (7, 13, 3)
+
+
+class MLP(nn.Module):
+    def __init__(self, sizes=SIZES):
+        super().__init__()
+        self.up, self.down = nn.Linear(sizes[0], sizes[1]), nn.Linear(sizes[1], sizes[2])
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, n=2, dim=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP((dim, 2 * dim, dim)) for _ in range(n))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x, scale=1.0):
+        for block in self.blocks:
+            x = x + block(x) * scale
+        return self.norm(x)
+
+
+def dp_mesh():
+    return make_mesh((dist.get_world_size(),), ("dp",))
+
+
+def nested(**kwargs):
+    model = MLP()
+    fully_shard(model.up, mesh=dp_mesh(), **kwargs)
+    return fully_shard(model, mesh=dp_mesh(), **kwargs)
+
+
+def per_block(mesh=None, **kwargs):
+    model, mesh = Blocks(), mesh if mesh is not None else dp_mesh()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **kwargs)
+    return fully_shard(model, mesh=mesh, **kwargs)
+
+
+def local_input(width, step=0, batch=4):
+    """Different on every rank and in every step."""
+    torch.manual_seed(100 * step + dist.get_rank())
+    return torch.randn(batch, width, requires_grad=True)
+
+
+def state(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def run(build, call, steps, width, wrap=None, loss=lambda out: out.float().square().mean()):
+    """Outputs, gradients and state of `steps` steps, whose gradients accumulate; `wrap` compiles what is called."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = build()
+    f = call(model)
+    g = wrap(f) if wrap else f
+    seen = []
+    for step in range(steps):
+        x = local_input(width, step)
+        out = g(x)
+        loss(out).backward()
+        seen.append((out.detach(), x.grad, {name: p.grad.clone() if p.grad is not None else None for name, p in
+                     model.named_parameters()}, {name: b.clone() for name, b in model.named_buffers()}))
+    return seen
+
+
+def compiled(f, **kwargs):
+    return torch.compile(f, backend=BACKEND, fullgraph=True, **kwargs)
+
+
+def assert_same(build, call=lambda model: lambda x: model(x), steps=3, width=SIZES[0], computed_in=None, wrap=compiled, **kwargs):
+    eager = run(build, call, steps, width, **kwargs)
+    ours = run(build, call, steps, width, wrap, **kwargs)
+    for step, (a, b) in enumerate(zip(eager, ours)):
+        differences = compare_values(f"step {step}", a, b, computed_in)
+        assert not differences, "\n".join(map(str, differences))
+
+
+# ---- fully_shard ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_nested_uneven(reshard):
+    assert_same(lambda: nested(reshard_after_forward=reshard))
+
+
+@on_ranks(4)
+def test_nested_uneven_and_empty_shards():
+    assert_same(nested, steps=2)
+
+
+@on_ranks(4)
+def test_reshard_to_fewer_ranks():
+    assert_same(lambda: per_block(reshard_after_forward=2), width=6, steps=2)
+
+
+@on_ranks(2)
+def test_module_itself_compiled():
+    assert_same(per_block, call=lambda model: model, width=6)
+
+
+@on_ranks(2)
+def test_gradients_are_sharded_and_the_module_stays_sharded():
+    torch._dynamo.reset()
+    model = nested()
+    before = {name: p for name, p in model.named_parameters()}
+    f = compiled(lambda x: model(x))
+    f(local_input(SIZES[0])).sum().backward()
+    for name, p in model.named_parameters():
+        assert p is before[name] and isinstance(p, DTensor) and p.placements == (Shard(0),)
+        assert isinstance(p.grad, DTensor) and p.grad.placements == (Shard(0),) and p.grad.to_local().shape == p.to_local().shape
+    assert all(isinstance(v, DTensor) for v in model.state_dict().values())
+
+
+@on_ranks(2)
+def test_second_call_does_not_recompile_and_new_batch_once():
+    torch._dynamo.reset()
+    model = nested()
+    f = compiled(lambda x: model(x))
+    counts = []
+    for batch in (4, 4, 5, 6):
+        f(local_input(SIZES[0], batch=batch)).sum().backward()
+        counts.append(counters.graphs())
+    assert counts[1] == counts[0] and counts[3] - counts[1] == 1
+
+
+@on_ranks(2)
+def test_mixed_precision():
+    def build():
+        model, policy = Blocks(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model.blocks[0], mesh=dp_mesh(), mp_policy=policy)
+        return fully_shard(model, mesh=dp_mesh(), mp_policy=dataclasses.replace(policy, output_dtype=torch.float32))
+
+    assert_same(build, width=6, computed_in=torch.bfloat16)
+
+
+@on_ranks(2)
+def test_mixed_precision_reduced_in_half():
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    assert_same(lambda: per_block(mp_policy=policy), width=6, computed_in=torch.float16)
+
+
+@on_ranks(2)
+def test_inputs_in_containers_are_cast():
+    def build():
+        class Model(MLP):
+            def forward(self, batch, *, scale):
+                return {"out": super().forward(batch["x"]) * scale[0]}
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        return fully_shard(Model(), mesh=dp_mesh(), mp_policy=policy)
+
+    def call(model):
+        return lambda x: model({"x": x, "names": ["a"]}, scale=(torch.full((1,), 2.0), 3))["out"]
+
+    assert_same(build, call, computed_in=torch.bfloat16)
+
+
+@on_ranks(4)
+def test_hsdp():
+    assert_same(lambda: per_block(mesh=make_mesh((2, 2), ("replicate", "shard"))), width=6)
+
+
+@on_ranks(4)
+def test_with_tensor_parallel():
+    def build():
+        mesh = make_mesh((2, 2), ("dp", "tp"))
+        model = Blocks()
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    def same_on_tp_ranks(model):
+        return lambda x: model(torch.cos(torch.arange(24.0) * (1 + dist.get_rank() // 2)).view(4, 6) + x * 0)
+
+    assert_same(build, same_on_tp_ranks, width=6)
+
+
+@on_ranks(2)
+def test_sharded_along_another_dim():
+    def build():
+        model = MLP((6, 8, 4))
+        return fully_shard(model, mesh=dp_mesh(), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+
+    assert_same(build, width=6)
+
+
+@on_ranks(2)
+def test_modules_in_one_group():
+    def build():
+        model = Blocks()
+        fully_shard([model.blocks[0], model.norm], mesh=dp_mesh())
+        return fully_shard(model, mesh=dp_mesh())
+
+    assert_same(build, width=6)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(F.relu(self.first(x)))
+
+
+@on_ranks(2)
+def test_tied_and_frozen_parameters():
+    def build():
+        model = Tied()
+        model.second.bias.requires_grad_(False)
+        return fully_shard(model, mesh=dp_mesh())
+
+    assert_same(build, width=6)
+
+
+@on_ranks(2)
+def test_one_module_called_twice():
+    class Model(MLP):
+        def forward(self, x):
+            return self.up(super().forward(self.up(x)))
+
+    def build():
+        model = Model((6, 6, 6))
+        fully_shard(model.up, mesh=dp_mesh())
+        return fully_shard(model, mesh=dp_mesh())
+
+    assert_same(build, lambda model: lambda x: model(x) + model(x), width=6)
+
+
+@on_ranks(2)
+def test_checkpointed_blocks():
+    class Model(Blocks):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.norm(x)
+
+    def build():
+        model = Model()
+        for block in model.blocks:
+            fully_shard(block, mesh=dp_mesh())
+        return fully_shard(model, mesh=dp_mesh())
+
+    assert_same(build, width=6)
+
+
+@on_ranks(2)
+def test_divisor_of_gradients():
+    def build():
+        model = nested()
+        for module in (model.up, model):
+            module.set_gradient_divide_factor(3.0)
+            module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    assert_same(build)
+
+
+@on_ranks(2)
+def test_compiled_and_eager_calls_mix():
+    def mixed(model):
+        f = compiled(lambda x: model(x)) if MIX else lambda x: model(x)
+        count = [0]
+
+        def call(x):
+            count[0] += 1
+            if count[0] == 2:
+                return model(x)
+            with torch.no_grad():
+                kept = f(x) if count[0] == 3 else model(x)
+            return f(x) + kept
+
+        return call
+
+    MIX = False
+    eager = run(lambda: per_block(reshard_after_forward=False), mixed, 4, 6)
+    MIX = True
+    ours = run(lambda: per_block(reshard_after_forward=False), mixed, 4, 6)
+    for a, b in zip(eager, ours):
+        assert not compare_values("step", a, b)
+
+
+@on_ranks(2)
+def test_compiled_backward_of_eager_forward_and_the_reverse():
+    for order in ("eager first", "compiled first"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nested()
+        f = compiled(lambda x: model(x))
+        x, y = local_input(SIZES[0], 0), local_input(SIZES[0], 1)
+        first, second = (model, f) if order == "eager first" else (f, model)
+        a = first(x)
+        b = second(y)
+        a.sum().backward()
+        b.sum().backward()
+        got = [p.grad.full_tensor() for p in model.parameters()]
+        model.zero_grad()
+        model(x).sum().backward()
+        model(y).sum().backward()
+        for g, p in zip(got, model.parameters()):
+            torch.testing.assert_close(g, p.grad.full_tensor())
+
+
+def train_step(model, optimizer, inside):
+    def step(x):
+        loss = model(x).square().mean()
+        if inside:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@on_ranks(2)
+def test_whole_train_step(wrap):
+    losses, models = [], []
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = per_block() if wrap == "fsdp" else DDP(Blocks())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = train_step(model, optimizer, True)
+        g = compiled(step) if compile_it else step
+        losses.append([g(local_input(6, i)).item() for i in range(4)])
+        models.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    for a, b in zip(*models):
+        torch.testing.assert_close(*(p.full_tensor() if wrap == "fsdp" else p for p in (a, b)), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_clipping_and_optimizer_outside():
+    results = []
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = per_block()
+        f = compiled(lambda x: model(x)) if compile_it else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for i in range(3):
+            f(local_input(6, i)).square().sum().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([norm.full_tensor(), *(p.detach() for p in model.parameters())])
+    assert not compare_values("parameters", *results)
+
+
+@on_ranks(2)
+def test_gradients_left_unreduced_run_in_eager():
+    def call(model):
+        count = [0]
+
+        def f(x):
+            count[0] += 1
+            model.set_requires_gradient_sync(count[0] % 2 == 0)
+            return g(x)
+
+        g = torch.compile(lambda x: model(x), backend=BACKEND) if COMPILE else lambda x: model(x)
+        return f
+
+    COMPILE = False
+    eager = run(per_block, call, 5, 6)
+    COMPILE = True
+    ours = run(per_block, call, 5, 6)
+    for a, b in zip(eager, ours):
+        assert not compare_values("step", a, b)
+
+
+@on_ranks(2)
+def test_a_setting_without_meaning_in_a_graph_has_a_cause():
+    torch._dynamo.reset()
+    model = fully_shard(MLP(), mesh=dp_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        compiled(lambda x: model(x))(local_input(SIZES[0]))
+    assert code_in(str(error.value)) == "data-parallel-setting" and "offloaded" in str(error.value)
+
+
+@on_ranks(2)
+def test_compiled_autograd():
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert_same(nested, steps=2)
+
+
+@on_ranks(2)
+def test_replicate_built_on_fully_shard():
+    assert_same(lambda: replicate_with_fsdp(MLP(), mesh=make_mesh((2,), ("replicate",))))
+
+
+# ---- DDP and replicate -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@on_ranks(2)
+def test_ddp(kwargs):
+    assert_same(lambda: DDP(MLP(), **kwargs))
+    assert_same(lambda: DDP(MLP(), **kwargs), call=lambda model: model)
+
+
+@on_ranks(4)
+def test_ddp_on_four_ranks():
+    assert_same(lambda: DDP(MLP()))
+
+
+@on_ranks(2)
+def test_ddp_sends_buffers_of_the_first_rank():
+    def build():
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        return DDP(model)
+
+    assert_same(build, width=6)
+
+
+@pytest.mark.parametrize("wrap", [DDP, replicate])
+@on_ranks(2)
+def test_no_sync_then_sync_accumulates_as_eager(wrap):
+    def call(model):
+        count = [0]
+
+        def f(x):
+            count[0] += 1
+            return (quiet if count[0] % 3 else loud)(x)
+
+        def without(x):
+            if isinstance(model, DDP):
+                with model.no_sync():
+                    return model(x)
+            return model(x)
+
+        maybe = compiled if COMPILE else lambda f: f
+        inner, outer = maybe(without), maybe(lambda x: model(x))
+
+        def quiet(x):
+            if not isinstance(model, DDP):
+                model.set_requires_gradient_sync(False)
+            return inner(x)
+
+        def loud(x):
+            if not isinstance(model, DDP):
+                model.set_requires_gradient_sync(True)
+            return outer(x)
+
+        return f
+
+    COMPILE = False
+    eager = run(lambda: wrap(MLP()), call, 7, SIZES[0])
+    COMPILE = True
+    ours = run(lambda: wrap(MLP()), call, 7, SIZES[0])
+    for a, b in zip(eager, ours):
+        assert not compare_values("step", a, b)
+
+
+@on_ranks(2)
+def test_one_backward_of_a_quiet_and_a_loud_forward():
+    results = []
+    for compile_it in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = DDP(MLP())
+        f = compiled(lambda x: model(x)) if compile_it else model
+        with model.no_sync():
+            a = f(local_input(SIZES[0], 0))
+        b = f(local_input(SIZES[0], 1))
+        (a.sum() + b.sum()).backward()
+        results.append([p.grad for p in model.parameters()])
+    assert not compare_values("gradients", *results)
+
+
+@on_ranks(2)
+def test_communication_hook():
+    def build():
+        model = DDP(MLP())
+        model.register_comm_hook(None, fp16_compress_hook)
+        return model
+
+    assert_same(build)
+
+
+@on_ranks(2)
+def test_unused_parameters_run_in_eager():
+    class Model(MLP):
+        def forward(self, x):
+            return self.up(x)
+
+    def build():
+        return DDP(Model(), find_unused_parameters=True)
+
+    assert_same(build, wrap=lambda f: torch.compile(f, backend=BACKEND))
+
+
+@on_ranks(2)
+def test_reducer_and_backward_inside_the_region_break():
+    torch._dynamo.reset()
+    model = DDP(MLP())
+    model.register_comm_hook(None, fp16_compress_hook)
+
+    def step(x):
+        model(x).sum().backward()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        compiled(step)(local_input(SIZES[0]))
+    assert code_in(str(error.value)) == "data-parallel-setting"
+
+
+@on_ranks(2)
+def test_module_compiled_inside_of_ddp_is_one_graph():
+    def build():
+        return DDP(Blocks(3, 256), bucket_cap_mb=1)
+
+    def call(model):
+        if COMPILE:
+            model.module.compile(backend=BACKEND)
+        return model
+
+    COMPILE = False
+    eager = run(build, call, 2, 256)
+    COMPILE = True
+    ours = run(build, call, 2, 256)
+    assert counters.graphs() == 1
+    for a, b in zip(eager, ours):
+        assert not compare_values("step", a, b)
+
+
+@on_ranks(2)
+def test_composable_replicate():
+    assert_same(lambda: replicate(MLP()))
+    assert_same(lambda: replicate(MLP()), call=lambda model: model)
+
+
+@on_ranks(2)
+def test_ddp_with_compiled_autograd():
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert_same(lambda: DDP(MLP()), steps=2)
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard, gathers", [(True, 12), (False, 8)])
+@on_ranks(2)
+def test_parameters_are_gathered_again_in_the_backward_if_they_are_not_kept(reshard, gathers):
+    torch._dynamo.reset()
+    model = Blocks()
+    for block in model.blocks:
+        fully_shard(block, mesh=dp_mesh(), reshard_after_forward=reshard)
+    with dtensor_compile.record() as recording:
+        compiled(lambda x: model(x))(local_input(6)).sum().backward()
+    sent = [c.kind for c in recording.collectives]
+    assert sent.count("all_gather") == gathers and sent.count("reduce_scatter") == 8
