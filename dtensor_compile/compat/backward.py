@@ -32,13 +32,21 @@ def _hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
 _same_hooks = fact_guard("LEAF_HOOKS_MATCH", _hooks)
 
 
+def leaves_of_a_reducer(tx: Translator) -> dict[int, torch.Tensor]:
+    """Leaves, by identity, whose gradients torch's reducer of data-parallel modules averages when autograd accumulates them."""
+    return vars(tx.output).setdefault("dtensor_compile_reducer", {})
+
+
 def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
-    """A graph break where a leaf has hooks; a guard that it has none where it has none."""
+    """A graph break where a leaf has hooks, or a reducer waits for it; a guard that it has none where it has none."""
+    reducer = leaves_of_a_reducer(InstructionTranslator.current_tx())
     for leaf in leaves:
         argument = leaf.proxy.node.meta.get("grapharg")
         real = argument.example if argument is not None else None
         if leaf.source is None or not isinstance(real, torch.Tensor):
             continue
+        if id(real) in reducer:
+            graph_break("data-parallel-setting", f"backward() in the region, of gradients that DDP's reducer averages: {leaf.source.name}")
         if any(_hooks(real)):
             graph_break("leaf-hooks", f"{leaf.source.name}")
         _same_hooks(leaf.source)

@@ -39,6 +39,7 @@ from dtensor_compile.capture.data_parallel import Reduction, average_gradient, u
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat import ddp, fsdp
 from dtensor_compile.compat.after_graph import call_after_graph
+from dtensor_compile.compat.backward import leaves_of_a_reducer
 from dtensor_compile.compat.dynamo import (
     Translator,
     UserFunctionVariable,
@@ -192,6 +193,7 @@ def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: b
     """
     if ddp.needs_reducer(owner) or not in_sync:
         call_after_graph(tx, functools.partial(ddp.arm_reducer, weakref.ref(owner)), [])
+        leaves_of_a_reducer(tx).update({id(parameter): parameter for parameter in ddp.parameters(owner)})
         return
     made, group = notes(tx, "averaged"), ddp.group(owner)
     for path, name, parameter in ddp.paths_of(real_value(tx, module), set(ddp.parameters(owner))):

@@ -538,6 +538,23 @@ def test_reducer_and_backward_inside_the_region_break():
 
 
 @on_ranks(2)
+def test_accumulation_in_one_region_is_right_in_pieces():
+    def build():
+        return DDP(MLP())
+
+    def call(model):
+        def step(x):
+            with model.no_sync():
+                model(x).square().sum().backward()
+            model(x * 2).square().sum().backward()
+            return model(x)
+
+        return step
+
+    assert_same(build, call, wrap=lambda f: torch.compile(f, backend=BACKEND))
+
+
+@on_ranks(2)
 def test_module_compiled_inside_of_ddp_is_one_graph():
     def build():
         return DDP(Blocks(3, 256), bucket_cap_mb=1)
