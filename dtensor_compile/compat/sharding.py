@@ -8,32 +8,37 @@
 - A symbolic number stays symbolic when an operator looks for its rule.
 - ``one_hot`` compares with numbers that are the same on every rank.
 - An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
+- A row-wise lookup has a mask of its own.
 
-Decisions of eager calls and of traced ones are kept apart: torch's cache of them is emptied where the scope begins and ends, and after
-a row-wise lookup, whose mask lives in the decision (torch compares it with the next, which cannot be traced).
+torch keeps decisions in a cache, which traced and eager calls share. A decision by a rule of ours must not reach an eager call:
+after one, the cache is emptied where the scope ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import _utils as shard_utils
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy
 from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 
@@ -60,24 +65,32 @@ RULES |= {
 }
 
 
-class _Fallback(threading.local):
-    """Whether this thread replicates operators without a rule, and who is told: set for one compilation."""
+class _Thread(threading.local):
+    """Of this thread: who is told of an operator without a rule, and whether torch's cache may hold decisions by our rules."""
 
     told: Callable[[str], None] | None = None
+    decided: bool = False
 
 
-_fallback = _Fallback()
+_thread = _Thread()
+
+
+def _forget_our_decisions() -> None:
+    """Empties torch's cache of decisions if one of ours may be in it."""
+    if _thread.decided:
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        _thread.decided = False
 
 
 @contextlib.contextmanager
 def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
     """Calls ``told(operator)`` whenever, meanwhile and on this thread, an operator runs on replicated tensors for lack of a rule."""
-    torch._C._clear_DTensor_sharding_propagator_cache()  # what is decided there is decided without a word
-    before, _fallback.told = _fallback.told, told
+    _forget_our_decisions()  # what is found in the cache is decided without a word
+    before, _thread.told = _thread.told, told
     try:
         yield
     finally:
-        _fallback.told = before
+        _thread.told = before
 
 
 def can_replicate(op: torch._ops.OpOverload) -> bool:
@@ -118,8 +131,9 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
             if composite or not can_replicate(op) or not replicate():
                 raise
         layouts = _replicated
-        if _fallback.told is not None:
-            _fallback.told(str(op))
+        if _thread.told is not None:
+            _thread.told(str(op))
+    _thread.decided = True
     with mock.patch.dict(self.op_strategy_funcs, {op: functools.partial(_strategy, layouts)}):
         return stock(self, op_schema)
 
@@ -158,10 +172,30 @@ def _hash(stock: Callable[..., int], self: OpSchema) -> int:
     return stock(self)
 
 
-def _materialize_mask(stock: Callable[..., Any], self: MaskBuffer, mask: torch.Tensor) -> None:
-    """The mask of a lookup is kept in the decision that made it; forgetting the decision, the next lookup makes its own."""
-    stock(self, mask)
-    torch._C._clear_DTensor_sharding_propagator_cache()
+def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_values: bool) -> Any:
+    """The arguments of a row-wise lookup are cut with a mask of its own.
+
+    torch keeps the mask in the placement of its decision, which all lookups like it share: it compares masks then, which cannot
+    be traced. Here the decision gets a new mask before the lookup runs; results of earlier lookups keep theirs.
+    """
+    have = {p for spec in info.flat_args_schema if isinstance(spec, DTensorSpec) for p in spec.placements}
+    want = {p for spec in schema.args_spec for p in spec.placements if isinstance(p, _MaskPartial)}
+    if want and not want & have:
+        fresh = {p: dataclasses.replace(p, mask_buffer=MaskBuffer()) for p in want}
+        decision = info.output_sharding
+        decision.output_spec = tree_map(functools.partial(_with_placements, fresh), decision.output_spec)
+        values = tree_map(functools.partial(_with_placements, fresh), schema.args_schema)
+        schema = decision.redistribute_schema = OpSchema(schema.op, values, schema.kwargs_schema, schema.schema_info)
+    return stock(info, schema, use_values)
+
+
+def _with_placements(new: Mapping[Placement, Placement], value: Any) -> Any:
+    """A spec with placements exchanged; other values as they are."""
+    if not isinstance(value, DTensorSpec) or not new.keys() & set(value.placements):
+        return value
+    changed = copy.copy(value)
+    changed.placements = tuple(new.get(p, p) for p in value.placements)
+    return changed
 
 
 def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +265,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return replacement(stock, *args, **kwargs) if ours() else stock(*args, **kwargs)
 
-    return mock.patch.object(owner, name, replaced)
+    return mock.patch.object(owner, name, staticmethod(replaced) if isinstance(vars(owner)[name], staticmethod) else replaced)
 
 
 @contextlib.contextmanager
@@ -248,15 +282,14 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
         return threading.get_ident() == owner and serves()
 
     changes = (
-        (MaskBuffer, "materialize_mask", _materialize_mask),
+        (OpDispatcher, "redistribute_local_args", _own_mask),
         (OpSchema, "__hash__", _hash),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
         (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),
         (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate)),
     )
     with contextlib.ExitStack() as stack:
-        torch._C._clear_DTensor_sharding_propagator_cache()
-        stack.callback(torch._C._clear_DTensor_sharding_propagator_cache)
+        stack.callback(_forget_our_decisions)
         for place, name, replacement in changes:
             stack.enter_context(_replaced(place, name, replacement, ours))
         stack.enter_context(_kernel_replaced(aten.one_hot.default, _one_hot, ours))
