@@ -142,6 +142,20 @@ _ALL = (
         "fully_shard(block, offload_policy=CPUOffloadPolicy())\n# instead\nfully_shard(block)",
     ),
     Cause(
+        "generator-inner",
+        "generator is used in a region of its own",
+        "In a checkpointed region, whose operators run again in the backward, the state of a generator does not come out.",
+        "Draw outside of the region and pass the values in.",
+        "checkpoint(lambda x: x + torch.rand(4, generator=g), x)\n# instead\nnoise = torch.rand(4, generator=g)",
+    ),
+    Cause(
+        "generator-of-device",
+        "generator that is not one of the CPU",
+        "The state of a generator is a value of the graph, and that of a device's generator follows rules of the device.",
+        "Draw from torch's own generator of that device.",
+        "torch.rand(4, device='cuda', generator=g)\n# instead\ntorch.rand(4, device='cuda')",
+    ),
+    Cause(
         "message-argument",
         "argument of print, logging or warnings is not a tensor or a constant",
         "Messages are said when the graph has run; what can be held back until then are tensors, constants, meshes, groups, "

@@ -35,9 +35,11 @@ from dtensor_compile.compat.mesh import group_named
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 
 
-def _define(name: str, schema: str, kernel: Callable[..., object], fake: Callable[..., object]) -> torch._ops.OpOverload:
+def define(
+    name: str, schema: str, kernel: Callable[..., object], fake: Callable[..., object], *tags: torch.Tag
+) -> torch._ops.OpOverload:
     """An operator that no pass drops and that has no gradient: what it returns is a constant to autograd."""
-    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     _library._register_fake(name, fake)
@@ -67,7 +69,7 @@ def _fake_overwrite(x: torch.Tensor, value: torch.Tensor) -> None:
         torch._check(size == given, text)
 
 
-overwrite_ = _define("overwrite_", "(Tensor(a!) x, Tensor value) -> ()", _overwrite, _fake_overwrite)
+overwrite_ = define("overwrite_", "(Tensor(a!) x, Tensor value) -> ()", _overwrite, _fake_overwrite)
 hide_mutation_from_autograd(overwrite_)
 
 
@@ -87,7 +89,7 @@ def _functional(name: str, arguments: str, shape: Callable[..., Sequence[int]]) 
     def fake(x: torch.Tensor, *args: object) -> torch.Tensor:
         return x.new_empty(shape(x, *args))
 
-    return _define(f"c10d_{name}", f"(Tensor x, {arguments}, str group, int order) -> Tensor", kernel, fake)
+    return define(f"c10d_{name}", f"(Tensor x, {arguments}, str group, int order) -> Tensor", kernel, fake)
 
 
 all_reduce = _functional("all_reduce", "str op", lambda x, *_: x.shape)
@@ -128,7 +130,7 @@ def _filling(name: str, fill: Fill) -> torch._ops.OpOverload:
         return [x.new_empty(x.shape) for x in outputs] or [inputs[0].new_empty(0, dtype=torch.float32)]
 
     schema = "(Tensor[] outputs, Tensor[] inputs, int peer, str op, str group, int order) -> Tensor[]"
-    return _define(f"c10d_{name}", schema, kernel, fake)
+    return define(f"c10d_{name}", schema, kernel, fake)
 
 
 reduce = _filling("reduce", lambda out, _, peer, op, group: dist.reduce(out[0], group_dst=peer, op=op, group=group))
@@ -144,7 +146,7 @@ def _barrier(group: str, order: int) -> torch.Tensor:
     return _nothing()
 
 
-barrier = _define("c10d_barrier", "(str group, int order) -> Tensor", _barrier, lambda group, order: _nothing())
+barrier = define("c10d_barrier", "(str group, int order) -> Tensor", _barrier, lambda group, order: _nothing())
 
 
 def _check_equal(text: str, sizes: Sequence[int], group: str, order: int) -> torch.Tensor:
@@ -156,7 +158,7 @@ def _check_equal(text: str, sizes: Sequence[int], group: str, order: int) -> tor
 
 
 #: Raises where ranks disagree about what they call a tensor (``DTensor.from_local(..., run_check=True)``).
-check_equal = _define(
+check_equal = define(
     "c10d_check_equal", "(str text, SymInt[] sizes, str group, int order) -> Tensor", _check_equal, lambda *_: _nothing()
 )
 
@@ -175,13 +177,13 @@ def _irecv(like: torch.Tensor, peer: int, tag: int, group: str, order: int) -> t
     return received
 
 
-isend = _define(
+isend = define(
     "c10d_isend",
     "(Tensor x, int peer, int tag, str group, int order) -> Tensor",
     _isend,
     lambda x, *_: x.new_empty(0, dtype=torch.float32),
 )
-irecv = _define(
+irecv = define(
     "c10d_irecv",
     "(Tensor like, int peer, int tag, str group, int order) -> Tensor",
     _irecv,
@@ -218,7 +220,7 @@ def _fake_exchange(
 
 #: Messages of one batch. `kinds`: 1 receives a tensor like the given one, 0 sends it. Each result is to be waited for; that of a
 #: message that was sent means nothing else.
-exchange = _define(
+exchange = define(
     "c10d_exchange",
     "(Tensor[] tensors, int[] kinds, int[] peers, int[] tags, str[] groups) -> Tensor[]",
     _exchange,

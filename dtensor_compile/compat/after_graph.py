@@ -68,11 +68,14 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
     raise NotImplementedError(str(variable))
 
 
-def call_after_graph(tx: Translator, function: Callable[..., Any], args: Sequence[VariableTracker]) -> None:
+def call_after_graph(tx: Translator, function: Callable[..., Any], args: Sequence[VariableTracker]) -> list[VariableTracker]:
     """Calls ``function(*args)`` when the graph has run, after the calls that were asked for before.
 
     Args:
         args: snapshots.
+
+    Returns:
+        The arguments of that call; what is put there while the frame is traced counts.
     """
 
 
@@ -81,7 +84,9 @@ def call_after_graph(tx: Translator, function: Callable[..., Any], args: Sequenc
         function(*values)
 
     source = constant_source(tx, "call", call)
-    tx.output.root_tx.debug_locals.append((build_unguarded(tx, call, source), list(args)))
+    arguments = list(args)
+    tx.output.root_tx.debug_locals.append((build_unguarded(tx, call, source), arguments))
+    return arguments
 
 
 def is_export(tx: Translator) -> bool:

@@ -90,6 +90,8 @@ Track = Callable[[Translator, Any, Any, "Source | None", Mapping[str, Any]], Var
 TrackMade = Callable[[Translator, Any], VariableTracker]
 #: Makes a tracker of one certain object from the one that torch makes.
 Retrack = Callable[[VariableTracker], VariableTracker]
+#: Makes a tracker of an object that the program was given: ``(builder, value)``.
+TrackGiven = Callable[[VariableBuilder, Any], VariableTracker]
 #: Guards a tensor of one class beyond what torch guards: ``(source, value)``.
 GuardTensor = Callable[[Source, torch.Tensor], None]
 
@@ -104,6 +106,7 @@ class Entries:
         objects: pairs of one certain object, a class for instance, and what makes its tracker.
         contexts: make context managers that are entered meanwhile.
         tensors: class of a tensor with a source (subclasses excluded) to what guards it, after torch made its tracker.
+        given: class of an object with a source (subclasses excluded) to what makes its tracker.
     """
 
     opaque: Mapping[type, Track]
@@ -111,6 +114,7 @@ class Entries:
     objects: tuple[tuple[Any, Retrack], ...]
     contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
     tensors: Mapping[type, GuardTensor] = field(default_factory=dict)
+    given: Mapping[type, TrackGiven] = field(default_factory=dict)
 
 
 def real_object(value: Any) -> Any:
@@ -199,6 +203,8 @@ class _Scope:
             self._enter(VariableBuilder._id_dispatch(), id(thing), functools.partial(self._object, retrack))
         for cls, guard in self.entries.tensors.items():
             self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._tensor, guard))
+        for cls, track_given in self.entries.given.items():
+            self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._given, track_given))
         contexts = ExitStack()
         self.undo.append(contexts.close)
         for context in self.entries.contexts:
@@ -242,6 +248,11 @@ class _Scope:
         if self.serves(builder.tx):
             guard(builder.get_source(), value)
         return variable
+
+    def _given(
+        self, track: TrackGiven, stock: Callable[..., VariableTracker], builder: VariableBuilder, value: Any
+    ) -> VariableTracker:
+        return track(builder, value) if self.serves(builder.tx) else stock(builder._wrap, value)
 
     def _enter(self, table: dict[Any, Any], key: Any, entry: Callable[..., VariableTracker]) -> None:
         """Puts ``entry(stock, *args)`` into a table of Dynamo's, where ``stock(look_up, *args)`` is what torch does itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -109,10 +110,27 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx
 
+    def lower(graph: torch.fx.Graph) -> None:
+        post_grad_pass(graph)
+        _keep_draws_in_order(graph)
+
     patches = {**EAGER_NUMBERS, **settings}
     patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
-    patches["post_grad_custom_pre_pass"] = GraphPass(post_grad_pass, key, _configured(patches, "post_grad_custom_pre_pass"))
+    patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
     return compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
+    """In a graph with an operator of ours that acts on torch's generator, whatever draws from it runs in the order of the graph.
+
+    Inductor takes operators without a common tensor for independent.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    draws = [n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    if any(node.target.namespace == "dtensor_compile" for node in draws):
+        preserve_node_ordering(graph, {later: OrderedSet([node]) for node, later in itertools.pairwise(draws)})
 
 
 def compile_as_stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:

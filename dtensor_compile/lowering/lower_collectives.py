@@ -19,19 +19,22 @@ from dataclasses import dataclass, field
 import torch
 
 from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, LOWERED, exchange, irecv, isend
+from dtensor_compile.capture.random import EFFECTS
 from dtensor_compile.compat.collectives import lower_as_collective, run_once, wait_tensor
 
+#: Nodes that run once, in the order of the program, with their place in it as the last argument.
+_ORDERED = COMMUNICATION | {*EFFECTS}
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
 
 
 def order_collectives(graph: torch.fx.Graph) -> None:
-    """On the joint graph: numbers all communication, so that no two nodes are equal, and has none run again in the backward."""
+    """On the joint graph: numbers all communication and what acts on torch's generator, so that no two nodes are equal, and has none run again in the backward."""
     place, from_gradients = 0, set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
         if tangent or not from_gradients.isdisjoint(node.all_input_nodes):
             from_gradients.add(node)
-        if node.target in COMMUNICATION:
+        if node.target in _ORDERED:
             node.args = (*node.args[:-1], place)
             place += 1
             run_once(node, node in from_gradients)
@@ -52,7 +55,7 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
         elif batch.feeds(node):
             batch.users.append(node)
     for node in graph.nodes:
-        if node.target in LOWERED:
+        if node.target in LOWERED or node.target in EFFECTS:
             lower_as_collective(node.target)
 
 

@@ -21,7 +21,7 @@ from dtensor_compile.compat.data_dependent import numbers_in_the_graph
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
-from dtensor_compile.variables import factories, hooks, optimizer, printing
+from dtensor_compile.variables import factories, hooks, optimizer, printing, random
 from dtensor_compile.variables.collectives import FUNCTIONS
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import track_spec
@@ -41,9 +41,11 @@ ENTRIES = Entries(
         *hooks.OBJECTS,
         *factories.OBJECTS,
         *printing.OBJECTS,
+        *random.OBJECTS,
         *FUNCTIONS,
     ),
     tensors={DTensor: guard_sizes},
+    given=random.TYPES,
     contexts=(
         check_redistributions,
         rules_while_tracing,
@@ -53,6 +55,7 @@ ENTRIES = Entries(
         *printing.CONTEXTS,
         *optimizer.CONTEXTS,
         *hooks.CONTEXTS,
+        *random.CONTEXTS,
     ),
 )
 
