@@ -18,9 +18,11 @@ from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.checks import check_program
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
+from dtensor_compile.compat.data_dependent import backward_in_time
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes
+from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives, order_collectives
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
@@ -62,6 +64,7 @@ def dtensor(
         log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
         log.planned(graph)
         spread_by_mask(graph)
+        check_counts(graph)
         order_collectives(graph)
 
     def lower_graph(graph: torch.fx.Graph) -> None:
@@ -70,7 +73,8 @@ def dtensor(
         log.lowered(graph)
 
     deferred = nullcontext() if opts.strict else defer_backward_errors(log.decided)
-    with capture_redistributions(), dtensor_tangents(), bind_shard_sizes(), report_fallbacks(log.decided), deferred:
+    reported = report_fallbacks(log.decided)
+    with capture_redistributions(), dtensor_tangents(), bind_shard_sizes(), reported, deferred, backward_in_time():
         if opts.kernels == "aten":
             compiled = compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
         else:

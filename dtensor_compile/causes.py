@@ -164,6 +164,14 @@ _ALL = (
         "print(an_object_of_mine)\n# instead\nprint(an_object_of_mine.name)",
     ),
     Cause(
+        "number-needed",
+        "a number that only the data decides has to be known",
+        "item() and tolist() are part of the graph as numbers without a value; a loop over one, an index into a list or an operator "
+        "that cannot do without the value needs it while tracing.",
+        "Keep the number in tensor operations, or read it outside of the compiled function.",
+        "for _ in range(int(x.sum().item())): x = x + 1\n# instead\nx = x + x.sum().long()",
+    ),
+    Cause(
         "symbolic-spec",
         "spec of an intermediate DTensor with symbolic sizes",
         "backend='dtensor' makes a constant of the spec of a DTensor that the program computes; its sizes must be fixed.",

@@ -4,6 +4,9 @@
 switch is on. Here they are part of the graph: numbers without a value while it is traced. Nothing can depend on what they are, so
 that ranks whose data differ have the same graph.
 
+A program that counts with ``bincount(minlength=n)`` and reads the counts into Python (``tolist()``, a loop over them) counts n
+things. Where it asks for the length, it is n, and the compiled program checks it each time (``lowering/check_counts.py``).
+
 Where a program cannot do without the value (a loop over such a number, an operator that needs a size), tracing or the backend
 raises. Eager would not, so the frame is traced once more as torch does it, with a graph break where the number is read.
 """
@@ -12,51 +15,122 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
+import torch
 from torch._dynamo import config, convert_frame
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.symbolic_convert import tls
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from dtensor_compile.compat.dynamo import compiles_for_us
+from dtensor_compile.causes import cause
+from dtensor_compile.compat.dynamo import backend_on_stack, compiles_for_us, graph_break, traces_for_us
 
-_SWITCHES = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+#: What is switched on in the first attempt to trace a frame, in the second, and in the last.
+_ATTEMPTS: tuple[dict[str, bool], ...] = (
+    {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True},
+    {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": True},
+    {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False},
+)
+
+
+def _has_numbers(shape_env: ShapeEnv) -> bool:
+    """Whether tracing has met numbers that only the data decides."""
+    return any(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for symbol in shape_env.var_to_range)
 
 
 def _met_numbers(error: Exception) -> bool:
-    """Whether the attempt to trace a frame that ended with `error` had met numbers that only the data decides."""
+    """Whether the attempt to trace a frame that ended with `error` had met such numbers."""
     output = getattr(getattr(error, "_torch_dynamo_tracer_output", None), "output_graph_for_cleanup", None)
-    return output is not None and any(
-        symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for symbol in output.shape_env.var_to_range
-    )
+    return output is not None and _has_numbers(output.shape_env)
+
+
+def _first_lines(error: Exception) -> str:
+    """What an error says first, and the line of the program that it names."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([*lines[:1], *(line for line in lines if line.startswith("Caused by:"))])
 
 
 @contextlib.contextmanager
 def numbers_in_the_graph() -> Iterator[None]:
     """While it is entered, frames that are compiled for our backend keep numbers that only the data decides in their graph."""
     stock, signature = convert_frame.trace_frame, inspect.signature(convert_frame.trace_frame)
-    failed: list[Any] = []  # the logs, one per frame, of frames that need these numbers to be known
+    failed: list[tuple[Any, str]] = []  # the log of a frame and what was said, for each attempt that needed to know a number
+
+    def said_of(log: Any) -> list[str]:
+        return [said for other, said in failed if other is log]
 
     def trace_frame(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        log = given["speculation_log"]
-        if not compiles_for_us(given["compiler_fn"]) or any(log is other for other in failed):
+        if not compiles_for_us(given["compiler_fn"]):
             return stock(*args, **kwargs)
+        log = given["speculation_log"]
+        attempt = len(said_of(log))
         try:
-            with config.patch(_SWITCHES):
+            with config.patch(_ATTEMPTS[attempt]):
                 return stock(*args, **kwargs)
         except (RestartAnalysis, SkipFrame):
             raise
         except Exception as error:
-            if given["one_graph"] or not _met_numbers(error):
+            if given["one_graph"] or attempt + 1 == len(_ATTEMPTS) or not _met_numbers(error):
                 raise
-            failed.append(log)
+            failed.append((log, _first_lines(error)))
             log.clear()
-            raise RestartAnalysis(restart_reason="a number that only the data decides has to be known") from error
+            raise RestartAnalysis(restart_reason=cause("number-needed").title) from error
 
-    convert_frame.trace_frame = trace_frame
-    try:
+    def method_item(self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> None:
+        if traces_for_us(tx) and not tx.one_graph and not config.capture_scalar_outputs:
+            graph_break("number-needed", f"{self}.item(); " + " ".join(said_of(tx.speculation_log)))
+
+    with (
+        mock.patch.object(convert_frame, "trace_frame", trace_frame),
+        mock.patch.object(TensorVariable, "method_item", method_item),
+    ):
         yield
-    finally:
-        convert_frame.trace_frame = stock
+
+
+def backward_in_time() -> AbstractContextManager[Any]:
+    """Lets a backward that cannot be compiled say so while the frame can still be traced another way.
+
+    torch compiles a backward with symbolic sizes together with its forward, but keeps an error back until the backward runs.
+    """
+    tx = getattr(tls, "current_tx", None)
+    if tx is None or tx.one_graph or not _has_numbers(tx.output.shape_env):
+        return contextlib.nullcontext()
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)
+
+
+@contextlib.contextmanager
+def lengths_of_counts() -> Iterator[None]:
+    """While it is entered, and on this thread, ``bincount(minlength=n)`` has n counts for frames of ours that need to know.
+
+    torch has a value of last resort for a number without a value; asked for, it becomes a condition that the graph checks.
+    """
+    bincount = torch.ops.aten.bincount.default
+    stock, stock_log = op_implementations_dict[bincount], ShapeEnv._log_real_tensor_propagation
+    ours: weakref.WeakSet[ShapeEnv] = weakref.WeakSet()
+
+    def fake(fake_mode: Any, func: Any, inputs: Any, weights: Any = None, minlength: Any = 0) -> Any:
+        counts = stock(fake_mode, func, inputs, weights, minlength)
+        if isinstance(minlength, int) and minlength > 0 and compiles_for_us(backend_on_stack()):
+            ours.add(fake_mode.shape_env)
+            fake_mode.shape_env.set_real_tensor_prop_unbacked_vals(counts.shape[0].node.expr, minlength)
+        return counts
+
+    def log(self: ShapeEnv, *args: Any) -> None:
+        if self not in ours:  # it warns that a value was taken from example data, which this one is not
+            stock_log(self, *args)
+
+    with (
+        mock.patch.dict(op_implementations_dict, {bincount: fake}),
+        mock.patch.object(ShapeEnv, "_log_real_tensor_propagation", log),
+    ):
+        yield

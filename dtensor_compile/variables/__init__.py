@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.checks import check_redistributions
-from dtensor_compile.compat.data_dependent import numbers_in_the_graph
+from dtensor_compile.compat.data_dependent import lengths_of_counts, numbers_in_the_graph
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
@@ -51,6 +51,7 @@ ENTRIES = Entries(
         rules_while_tracing,
         read_constant_tensors,
         numbers_in_the_graph,
+        lengths_of_counts,
         factories.keep_leaves,
         *printing.CONTEXTS,
         *optimizer.CONTEXTS,
