@@ -3,6 +3,7 @@
 The backend is found by its name; nothing has to be imported to use it. Public names:
 
 - `record`: what was captured, decided and sent while programs compiled.
+- `explain`: the report of one call of a function or a module.
 - `Options`: what ``options={...}`` may say.
 - `export`: the program of one rank as a ``torch.export.ExportedProgram``.
 - the errors, all of them `DTensorCompileError`.
@@ -19,6 +20,7 @@ from dtensor_compile.errors import (
 )
 from dtensor_compile.local_program import export
 from dtensor_compile.options import Options
+from dtensor_compile.report.explain import explain
 from dtensor_compile.report.recorder import record
 
 __version__ = "0.1.0"
@@ -31,6 +33,7 @@ __all__ = [
     "PlacementError",
     "PlanError",
     "UnsupportedTorchError",
+    "explain",
     "export",
     "record",
 ]

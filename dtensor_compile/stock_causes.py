@@ -18,24 +18,39 @@ Under = Literal["every backend", "stock", "dtensor"]
 
 
 @dataclass(frozen=True)
-class StockCause(Cause):
-    """A cause that is known by what Dynamo says.
+class Sign:
+    """What a break looks like, as patterns.
 
     Attributes:
-        kind: pattern of Dynamo's name for the break, or of the class of the error; the whole of it.
-        says: pattern of something in the message.
-        frames: pattern of something in the files of the stack.
-        under: which backends break.
+        kind: the whole of Dynamo's name for the break, or of the class of the error.
+        says: something in the message.
+        frames: something in the files of the stack.
     """
 
     kind: str = ".*"
     says: str = ""
     frames: str = ""
+
+    def fits(self, kind: str, message: str, files: str) -> bool:
+        """Whether a break looks so; arguments as those of `classify`."""
+        return bool(re.fullmatch(self.kind, kind) and re.search(self.says, message) and re.search(self.frames, files))
+
+
+@dataclass(frozen=True)
+class StockCause(Cause):
+    """A cause that is known by what Dynamo says.
+
+    Attributes:
+        signs: any of them tells this cause.
+        under: which backends break.
+    """
+
+    signs: tuple[Sign, ...] = ()
     under: Under = "every backend"
 
     def fits(self, kind: str, message: str, files: str) -> bool:
-        """Whether a break of this kind, with this message, is of this cause; `files` are those of its stack, one a line."""
-        return bool(re.fullmatch(self.kind, kind) and re.search(self.says, message) and re.search(self.frames, files))
+        """Whether a break is of this cause; arguments as those of `classify`."""
+        return any(sign.fits(kind, message, files) for sign in self.signs)
 
 
 _SKIPPED = "Attempted to (call|inline) function marked as skipped"
@@ -48,8 +63,7 @@ _ALL = (
         "torch breaks there on purpose, so that each optimizer is a graph of its own.",
         "Use backend='dtensor', which traces steps of optimizers, or compile the step by itself.",
         "optimizer.step()\n# instead: call it outside of the compiled function, or use backend='dtensor'",
-        kind=r"Call to `torch\._dynamo\.graph_break\(\)`",
-        frames=r"torch/optim/",
+        signs=(Sign(kind=r"Call to `torch\._dynamo\.graph_break\(\)`", frames=r"torch/optim/"),),
         under="stock",
     ),
     StockCause(
@@ -58,7 +72,7 @@ _ALL = (
         "The program asks for a break there.",
         "Take the call out.",
         "torch._dynamo.graph_break()\n# instead: nothing",
-        kind=r"Call to `torch\._dynamo\.graph_break\(\)`",
+        signs=(Sign(kind=r"Call to `torch\._dynamo\.graph_break\(\)`"),),
     ),
     StockCause(
         "data-parallel-wrapper",
@@ -66,16 +80,10 @@ _ALL = (
         "The wrapper (DDP, replicate, fully_shard) runs hooks that torch keeps out of graphs.",
         "Compile the blocks inside the wrapper (fully_shard(torch.compile(block))), or compile the module before it is wrapped.",
         "torch.nn.parallel.DistributedDataParallel(layer)(x)\n# instead: compile the module, then wrap it",
-        says=r"Logger\) set_runtime_stats|\(Reducer\)|_ReplicateState|DistributedDataParallel|reducer",
-        frames=r"",
-    ),
-    StockCause(
-        "data-parallel-wrapper",
-        "data-parallel wrapper inside the compiled function",
-        "The wrapper (DDP, replicate, fully_shard) runs hooks that torch keeps out of graphs.",
-        "Compile the blocks inside the wrapper (fully_shard(torch.compile(block))), or compile the module before it is wrapped.",
-        "torch.nn.parallel.DistributedDataParallel(layer)(x)\n# instead: compile the module, then wrap it",
-        frames=r"torch/distributed/(_composable|fsdp)/|torch/nn/parallel/distributed\.py",
+        signs=(
+            Sign(says=r"Logger\) set_runtime_stats|\(Reducer\)|_ReplicateState|DistributedDataParallel|reducer"),
+            Sign(frames=r"torch/distributed/(_composable|fsdp)/|torch/nn/parallel/distributed\.py"),
+        ),
     ),
     StockCause(
         "disabled-function",
@@ -83,8 +91,11 @@ _ALL = (
         "torch.compiler.disable marks it, here or inside torch.",
         "Take the mark away, or call it outside of the compiled function.",
         "torch.compiler.disable(torch.sin)(x)\n# instead\ntorch.sin(x)",
-        kind=rf"Skip calling `torch\.compiler\.disable\(\)`d function|Skip inlining `torch\.compiler\.disable\(\)`d function|{_SKIPPED}",
-        says=r"compiler\.disable|module: torch\._dynamo\.decorators, qualname: disable|_disable_dynamo",
+        signs=(
+            Sign(kind=r"Skip (calling|inlining) `torch\.compiler\.disable\(\)`d function"),
+            Sign(kind=_SKIPPED, says=r"module: torch\._dynamo\.decorators, qualname: disable"),
+            Sign(says=r"_disable_dynamo"),
+        ),
     ),
     StockCause(
         "handle-of-collective",
@@ -92,17 +103,10 @@ _ALL = (
         "Its handle is a C++ object, which has no place in a graph of stock torch.",
         "Use backend='dtensor', which traces it, or torch.distributed._functional_collectives.",
         "work = dist.all_reduce(x, async_op=True)\nwork.wait()\n# instead\ndist.all_reduce(x)",
-        kind=r"async_op=True for distributed collectives",
-        under="stock",
-    ),
-    StockCause(
-        "handle-of-collective",
-        "collective with async_op=True",
-        "Its handle is a C++ object, which has no place in a graph of stock torch.",
-        "Use backend='dtensor', which traces it, or torch.distributed._functional_collectives.",
-        "work = dist.all_reduce(x, async_op=True)\nwork.wait()\n# instead\ndist.all_reduce(x)",
-        kind=r"Unsupported method call",
-        says=r"UserDefinedObjectVariable\(\w*Work\)",
+        signs=(
+            Sign(kind=r"async_op=True for distributed collectives"),
+            Sign(kind=r"Unsupported method call", says=r"UserDefinedObjectVariable\(\w*Work\)"),
+        ),
         under="stock",
     ),
     StockCause(
@@ -111,7 +115,7 @@ _ALL = (
         "torch traces isend and irecv only where torch._dynamo.config.enable_p2p_compilation is set.",
         "Use backend='dtensor', which traces messages, or set that switch and batch_isend_irecv.",
         "dist.isend(x, 0)\n# instead: backend='dtensor'",
-        kind=r"P2P compilation disabled for .*",
+        signs=(Sign(kind=r"P2P compilation disabled for .*"),),
         under="stock",
     ),
     StockCause(
@@ -120,7 +124,7 @@ _ALL = (
         "torch refuses these functions while it traces.",
         "Use backend='dtensor', which traces them, or torch.distributed._functional_collectives.",
         "torch.distributed.nn.functional.all_gather(x)\n# instead: backend='dtensor'",
-        says=r"torch\.distributed\.nn\.functional\.\w+ is not supported under torch\.compile",
+        signs=(Sign(says=r"torch\.distributed\.nn\.functional\.\w+ is not supported under torch\.compile"),),
         under="stock",
     ),
     StockCause(
@@ -129,8 +133,7 @@ _ALL = (
         "It fills in a C++ structure (broadcast, gather, reduce, scatter, barrier, new_group), and Dynamo cannot make one.",
         "Use backend='dtensor', which traces collectives, or call it outside of the compiled function.",
         "dist.broadcast(x, 0)\n# instead: backend='dtensor'",
-        kind=_SKIPPED,
-        says=r"pybind11_object\.__new__|pybind11_detail_function_record",
+        signs=(Sign(kind=_SKIPPED, says=r"pybind11_object\.__new__|pybind11_detail_function_record"),),
         under="stock",
     ),
     StockCause(
@@ -139,8 +142,11 @@ _ALL = (
         "A DTensor or its spec is made in Python, and Dynamo has no node for that.",
         "Use backend='dtensor', which traces distribute_tensor and the factories, or DTensor.from_local.",
         "distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)\n# instead\nDTensor.from_local(x, mesh, [Shard(0)])",
-        kind=rf"Failed to convert args/kwargs to proxy|{_SKIPPED}|missing_mp_subscript",
-        says=r"DTensorSpec|_DTensor_compute_global_tensor_info|mp_subscript_impl not defined",
+        signs=(
+            Sign(kind=r"Failed to convert args/kwargs to proxy", says=r"DTensorSpec"),
+            Sign(kind=_SKIPPED, says=r"_DTensor_compute_global_tensor_info|DTensorSpec"),
+            Sign(kind=r"missing_mp_subscript", says=r"subscripting 'type'"),
+        ),
         under="stock",
     ),
     StockCause(
@@ -149,7 +155,7 @@ _ALL = (
         "A generator is an object with a state of its own, which has no place in a graph.",
         "Seed the default generator with torch.manual_seed, or draw the numbers outside of the compiled function.",
         "torch.rand(4, generator=generator)\n# instead\ntorch.rand(4)",
-        says=r"\(Generator\)|torch\.Generator|manual_seed",
+        signs=(Sign(says=r"\(Generator\)|torch\.Generator|manual_seed"),),
     ),
     StockCause(
         "warning",
@@ -157,8 +163,7 @@ _ALL = (
         "warnings.warn is C code that Dynamo does not call.",
         "Use backend='dtensor', which holds warnings back until the graph has run, or warn outside of the compiled function.",
         "warnings.warn('it is ' + str(mesh))\n# instead: backend='dtensor'",
-        kind=_SKIPPED,
-        says=r"module: _?warnings, qualname: warn",
+        signs=(Sign(kind=_SKIPPED, says=r"module: _?warnings, qualname: warn"),),
         under="stock",
     ),
     StockCause(
@@ -167,8 +172,10 @@ _ALL = (
         "What is said is text of values, and they are there only when the graph has run.",
         "Use backend='dtensor', which holds it back until then, or print outside of the compiled function.",
         "print(mesh)\n# instead: backend='dtensor'",
-        kind=r"Failed to trace builtin operator|logging\.Logger method not supported for non-export cases|.*[Ll]ogging.*",
-        says=r"builtin print|logging|Logger",
+        signs=(
+            Sign(kind=r"Failed to trace builtin operator", says=r"builtin print"),
+            Sign(kind=r"logging\.Logger method not supported for non-export cases"),
+        ),
         under="stock",
     ),
     StockCause(
@@ -177,8 +184,10 @@ _ALL = (
         "item(), tolist(), bool() or a branch on a tensor: the value is known when the program runs, and decides what comes next.",
         "Keep the value a tensor (torch.where for a branch), or return it and look at it outside.",
         "if x.sum() > 0:\n    x = x + 1\n# instead\nx = torch.where(x.sum() > 0, x + 1, x)",
-        kind=r"Data dependent operator|Unsupported Tensor\.item\(\) call.*|Data-dependent .*|Unsupported Tensor\.tolist.*|generic_jump.*"
-        r"|Could not guard on data-dependent expression.*|.*[Uu]nbacked.*",
+        signs=(
+            Sign(kind=r"Data dependent operator|Data-dependent .*|Could not guard on data-dependent expression.*"),
+            Sign(kind=r"Unsupported Tensor\.(item|tolist).*"),
+        ),
     ),
     StockCause(
         "size-of-data",
@@ -186,7 +195,7 @@ _ALL = (
         "The size of its result is known when the program runs (nonzero, unique, bincount, a mask as index).",
         "Use a form of fixed size (torch.where with three arguments, minlength), or call it outside.",
         "torch.nonzero(x)\n# instead\ntorch.where(x != 0, x, 0)",
-        kind=r"Dynamic shape operator.*|Dynamic slicing.*",
+        signs=(Sign(kind=r"Dynamic shape operator.*|Dynamic slicing.*"),),
     ),
     StockCause(
         "autograd-inside",
@@ -194,7 +203,7 @@ _ALL = (
         "Dynamo leaves backward() and torch.autograd.grad to Python.",
         "Use backend='dtensor', which traces them, or call backward() on what the compiled function returns.",
         "torch.autograd.grad(weight.sin().sum(), [weight])\n# instead: backend='dtensor'",
-        kind=r"Unsupported Tensor\.backward\(\) call|using `torch\.autograd\.grad` .*|.*autograd\.grad.*",
+        signs=(Sign(kind=r"Unsupported Tensor\.backward\(\) call|using `torch\.autograd\.grad` .*|.*autograd\.grad.*"),),
         under="stock",
     ),
     StockCause(
@@ -202,8 +211,8 @@ _ALL = (
         "a parameter is made in the compiled function",
         "A parameter outlives the call, and Dynamo does not make one.",
         "Make parameters outside of the compiled function.",
-        "torch.nn.Parameter(x)\n# instead: outside of the compiled function",
-        kind=r".*`torch\.nn\.Parameter\(\)`.*",
+        "torch.nn.Parameter(d * 2)\n# instead: outside of the compiled function",
+        signs=(Sign(kind=r".*`torch\.nn\.Parameter\(\)`.*"),),
     ),
     StockCause(
         "leaf-returned",
@@ -211,7 +220,7 @@ _ALL = (
         "Its gradient would have to outlive the call.",
         "Call requires_grad_() outside of the compiled function.",
         "return x.detach().requires_grad_()\n# instead: outside of the compiled function",
-        kind=r"requires_grad_\(\) intermediate leaked as output|.*requires_grad_.*",
+        signs=(Sign(kind=r"requires_grad_\(\) intermediate leaked as output|.*requires_grad_.*"),),
     ),
     StockCause(
         "module-backward-hook",
@@ -219,48 +228,23 @@ _ALL = (
         "torch traces backward hooks of modules under compiled autograd only.",
         "Hook a tensor instead (output.register_hook), or compile the module without the hook.",
         "hooked(x)\n# instead: output.register_hook",
-        kind=r"Module-level backwards hooks require compiled autograd\.?",
+        signs=(Sign(kind=r"Module-level backwards hooks require compiled autograd\.?"),),
     ),
     StockCause(
         "attribute-of-class",
         "an attribute of a class is set",
         "It changes the class for everyone, and Dynamo only follows changes of objects.",
         "Set it outside of the compiled function.",
-        "Holder.value = 1\n# instead: outside of the compiled function",
-        kind=r"setattr\(\) on unsupported type",
+        "torch.nn.Linear.scale = 1\n# instead: outside of the compiled function",
+        signs=(Sign(kind=r"setattr\(\) on unsupported type"),),
     ),
     StockCause(
         "data-attribute",
-        "x.data, or an operator that fake tensors do not take",
-        "While tracing there are only shapes, and this needs the memory of a tensor.",
+        "x.data is set",
+        "It gives a tensor other memory, and while tracing there is none.",
         "Copy the values instead (x.copy_(y)).",
-        "x.data = torch.ones(4, 4)\n# instead\nx.copy_(torch.ones(4, 4))",
-        kind=r"NotImplementedError/UnsupportedFakeTensorException when running FX node",
-    ),
-    StockCause(
-        "not-a-tensor",
-        "an operator returns something that is no tensor",
-        "A graph passes on tensors and numbers.",
-        "Call it outside of the compiled function.",
-        "torch.get_rng_state().storage()\n# instead: outside of the compiled function",
-        kind=r"torch\.\* op returned non-Tensor|Unsupported method call|Failed to convert args/kwargs to proxy",
-    ),
-    StockCause(
-        "recompile-limit",
-        "compiled too often",
-        "The function was compiled for so many different inputs that torch gives up and runs it in eager.",
-        "Look at the recompiles of this report: mark a size as dynamic, or pass what changes as a tensor.",
-        "# a size that changes at every call, with dynamic=False\n# instead: torch.compile(..., dynamic=True)",
-        kind=r"Dynamo recompile limit exceeded.*|RecompileLimitExceeded|FailOnRecompileLimitHit",
-    ),
-    StockCause(
-        "member-not-registered",
-        "member of a mesh, group or placement that torch does not trace",
-        "torch keeps a list of members that may be used while tracing, and ends the compilation at any other.",
-        "Use backend='dtensor', which traces them, or read it outside of the compiled function.",
-        "mesh.get_all_groups()\n# instead: backend='dtensor'",
-        says=r"unregistered member on an OpaqueObject|Opaque object|OpaqueObject|sourceless builder|UnsafeScriptObjectError|cls_source must not be None",
-        under="stock",
+        "d.data = d * 2\n# instead\nd.copy_(d * 2)",
+        signs=(Sign(kind=r"NotImplementedError/UnsupportedFakeTensorException when running FX node", says=r"method 'set_'"),),
     ),
     StockCause(
         "no-sharding-rule",
@@ -268,7 +252,7 @@ _ALL = (
         "DTensor does not know where the result would lie; eager raises too.",
         "Use backend='dtensor', which runs it on replicated tensors, or register_sharding, or to_local() around it.",
         "torch.cdist(d, d)\n# instead\ntorch.cdist(d.full_tensor(), d.full_tensor())",
-        says=r"does not have a sharding strategy registered",
+        signs=(Sign(says=r"does not have a sharding strategy registered"),),
         under="stock",
     ),
     StockCause(
@@ -277,7 +261,35 @@ _ALL = (
         "DTensor does not guess what the plain tensor means on the mesh; eager raises too.",
         "Make it a DTensor: DTensor.from_local(t, mesh, [Replicate()]).",
         "d + torch.ones(8, 4)\n# instead\nd + DTensor.from_local(torch.ones(8, 4), mesh, [Replicate()])",
-        says=r"got mixed torch\.Tensor and DTensor",
+        signs=(Sign(says=r"got mixed torch\.Tensor and DTensor"),),
+    ),
+    StockCause(
+        "not-a-tensor",
+        "an operator returns something that is no tensor",
+        "A graph passes on tensors and numbers.",
+        "Call it outside of the compiled function.",
+        "torch.get_rng_state().storage()\n# instead: outside of the compiled function",
+        signs=(Sign(kind=r"torch\.\* op returned non-Tensor|Unsupported method call|Failed to convert args/kwargs to proxy"),),
+    ),
+    StockCause(
+        "recompile-limit",
+        "compiled too often",
+        "The function was compiled for so many different inputs that torch gives up and runs it in eager.",
+        "Look at the recompiles of this report: mark a size as dynamic, or pass what changes as a tensor.",
+        "# a size that changes at every call, with dynamic=False\n# instead: torch.compile(..., dynamic=True)",
+        signs=(Sign(kind=r"Dynamo recompile limit exceeded.*|RecompileLimitExceeded|FailOnRecompileLimitHit"),),
+    ),
+    StockCause(
+        "member-not-registered",
+        "member of a mesh, group or placement that torch does not trace",
+        "torch keeps a list of members that may be used while tracing, and ends the compilation at any other.",
+        "Use backend='dtensor', which traces them, or read it outside of the compiled function.",
+        "mesh.get_all_groups()\n# instead: backend='dtensor'",
+        signs=(
+            Sign(says=r"OpaqueObject|Opaque object|UnsafeScriptObjectError"),
+            Sign(says=r"cls_source must not be None for MRO walk"),
+        ),
+        under="stock",
     ),
     StockCause(
         "exception",
@@ -285,7 +297,7 @@ _ALL = (
         "The program raises here, and nothing in the compiled function catches it.",
         "Catch it inside, or mend what raises.",
         "raise ValueError('no')\n# instead: nothing",
-        kind=r"Observed exception|ObservedException|UncapturedHigherOrderOpError",
+        signs=(Sign(kind=r"Observed exception|ObservedException|UncapturedHigherOrderOpError"),),
     ),
     StockCause(
         "c-function",
@@ -293,8 +305,7 @@ _ALL = (
         "Dynamo looks into Python only.",
         "Call it outside of the compiled function, or make it an operator (torch.library.custom_op).",
         "x = x + zlib.crc32(b'x')\n# instead: outside of the compiled function",
-        kind=_SKIPPED,
-        says=r"C extension|builtin",
+        signs=(Sign(kind=_SKIPPED, says=r"C extension|builtin"),),
     ),
     StockCause(
         "skipped-function",
@@ -302,7 +313,7 @@ _ALL = (
         "torch keeps a list of modules that it leaves to Python.",
         "Call it outside of the compiled function.",
         "torch.amp.GradScaler('cpu').scale(x)\n# instead: outside of the compiled function",
-        kind=_SKIPPED,
+        signs=(Sign(kind=_SKIPPED),),
     ),
     StockCause(
         "error-in-compiler",
@@ -310,7 +321,7 @@ _ALL = (
         "An error inside torch or the backend ended the compilation.",
         "Read the message; options={'capture': False} shows whether it comes from this backend.",
         "# any error that torch.compile raises and eager does not",
-        kind=r"BackendCompilerFailed|InternalTorchDynamoError|TorchRuntimeError|\w*Error",
+        signs=(Sign(kind=r"BackendCompilerFailed|InternalTorchDynamoError|TorchRuntimeError|\w*Error"),),
     ),
 )
 
@@ -323,7 +334,7 @@ UNKNOWN = StockCause(
 )
 
 #: Code -> cause, of torch's own breaks.
-STOCK_CAUSES: Mapping[str, StockCause] = {cause.code: cause for cause in reversed((*_ALL, UNKNOWN))}
+STOCK_CAUSES: Mapping[str, StockCause] = {cause.code: cause for cause in (*_ALL, UNKNOWN)}
 
 #: Causes of ours that another backend does not break for.
 _OURS_ALONE = frozenset({"symbolic-spec"})

@@ -162,8 +162,8 @@ def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Se
         fate=fate,  # type: ignore[arg-type]
         bytes_before=this.bytes,
         bytes=sum(c.bytes for c in sent),
-        seconds=sum(c.seconds for c in sent),
-        exposed_seconds=sum(c.exposed_seconds for c in sent),
+        seconds=sum((c.seconds for c in sent), 0.0),
+        exposed_seconds=sum((c.exposed_seconds for c in sent), 0.0),
         decided_by=by,
         reason=reason,
     )
@@ -214,6 +214,5 @@ def _totals(collectives: Sequence[model.Collective]) -> Totals:
 
 
 def _total(name: str, rows: Sequence[model.Collective]) -> Total:
-    return Total(
-        name, len(rows), sum(c.bytes for c in rows), sum(c.seconds for c in rows), sum(c.exposed_seconds for c in rows)
-    )
+    seconds, exposed = sum((c.seconds for c in rows), 0.0), sum((c.exposed_seconds for c in rows), 0.0)
+    return Total(name, len(rows), sum(c.bytes for c in rows), seconds, exposed)

@@ -1,0 +1,144 @@
+"""The catalogue of causes: every example breaks for its cause, and the breaks of many programs are known."""
+
+import json
+import linecache
+import logging
+import pathlib
+import textwrap
+import warnings
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from dtensor_compile.causes import CAUSES, break_title
+from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.report.breaks import cause_of, recompile_cause
+from dtensor_compile.report.recorder import record
+from dtensor_compile.stock_causes import STOCK_CAUSES, breaks_under, classify
+
+NAMES = {
+    name: globals()[name]
+    for name in "torch dist logging warnings zlib DeviceMesh init_device_mesh CPUOffloadPolicy fully_shard DTensor Partial Replicate Shard "
+    "distribute_tensor CommDebugMode".split()
+}  # fmt: skip
+
+#: Tested by themselves, below.
+NO_EXAMPLE = {"unknown", "error-in-compiler", "recompile-limit"}
+
+
+class Object:
+    name = "a name"
+
+
+def names():
+    """What the examples speak of."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    weight.grad = torch.ones(4, 4)
+    hooked = torch.nn.Linear(4, 4)
+    hooked.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    return {
+        **NAMES,
+        "mesh": mesh,
+        "group": mesh.get_group(),
+        "layer": torch.nn.Linear(4, 4),
+        "hooked": hooked,
+        "weight": weight,
+        "optimizer": torch.optim.SGD([weight], lr=0.1),
+        "generator": torch.Generator(),
+        "an_object_of_mine": Object(),
+        "value": 3,
+        "results": [None, None],
+        "tensor": torch.ones(4),
+    }
+
+
+def causes_of(body, backend):
+    """Codes of the breaks of a function with that body, compiled on a simulated job of two ranks."""
+    source = "def program(x, d):\n" + textwrap.indent(body, "    ") + "\n    return x\n"
+    file = "<example>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    torch._dynamo.reset()
+    with simulated_job(2, 0), record() as recording:
+        space = names()
+        exec(compile(source, file, "exec"), space)
+        d = distribute_tensor(torch.ones(8, 4), space["mesh"], [Shard(0)])
+        try:
+            torch.compile(space["program"], backend=backend)(torch.ones(4, 4), d)
+        except Exception:
+            pass  # ranks that are not there answer nothing, and some causes end the compilation
+    return [cause_of(event).code for event in recording.breaks]
+
+
+@pytest.mark.parametrize("code", sorted(set(STOCK_CAUSES) - NO_EXAMPLE))
+def test_example_breaks_for_its_cause_under_stock(code):
+    assert code in causes_of(STOCK_CAUSES[code].example.partition("# instead")[0].strip(), "aot_eager")
+
+
+@pytest.mark.parametrize("code", sorted(code for code in STOCK_CAUSES if STOCK_CAUSES[code].under == "stock"))
+def test_what_only_stock_breaks_for_does_not_break_here(code):
+    body = STOCK_CAUSES[code].example.partition("# instead")[0].strip()
+    assert code not in causes_of(body, "dtensor_aten")
+
+
+def test_recompile_limit():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    with record() as recording, torch._dynamo.config.patch(recompile_limit=2):
+        for n in range(4):
+            compiled(torch.ones(n + 2))
+    assert [cause_of(event).code for event in recording.breaks][:1] == ["recompile-limit"]
+    assert {recompile_cause(c.reason) for c in recording.compilations if c.reason} == {"size"}
+
+
+def test_error_in_the_compiler():
+    def fails(gm, inputs):
+        raise ArithmeticError("no kernels today")
+
+    torch._dynamo.reset()
+    with record() as recording, pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        torch.compile(lambda x: x * 2, backend=fails)(torch.ones(2))
+    (event,) = recording.breaks
+    assert event.error and cause_of(event).code == "error-in-compiler" and "no kernels today" in event.message
+
+
+def test_breaks_of_the_catalogue_of_programs_have_a_cause():
+    rows = json.loads((pathlib.Path(__file__).parent / "stock_breaks.json").read_text())
+    unknown = [row for row in rows if classify(row["kind"], row["message"]).code == "unknown"]
+    assert len(rows) > 90 and len(unknown) <= 0.05 * len(rows), unknown
+
+
+@pytest.mark.parametrize("code", sorted(CAUSES))
+def test_our_own_breaks_are_known_by_their_code(code):
+    message = f"{break_title(code)}\n  Explanation: ..."
+    assert classify("anything", message).code == code
+    assert breaks_under(CAUSES[code]) in ("every backend", "dtensor")
+
+
+def test_a_break_that_nobody_knows():
+    assert classify("a new kind of break", "nothing known").code == "unknown"
+
+
+def test_codes_are_distinct():
+    assert not set(CAUSES) & set(STOCK_CAUSES)
+
+
+@pytest.mark.parametrize(
+    "reason, cause",
+    [
+        ("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6", "size"),
+        ("0/0: tensor 'x' dtype mismatch. expected Float, actual Double", "dtype"),
+        ("0/0: GLOBAL_STATE changed: grad_mode ", "gradient mode"),
+        ("0/1: n == 3", "value"),
+        ("0/1: len(items) == 2", "number of entries"),
+        ("0/1: something new", "other"),
+    ],
+)
+def test_recompile_causes(reason, cause):
+    assert recompile_cause(reason) == cause
