@@ -54,6 +54,35 @@ _ALL = (
         "mesh.__enter__()\ny = x @ x\nmesh.__exit__(None, None, None)\n# instead\nwith mesh:\n    y = x @ x",
     ),
     Cause(
+        "raw-object",
+        "object of the C++ side of torch.distributed",
+        "It acts on the process or on other ranks when its methods are called, and shows nothing that could be traced.",
+        "Use it outside of the compiled function. Collectives of torch.distributed are traced, and so are those of groups without "
+        "options objects.",
+        "group.allreduce([x], dist.AllreduceOptions())\n# instead\ngroup.allreduce([x], dist.ReduceOp.SUM)",
+    ),
+    Cause(
+        "group-lifetime",
+        "process groups are started or ended",
+        "Compiled code holds groups and is guarded on them; it cannot outlive the group that it runs in.",
+        "Start and end process groups outside of the compiled function.",
+        "dist.destroy_process_group()\n# instead: after the last call of the compiled function",
+    ),
+    Cause(
+        "process-setting",
+        "setting of the process is changed",
+        "The setting changes what code outside of the graph does, at the moment at which it is changed.",
+        "Change it outside of the compiled function.",
+        "dist.set_debug_level(dist.DebugLevel.INFO)\n# instead: before the compiled function is called",
+    ),
+    Cause(
+        "looks-at-execution",
+        "tool that looks at what eager runs",
+        "It shows what is executed call by call, and in a compiled program calls are not what is executed.",
+        "Use it on the program in eager; dtensor_compile.record() shows what the compiled one sends.",
+        "with CommDebugMode() as counts:\n    model(x)\n# instead\nwith dtensor_compile.record() as counts:\n    compiled(x)",
+    ),
+    Cause(
         "member-argument",
         "argument of a method is not a constant",
         "Methods of meshes, groups and placements are evaluated while tracing, and need the values of their arguments then.",

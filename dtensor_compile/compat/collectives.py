@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives
 from torch._C._distributed_c10d import _register_work
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables.base import VariableTracker
@@ -36,9 +37,13 @@ REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
 }
 
 
+#: torch's module of functional collectives.
+functional_collectives = torch.distributed._functional_collectives
+
+
 def reduction_name(value: Any) -> str | None:
     """The name of a reduction; None for one that is no plain reduction (a premultiplied sum)."""
-    return next((name for name, op in REDUCTIONS.items() if op == value), None)
+    return next((name for name, op in REDUCTIONS.items() if value == op), None)
 
 
 def functions_of(module: types.ModuleType, *names: str) -> list[Callable[..., Any]]:

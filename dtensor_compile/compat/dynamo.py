@@ -28,7 +28,7 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, set_code_exec_strategy, skip_code
 from torch._dynamo.exc import raise_observed_exception, unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
@@ -337,6 +337,11 @@ def leave_to_python(cls: type) -> None:
             skip_code(function.__code__)
 
 
+def leave_calls_to_python(function: types.FunctionType) -> None:
+    """Frames of `function` that Python enters stay with Python from now on, and so does what they call."""
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
 def graph_break(code: str, context: str, explanation: str = "", hint: str = "") -> NoReturn:
     """An ordinary graph break: an error with ``fullgraph=True``, otherwise this piece of the program runs in eager.
 
@@ -457,7 +462,7 @@ __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator", "UserFunctionVariable",
     "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of", "compiles_for_us",
     "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes", "inline_member", "install_while_tracing",
-    "installed_backends", "keep_ddp_graphs_whole", "leave_to_python", "member_function", "options_on_stack", "raise_in_program",
+    "installed_backends", "keep_ddp_graphs_whole", "leave_calls_to_python", "leave_to_python", "member_function", "options_on_stack", "raise_in_program",
     "real_object", "remember", "traces_for_us",
     "tracked", "unwrapped_backend",
 ]  # fmt: skip

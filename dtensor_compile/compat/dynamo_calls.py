@@ -8,23 +8,25 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.exc import RequiresGradRestartAnalysis
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable
 from torch._dynamo.variables.tensor import TensorSubclassVariable, TensorVariable
-from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dtensor_compile.compat.dynamo import (
     OpaqueClassVariable,
     Retrack,
+    TrackGiven,
     Translator,
     graph_break,
     member_function,
@@ -104,15 +106,30 @@ class _TensorClass(TensorSubclassVariable):
         return type(self).make(tx, self, list(args), dict(kwargs))
 
 
+class _PlainClass(UserDefinedClassVariable):
+    """Any other class, whose instances `make` makes."""
+
+    make: Call
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return type(self).make(tx, self, list(args), dict(kwargs))
+
+
+_CLASSES = ((TensorSubclassVariable, _TensorClass), (OpaqueClassVariable, _OpaqueClass), (UserDefinedClassVariable, _PlainClass))
+
+
 def handle_construction(make: Call) -> Retrack:
-    """What makes a tracker of a class, opaque or of tensors, whose construction goes to `make`."""
+    """What makes a tracker of a class, whose construction goes to `make`; of what is no class, as `handle_calls`."""
     trackers = {
-        base: type(f"{base.__name__}_{make.__name__}", (base,), {"make": staticmethod(make)})
-        for base in (_OpaqueClass, _TensorClass)
+        base: type(f"{ours.__name__}_{make.__name__}", (ours,), {"make": staticmethod(make)}) for base, ours in _CLASSES
     }
 
     def retrack(stock: VariableTracker) -> VariableTracker:
-        base = _TensorClass if isinstance(stock, TensorSubclassVariable) else _OpaqueClass
+        base = next((base for base, _ in _CLASSES if isinstance(stock, base)), None)
+        if base is None:
+            return CallVariable(stock, make)
         return trackers[base](stock.as_python_constant(), source=stock.source)
 
     return retrack
@@ -313,6 +330,37 @@ def handle_methods(**methods: Call) -> Retrack:
 def attribute(tx: Translator, owner: VariableTracker, name: str) -> VariableTracker:
     """``owner.name``"""
     return owner.realize().var_getattr(tx, name)
+
+
+class RefusingVariable(UserDefinedObjectVariable):
+    """Tracks an object some of whose methods are not traced: a call of one goes to `refuse`."""
+
+    names: frozenset[str] = frozenset()
+    refuse: Callable[[str], NoReturn]
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        if name in self.names:
+            return member_function(self, name, lambda args, kwargs: self.refuse(name))
+        return super().var_getattr(tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return self.refuse(name) if name in self.names else super().call_method(tx, name, args, kwargs)
+
+    tp_getattro_impl = var_getattr
+
+
+def refuse_methods(names: Iterable[str], refuse: Callable[[str], NoReturn]) -> TrackGiven:
+    """What makes a tracker of an input whose methods of those names are not traced."""
+
+    def track(builder: VariableBuilder, value: Any) -> VariableTracker:
+        builder.install_guards(GuardBuilder.TYPE_MATCH)
+        variable = RefusingVariable(value, source=builder.source)
+        variable.names, variable.refuse = frozenset(names), refuse
+        return builder.tx.output.side_effects.track_object_existing(value, variable)
+
+    return track
 
 
 _met: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()

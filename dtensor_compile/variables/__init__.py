@@ -21,8 +21,7 @@ from dtensor_compile.compat.data_dependent import lengths_of_counts, numbers_in_
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
-from dtensor_compile.variables import factories, hooks, optimizer, printing, random
-from dtensor_compile.variables.collectives import FUNCTIONS
+from dtensor_compile.variables import collectives, data_parallel, factories, functions, hooks, optimizer, printing, random
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import track_spec
 from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
@@ -34,18 +33,19 @@ ENTRIES = Entries(
         Placement: PlacementVariable.track,
         ProcessGroup: ProcessGroupVariable.track,
     },
-    made={Spec: track_spec},
+    made={Spec: track_spec, **functions.MADE},
     objects=(
-        *((cls, PlacementClassVariable.retrack) for cls in (Shard, Replicate, Partial, StridedShard, MaskPartial)),
+        *((cls, PlacementClassVariable.retrack) for cls in (Placement, Shard, Replicate, Partial, StridedShard, MaskPartial)),
         *optimizer.OBJECTS,
         *hooks.OBJECTS,
         *factories.OBJECTS,
         *printing.OBJECTS,
         *random.OBJECTS,
-        *FUNCTIONS,
+        *collectives.OBJECTS,
+        *functions.OBJECTS,
     ),
     tensors={DTensor: guard_sizes},
-    given=random.TYPES,
+    given={**random.TYPES, **functions.GIVEN},
     contexts=(
         check_redistributions,
         rules_while_tracing,
@@ -54,9 +54,11 @@ ENTRIES = Entries(
         lengths_of_counts,
         factories.keep_leaves,
         *printing.CONTEXTS,
+        *functions.CONTEXTS,
         *optimizer.CONTEXTS,
         *hooks.CONTEXTS,
         *random.CONTEXTS,
+        *data_parallel.CONTEXTS,
     ),
 )
 

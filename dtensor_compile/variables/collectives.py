@@ -5,14 +5,13 @@ means on this rank (a group by its name, a rank of the group) and calls an opera
 operation is complete as soon as it is called; that it starts early and is waited for late is the business of the lowering. So the
 `Work` of an asynchronous call has nothing left to do.
 
-What cannot be traced has a row in `REFUSED`: Python objects that other ranks send are only there when the program runs.
+``functions.py`` says which functions have one.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,69 +29,11 @@ from dtensor_compile.compat.dynamo import (
     graph_break,
     raise_in_program,
 )
-from dtensor_compile.variables import differentiable_collectives
+from dtensor_compile.compat.dynamo_calls import RefusingVariable
+from dtensor_compile.variables import differentiable_collectives, work
+from dtensor_compile.variables.work import Future, Work
 
 Group = Any
-
-
-class Future:
-    """Stands for the ``torch.futures.Future`` of a call: its value is there."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def wait(self) -> Any:
-        return self._value
-
-    def value(self) -> Any:
-        return self._value
-
-    def done(self) -> bool:
-        return True
-
-    def then(self, callback: Callable[[Future], Any]) -> Future:
-        return Future(callback(self))
-
-    def add_done_callback(self, callback: Callable[[Future], Any]) -> None:
-        callback(self)
-
-
-class Work:
-    """Stands for the ``torch.distributed.Work`` of an asynchronous call: the graph has the call complete."""
-
-    def __init__(self, results: list[torch.Tensor], source: int = -1) -> None:
-        self._results = results
-        self._source = source
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def block_current_stream(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._results
-
-    def source_rank(self) -> int:
-        return self._source
-
-    def _source_rank(self) -> int:
-        return self._source
-
-    def get_future(self) -> Future:
-        return Future(self._results)
 
 
 # ---- what twins share ------------------------------------------------------------------------------------------------------
@@ -367,23 +308,29 @@ def batch_isend_irecv(p2p_op_list):
 # ---- methods of process groups: ranks are ranks of the group --------------------------------------------------------------------
 
 
-def pg_allreduce(group, tensors, op="sum"):
+def pg_allreduce(group, tensors, op="sum", timeout=None):
     for tensor in _list(tensors):
         all_reduce(tensor, op, group)
     return Work(_list(tensors))
 
 
-def pg_broadcast(group, tensor, root=0):
-    broadcast(tensor, group_src=root, group=group)
-    return Work([tensor])
+def pg_allreduce_coalesced(group, tensors):
+    return pg_allreduce(group, tensors)
 
 
-def pg_reduce(group, tensor, root, op="sum"):
-    reduce(tensor, group_dst=root, op=op, group=group)
-    return Work([tensor])
+def pg_broadcast(group, tensor, root=0, timeout=None):
+    for part in _list(tensor):
+        broadcast(part, group_src=root, group=group)
+    return Work(_list(tensor))
 
 
-def pg_allgather(group, output_tensors, input_tensors):
+def pg_reduce(group, tensor, root=0, op="sum", timeout=None):
+    for part in _list(tensor):
+        reduce(part, group_dst=root, op=op, group=group)
+    return Work(_list(tensor))
+
+
+def pg_allgather(group, output_tensors, input_tensors, timeout=None):
     if isinstance(input_tensors, torch.Tensor):
         all_gather(output_tensors, input_tensors, group)
     else:
@@ -392,15 +339,40 @@ def pg_allgather(group, output_tensors, input_tensors):
     return Work([])
 
 
+def pg_allgather_coalesced(group, output_lists, input_list):
+    all_gather_coalesced(output_lists, input_list, group)
+    return Work([])
+
+
 def pg_allgather_single(group, output, input):
     return all_gather_single(output, input, group, True)
 
 
-def pg_reduce_scatter_single(group, output, input, op="sum"):
-    return reduce_scatter_single(output, input, op, group, True)
+def pg_allgather_single_coalesced(group, outputs, inputs):
+    for output, tensor in zip(outputs, inputs):
+        all_gather_single(output, tensor, group)
+    return Work(list(outputs))
 
 
-def pg_alltoall_single(group, output, input, output_split_sizes, input_split_sizes):
+def pg_reduce_scatter(group, output_tensors, input_tensors, op="sum", timeout=None):
+    if isinstance(output_tensors, torch.Tensor):
+        return reduce_scatter(output_tensors, input_tensors, op, group, True)
+    for output, tensors in zip(output_tensors, input_tensors):
+        reduce_scatter(output, tensors, op, group)
+    return Work(list(output_tensors))
+
+
+def pg_reduce_scatter_single(group, outputTensor, inputTensor, op="sum"):  # noqa: N803 - torch's names
+    return reduce_scatter_single(outputTensor, inputTensor, op, group, True)
+
+
+def pg_reduce_scatter_single_coalesced(group, outputs, inputs):
+    for output, tensor in zip(outputs, inputs):
+        reduce_scatter_single(output, tensor, "sum", group)
+    return Work(list(outputs))
+
+
+def pg_alltoall_single(group, output, input, output_split_sizes, input_split_sizes, timeout=None):
     return all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, True)
 
 
@@ -408,27 +380,31 @@ def pg_alltoall(group, output_tensors, input_tensors):
     return all_to_all(output_tensors, input_tensors, group, True)
 
 
-def pg_gather(group, output_tensors, input_tensor, root):
-    return gather(input_tensor, output_tensors if output_tensors else None, None, group, True, root)
+def pg_gather(group, output_tensors, input_tensor, root=0, timeout=None):
+    if isinstance(input_tensor, torch.Tensor):
+        return gather(input_tensor, output_tensors if output_tensors else None, None, group, True, root)
+    return gather(input_tensor[0], output_tensors[0] if output_tensors else None, None, group, True, root)
 
 
-def pg_scatter(group, output_tensor, input_tensors, root):
-    return scatter(output_tensor, input_tensors if input_tensors else None, None, group, True, root)
+def pg_scatter(group, output_tensor, input_tensors, root=0, timeout=None):
+    if isinstance(output_tensor, torch.Tensor):
+        return scatter(output_tensor, input_tensors if input_tensors else None, None, group, True, root)
+    return scatter(output_tensor[0], input_tensors[0] if input_tensors else None, None, group, True, root)
 
 
-def pg_send(group, tensors, dst, tag):
+def pg_send(group, tensors, dstRank, tag):  # noqa: N803 - torch's names
     for tensor in tensors:
-        isend(tensor, group=group, tag=tag, group_dst=dst)
+        isend(tensor, group=group, tag=tag, group_dst=dstRank)
     return Work(tensors)
 
 
-def pg_recv(group, tensors, src, tag):
+def pg_recv(group, tensors, srcRank, tag):  # noqa: N803 - torch's names
     for tensor in tensors:
-        irecv(tensor, group=group, tag=tag, group_src=src)
-    return Work(tensors, src)
+        irecv(tensor, group=group, tag=tag, group_src=srcRank)
+    return Work(tensors, srcRank)
 
 
-def pg_barrier(group):
+def pg_barrier(group, timeout=None):
     return barrier(group, True)
 
 
@@ -470,24 +446,23 @@ METHODS: Mapping[str, Any] = {
     "allgather": pg_allgather,
     "_allgather_base": pg_allgather_single,
     "_reduce_scatter_base": pg_reduce_scatter_single,
+    "all_gather_single": pg_allgather_single,
+    "all_gather_single_coalesced": pg_allgather_single_coalesced,
+    "all_to_all_single": pg_alltoall_single,
+    "allgather_coalesced": pg_allgather_coalesced,
+    "allgather_into_tensor_coalesced": pg_allgather_single_coalesced,
+    "allreduce_coalesced": pg_allreduce_coalesced,
     "alltoall_base": pg_alltoall_single,
+    "reduce_scatter": pg_reduce_scatter,
+    "reduce_scatter_single": pg_reduce_scatter_single,
+    "reduce_scatter_single_coalesced": pg_reduce_scatter_single_coalesced,
+    "reduce_scatter_tensor_coalesced": pg_reduce_scatter_single_coalesced,
     "alltoall": pg_alltoall,
     "gather": pg_gather,
     "scatter": pg_scatter,
     "send": pg_send,
     "recv": pg_recv,
     "barrier": pg_barrier,
-}
-
-#: Function -> the cause for which it is not traced.
-REFUSED: Mapping[Any, str] = {
-    **{
-        getattr(dist, name): "object-collective"
-        for name in (
-            "all_gather_object gather_object scatter_object_list broadcast_object_list send_object_list recv_object_list"
-        ).split()
-    },
-    dist.monitored_barrier: "error-of-other-ranks",
 }
 
 
@@ -497,14 +472,12 @@ def refuse(name: str, code: str) -> NoReturn:
 
 
 class DistributedFunctionVariable(UserFunctionVariable):
-    """A function of torch.distributed: itself, whose calls are those of its twin or break the graph."""
+    """A function of torch.distributed: itself, whose calls are those of its twin."""
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
         name = f"{self.fn.__module__}.{self.fn.__name__}"
-        if self.fn in REFUSED:
-            refuse(name, REFUSED[self.fn])
         arguments = _bind(tx, name, self.fn, args, kwargs)
         if self.fn in (dist.recv, dist.irecv) and all(_is_none(arguments.get(name)) for name in ("src", "group_src")):
             refuse(name, "receive-from-any")
@@ -514,7 +487,9 @@ class DistributedFunctionVariable(UserFunctionVariable):
 def call_method_twin(
     tx: Translator, group: VariableTracker, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
 ) -> VariableTracker:
-    """Calls the twin of method `name` of a process group."""
+    """Calls the twin of method `name` of a process group; one that is given C++ options breaks the graph."""
+    if any(isinstance(argument.realize(), RefusingVariable) for argument in (*args, *kwargs.values())):
+        refuse(f"ProcessGroup.{name}", "raw-object")
     arguments = _bind(tx, f"ProcessGroup.{name}", METHODS[name], [group, *args], kwargs)
     return UserFunctionVariable(METHODS[name]).call_function(tx, [], arguments)
 
@@ -552,12 +527,19 @@ def _is_none(argument: VariableTracker | None) -> bool:
     return argument is None or argument.is_python_constant() and argument.as_python_constant() is None
 
 
-def _retrack(function: Any) -> Retrack:
+def retrack(function: Any) -> Retrack:
+    """What makes the tracker of a function that has a twin.
+
+    Raises:
+        KeyError: it has none.
+    """
+    TWINS[function]
     return lambda stock: DistributedFunctionVariable(function, source=stock.source)
 
 
 #: Entries for `compat.dynamo.Entries.objects`.
-FUNCTIONS: tuple[tuple[Any, Retrack], ...] = (
-    *((function, _retrack(function)) for function in (*TWINS, *REFUSED)),
+OBJECTS: tuple[tuple[Any, Retrack], ...] = (
+    *((function, retrack(function)) for function in other_names("_all_gather_base", "_reduce_scatter_base")),
+    *work.OBJECTS,
     (dist.P2POp, lambda stock: P2POpClassVariable(dist.P2POp, source=stock.source)),
 )

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from dtensor_compile.compat.creation import (
@@ -149,9 +149,10 @@ def _refuse(name: str, what: str) -> NoReturn:
     )
 
 
-def _make(
+def make(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
+    """A call of a function, or of ``DeviceMesh`` itself, that makes meshes or groups."""
     function = stock.as_python_constant()
     try:
         real_args, real_kwargs = real_arguments(args, kwargs)
@@ -314,20 +315,12 @@ def _copy(
 
 # ---- the tables ----------------------------------------------------------------------------------------------------------------
 
-_MAKERS = (
-    init_device_mesh,
-    DeviceMesh.from_group,
-    DeviceMesh._concatenate,
-    dist.new_group,
-    dist.new_subgroups,
-    dist.new_subgroups_by_enumeration,
-)
-
 #: Functions and classes whose calls are handled here.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
-    *((maker, handle_calls(_make)) for maker in _MAKERS),
+    (DeviceMesh.from_group, handle_calls(make)),
+    (DeviceMesh._concatenate, handle_calls(make)),
     (compute_local_shape_and_global_offset, handle_calls(_compute_sizes)),
-    (DeviceMesh, handle_construction(_make)),
+    (DeviceMesh, handle_construction(make)),
     (DTensor, handle_construction(_construct)),
     (DTensor.from_local, handle_calls(_from_local)),
     (distribute_tensor, handle_calls(_distribute)),

@@ -100,6 +100,11 @@ def table(
     return {**rows, **refused}
 
 
+def causes_of(rows: Table) -> Mapping[str, str]:
+    """Name -> code of the cause, of the rows that break a graph."""
+    return {name: row.cause for name, row in rows.items() if row.rule is Rule.BREAK}
+
+
 class TableVariable(MemberVariable):
     """An opaque object whose members follow a table.
 

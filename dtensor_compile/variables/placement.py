@@ -19,6 +19,7 @@ from dtensor_compile.compat.dynamo import (
     constant_argument,
     constant_source,
     graph_break,
+    raise_in_program,
     remember,
 )
 from dtensor_compile.variables.members import Row, Rule, TableVariable, table
@@ -67,4 +68,7 @@ class PlacementClassVariable(OpaqueClassVariable):
                 f"{self.value.__name__}({', '.join(map(str, [*args, *kwargs.values()]))})",
                 "backend='dtensor' makes placements while it traces, and needs the values of their arguments then.",
             )
-        return super().call_function(tx, fixed_args, fixed_kwargs)
+        try:
+            return super().call_function(tx, fixed_args, fixed_kwargs)
+        except TypeError as error:  # of the class: wrong arguments
+            raise_in_program(tx, error)

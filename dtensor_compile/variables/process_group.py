@@ -24,15 +24,25 @@ _same_group = fact_guard("PROCESS_GROUP_MATCH", group_facts)
 class ProcessGroupVariable(SourcedVariable):
     kind = "group"
     members = table(
-        bake="rank size name group_name group_desc _get_backend_name __repr__ __str__ __hash__ __eq__ __ne__ __format__"
+        bake="rank size name group_name group_desc _get_backend_name __repr__ __str__ __hash__ __eq__ __ne__ __format__",
+        operator=" ".join(METHODS),
+        read="""
+            BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL bound_device_id use_pg_for_symm_mem_rendezvous _device_types
+        """,
+        breaks={
+            "receive-from-any": "recv_anysource",
+            "error-of-other-ranks": "monitored_barrier",
+            "group-lifetime": "abort shutdown merge_remote_group split_group",
+            "process-setting": "set_timeout",
+            "raw-object": "boxed unbox get_group_store _get_backend",
+            "object-state": "__setattr__ __delattr__ __dict__",
+        },
     )
 
-    def call_method(
+    def operate(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
-        if name in METHODS:
-            return call_method_twin(tx, self, name, args, kwargs)
-        return super().call_method(tx, name, args, kwargs)
+        return call_method_twin(tx, self, name, args, kwargs)
 
     @classmethod
     def guard(cls, source: Source) -> None:

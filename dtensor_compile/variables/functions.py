@@ -1,0 +1,230 @@
+"""What becomes of the names of ``torch.distributed`` and its subpackages: a table per module, and the entries that follow from it.
+
+A row says what a call does while tracing (`members.Rule`). Names of rule `INLINE` are left to torch, which traces them like other
+Python, and have no entry. A name that the installed release does not have has none either.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.nn.functional
+import torch.distributed.tensor.debug
+import torch.distributed.tensor.experimental
+import torch.distributed.tensor.parallel
+from torch.distributed import tensor
+
+from dtensor_compile.compat import settings
+from dtensor_compile.compat.collectives import functional_collectives
+from dtensor_compile.compat.dynamo import (
+    Retrack,
+    TrackGiven,
+    TrackMade,
+    Translator,
+    VariableTracker,
+    build,
+    build_unguarded,
+    constant_source,
+    fact_guard,
+    leave_calls_to_python,
+    raise_in_program,
+)
+from dtensor_compile.compat.dynamo_calls import handle_calls, handle_construction, refuse_methods
+from dtensor_compile.variables import collectives, factories
+from dtensor_compile.variables.members import Row, Rule, Table, table
+
+DISTRIBUTED = table(
+    operator="""
+        all_reduce all_reduce_coalesced broadcast reduce all_gather all_gather_coalesced all_gather_into_tensor all_gather_single
+        gather scatter reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all_single all_to_all barrier
+        isend irecv send recv batch_isend_irecv
+    """,
+    make="init_device_mesh new_group new_subgroups new_subgroups_by_enumeration split_group",
+    ask="get_debug_level",
+    bake="timedelta GroupName ReduceOp BackendConfig",
+    inline="""
+        DeviceMesh ProcessGroup Work P2POp group GroupMember Backend RankType reduce_op log default_pg_timeout record_comm
+        DebugLevel BuiltinCommHookType DistError DistBackendError DistNetworkError DistStoreError QueueEmptyError
+        get_rank get_world_size get_backend get_backend_config get_default_backend_for_device get_global_rank get_group_rank
+        get_node_local_rank get_pg_count get_process_group_ranks supports_complex
+        is_available is_initialized is_backend_available is_gloo_available is_mpi_available is_nccl_available is_ucc_available
+        is_xccl_available is_torchelastic_launched
+    """,
+    breaks={
+        "object-collective": """
+            all_gather_object gather_object scatter_object_list broadcast_object_list send_object_list recv_object_list
+        """,
+        "error-of-other-ranks": "monitored_barrier",
+        "group-lifetime": "init_process_group destroy_process_group shrink_group",
+        "process-setting": "set_debug_level set_debug_level_from_env register_rendezvous_handler breakpoint",
+        "raw-object": """
+            rendezvous Store FileStore HashStore PrefixStore TCPStore ProcessGroupGloo Reducer Logger GradBucket
+            AllToAllOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions BroadcastOptions GatherOptions ReduceOptions
+            ReduceScatterOptions ScatterOptions
+        """,
+    },
+)
+
+DIFFERENTIABLE = table(
+    operator="all_reduce all_gather all_to_all all_to_all_single broadcast gather reduce reduce_scatter scatter",
+    inline="Function ReduceOp group",
+)
+
+FUNCTIONAL = table(
+    inline="""
+        all_reduce all_reduce_coalesced all_reduce_inplace broadcast wait_tensor permute_tensor
+        all_gather_tensor all_gather_tensor_autograd all_gather_tensor_inplace all_gather_inplace all_gather_into_tensor_coalesced
+        all_gather_single all_gather_single_autograd all_gather_single_coalesced
+        reduce_scatter_tensor reduce_scatter_tensor_autograd reduce_scatter_tensor_inplace reduce_scatter_tensor_coalesced
+        reduce_scatter_single reduce_scatter_single_autograd reduce_scatter_single_coalesced
+        all_to_all_single all_to_all_single_autograd all_to_all_inplace
+        isend_inplace irecv_inplace batch_p2p_ops_inplace allow_inflight_collective_as_graph_input_ctx
+        AsyncCollectiveTensor
+    """
+)
+
+TENSOR = table(
+    inline="""
+        DTensor Placement Shard Replicate Partial distribute_tensor ones empty full rand randn zeros
+    """,
+    breaks={"leaf-made": "distribute_module"},
+)
+
+PARALLEL = table(
+    inline="""
+        ParallelStyle ColwiseParallel RowwiseParallel SequenceParallel PrepareModuleInput PrepareModuleOutput
+        PrepareModuleInputOutput loss_parallel
+    """,
+    breaks={"leaf-made": "parallelize_module"},
+)
+
+EXPERIMENTAL = table(
+    inline="local_map implicit_replication",
+    breaks={"process-setting": "register_sharding context_parallel"},
+)
+
+DEBUG = table(breaks={"looks-at-execution": "CommDebugMode visualize_sharding"})
+
+#: Module -> its table. (A submodule of ``torch.distributed`` whose names are the package's shares the table.)
+TABLES: Mapping[types.ModuleType, Table] = {
+    dist: DISTRIBUTED,
+    dist.distributed_c10d: DISTRIBUTED,
+    dist.device_mesh: DISTRIBUTED,
+    torch.distributed.nn.functional: DIFFERENTIABLE,
+    functional_collectives: FUNCTIONAL,
+    tensor: TENSOR,
+    tensor.placement_types: TENSOR,
+    tensor.parallel: PARALLEL,
+    tensor.experimental: EXPERIMENTAL,
+    tensor.debug: DEBUG,
+}
+
+
+# ---- what a call does -------------------------------------------------------------------------------------------------------
+
+
+def _value(tx: Translator, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
+    """The result of a call as a constant of the code; what it raises is the program's."""
+    try:
+        result = function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - whatever it raises, the program sees it
+        raise_in_program(tx, error)
+    if isinstance(result, (str, int, float, type(None))):
+        return build(tx, result)
+    return _track_value(tx, result)
+
+
+def _bake(function: Callable[..., Any]) -> Retrack:
+    """Calls whose result follows from their arguments; where those are no constants they break the graph."""
+
+    def bake(
+        tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        try:
+            real_args, real_kwargs = factories.real_arguments(args, kwargs)
+        except NotImplementedError:
+            collectives.refuse(function.__name__, "member-argument")
+        return _value(tx, function, real_args, real_kwargs)
+
+    return handle_construction(bake)
+
+
+def _ask(function: Callable[..., Any]) -> Retrack:
+    """Questions about the process, guarded by their answer."""
+    same_answer = fact_guard(function.__name__.upper(), lambda asked: asked())
+
+    def ask(
+        tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        same_answer(constant_source(tx, "asked", function))
+        return _value(tx, function, [], {})
+
+    return handle_calls(ask)
+
+
+def _refusal(function: Callable[..., Any], name: str, code: str) -> Retrack:
+    def refuse(tx: Translator, *_: Any) -> VariableTracker:
+        if isinstance(function, types.FunctionType):
+            leave_calls_to_python(function)
+        collectives.refuse(name, code)
+
+    return handle_construction(refuse)
+
+
+def _retrack(module: types.ModuleType, name: str, row: Row) -> Retrack | None:
+    thing = getattr(module, name)
+    if row.rule is Rule.OPERATOR:
+        return collectives.retrack(thing)
+    if row.rule is Rule.MAKE:
+        return handle_calls(factories.make)
+    if row.rule is Rule.ASK:
+        return _ask(thing)
+    if row.rule is Rule.BAKE:
+        return _bake(thing)
+    if row.rule is Rule.BREAK:
+        return _refusal(thing, f"{module.__name__}.{name}", row.cause)
+    return None
+
+
+def _entries() -> Iterator[tuple[Any, Retrack]]:
+    for module, rows in TABLES.items():
+        for name, row in rows.items():
+            retrack = _retrack(module, name, row) if row.rule is not Rule.INLINE and name in vars(module) else None
+            if retrack is not None:
+                yield vars(module)[name], retrack
+
+
+#: Enumerations of C++: Python has no bytecode that makes a value of one.
+_ENUMS = (dist.DebugLevel, dist.BuiltinCommHookType, dist.ProcessGroup.BackendType, dist.ReduceOp.RedOpType)
+
+
+def _track_value(tx: Translator, value: Any) -> VariableTracker:
+    return build_unguarded(tx, value, constant_source(tx, "value", value))
+
+
+# ---- objects of C++ that come in --------------------------------------------------------------------------------------------
+
+_RAW_NAMES = [name for name, row in DISTRIBUTED.items() if row.cause == "raw-object"]
+#: Classes whose objects act when their methods are called.
+RAW_CLASSES = tuple(
+    cls for name in ("Work", *_RAW_NAMES) if isinstance(cls := getattr(dist, name, None), type)
+)
+
+
+def _refuse_methods(cls: type) -> TrackGiven:
+    names = ["__setattr__", *(name for name in dir(cls) if not name.startswith("__") and callable(getattr(cls, name)))]
+    return refuse_methods(names, lambda name: collectives.refuse(f"{cls.__name__}.{name}", "raw-object"))
+
+
+#: Entries for `compat.dynamo.Entries`.
+OBJECTS: tuple[tuple[Any, Retrack], ...] = (
+    *_entries(),
+    *((cls.unbox, _refusal(cls.unbox, f"{cls.__name__}.unbox", "raw-object")) for cls in (dist.ProcessGroup, dist.Work)),
+    *settings.OBJECTS,
+)
+GIVEN: Mapping[type, TrackGiven] = {cls: _refuse_methods(cls) for cls in RAW_CLASSES}
+MADE: Mapping[type, TrackMade] = {cls: _track_value for cls in _ENUMS}
+CONTEXTS = settings.CONTEXTS
