@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from dtensor_compile.capture.aliased_inputs import heed_aliases
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
+from dtensor_compile.capture.cacheable import survives_caches
 from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.sharding_rules import report_fallbacks
@@ -19,9 +20,11 @@ from dtensor_compile.checks import check_program
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
 from dtensor_compile.compat.data_dependent import backward_in_time
+from dtensor_compile.compat.effects import tokens_from_inputs
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes
+from dtensor_compile.compat.shapes import split_nary
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives, order_collectives
@@ -68,13 +71,18 @@ def dtensor(
         order_collectives(graph)
 
     def lower_graph(graph: torch.fx.Graph) -> None:
+        split_nary(graph)
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
         log.lowered(graph)
 
-    deferred = nullcontext() if opts.strict else defer_backward_errors(log.decided)
-    reported = report_fallbacks(log.decided)
-    with capture_redistributions(), dtensor_tangents(), bind_shard_sizes(), reported, deferred, backward_in_time():
+    key = (opts.disable_passes, opts.strict, opts.fallback, cache_key())
+    scopes = [capture_redistributions(), dtensor_tangents(), tokens_from_inputs(), bind_shard_sizes(), backward_in_time()]
+    if not opts.strict:
+        scopes.append(defer_backward_errors(log.decided))
+    with contextlib.ExitStack() as stack:
+        for scope in (*scopes, report_fallbacks(log.decided)):
+            stack.enter_context(scope)
         if opts.kernels == "aten":
             compiled = compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
         else:
@@ -83,7 +91,7 @@ def dtensor(
                 example_inputs,
                 joint_pass=plan_joint_graph,
                 post_grad_pass=lower_graph,
-                key=None if recording() else (opts.disable_passes, opts.strict, opts.fallback, cache_key()),
+                key=None if recording() or not survives_caches(gm) else key,
                 settings=opts.inductor,
             )
     return restore_spent_graphs(gm, heed_aliases(gm, compiled))

@@ -55,3 +55,31 @@ def test_options_bring_inductors_own_numbers_back():
     free = forward_and_backward(rounded, "dtensor", (10,), *inductors.items())
     eager = forward_and_backward(rounded, None, (10,))
     assert not torch.equal(free[0], eager[0])
+
+
+@on_ranks(2)
+def test_operators_with_effects_and_smallest_sizes_when_the_batch_changes():
+    mesh = make_mesh((2,), ("tp",))
+
+    def function(x):
+        return torch.linalg.inv(x + 5 * torch.linalg.matrix_exp(x * 0)), torch.linalg.svdvals(x.full_tensor().flatten(1))
+
+    counters.reset()
+    compiled = torch.compile(function, backend="dtensor", fullgraph=True)
+    for size in (6, 10):
+        x = distribute_tensor(torch.randn(size, 3, 3), mesh, [Shard(0)])
+        for value, wanted in zip(compiled(x), function(x), strict=True):
+            torch.testing.assert_close(getattr(value, "_local_tensor", value), getattr(wanted, "_local_tensor", wanted))
+    assert counters.graphs() == 2
+
+
+@on_ranks(2)
+def test_a_result_whose_placement_no_cache_can_keep():
+    mesh = make_mesh((2,), ("tp",))
+    weight = distribute_tensor(torch.randn(10, 4), mesh, [Shard(0)])
+    indices = distribute_tensor(torch.tensor([1, 7, 3]), mesh, [Replicate()])
+    wanted = str(F.embedding(indices, weight).placements)
+    for _ in range(2):  # the second compilation would find the first one's result in Inductor's cache
+        counters.reset()
+        compiled = torch.compile(lambda i, w: F.embedding(i, w), backend="dtensor", fullgraph=True)
+        assert str(compiled(indices, weight).placements) == wanted

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.fx.experimental import proxy_tensor
+
+#: Smallest and largest of any number of sizes, as torch writes them where it traces, and of two, as Inductor reads them.
+_NARY = {proxy_tensor._nary_sym_min: torch.sym_min, proxy_tensor._nary_sym_max: torch.sym_max}
 
 #: Stands for a size that only the data decides, so that a plan can be made for it at all.
 UNKNOWN_SIZE = 1024
@@ -20,3 +24,19 @@ def size_hint(size: int | torch.SymInt) -> int:
 def size_hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
     """`size_hint` of every dim."""
     return tuple(size_hint(size) for size in shape)
+
+
+def split_nary(graph: torch.fx.Graph) -> None:
+    """``min(a, b, c)`` of symbolic sizes becomes ``min(min(a, b), c)``: Inductor knows no other."""
+    for node in list(graph.nodes):
+        binary = _NARY.get(node.target) if node.op == "call_function" else None
+        if binary is None:
+            continue
+        with graph.inserting_before(node):
+            result = node.args[0]
+            for size in node.args[1:]:
+                values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (result, size)]
+                result = graph.call_function(binary, (result, size))
+                result.meta["val"] = binary(*values)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
