@@ -6,8 +6,8 @@ function of the parameter here, with the second as the gradient of the first:
     unshard(param, ...)           sharded DTensor -> whole tensor;      gradient: mean over the ranks, as a sharded DTensor
     average_gradient(param, ...)  the parameter itself;                 gradient: mean over the ranks
 
-AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that what wrappers
-send is planned with everything else.
+AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that what
+wrappers send is planned with everything else.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
         if leaf.source is None or not isinstance(real, torch.Tensor):
             continue
         if id(real) in reducer:
-            graph_break("data-parallel-setting", f"backward() in the region, of gradients that DDP's reducer averages: {leaf.source.name}")
+            graph_break("data-parallel-setting", f"backward() in the region: DDP's reducer averages {leaf.source.name}")
         if any(_hooks(real)):
             graph_break("leaf-hooks", f"{leaf.source.name}")
         _same_hooks(leaf.source)

@@ -111,7 +111,7 @@ def device_of_inputs(module: DDP) -> torch.device | None:
     return torch.device(module.device_type, module.device_ids[0]) if module.device_ids else None
 
 
-# ---- gradients that torch's reducer averages ---------------------------------------------------------------------------------------
+# ---- gradients that torch's reducer averages -----------------------------------------------------------------------------------
 
 #: Modules whose gradients were left as they are by compiled code, and may wait to be averaged.
 _left: weakref.WeakSet[DDP] = weakref.WeakSet()
@@ -130,7 +130,7 @@ def gradients_wait(module: DDP) -> bool:
 
 
 def needs_reducer(module: DDP) -> bool:
-    """Whether averaging is more than a mean of the gradient of one backward pass: a communication hook, or gradients that wait."""
+    """Whether averaging is more than the mean of one gradient: there is a communication hook, or gradients wait."""
     return bool(module._comm_hooks) or gradients_wait(module)
 
 

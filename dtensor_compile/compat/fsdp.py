@@ -1,4 +1,4 @@
-"""The state of ``fully_shard`` and of ``replicate`` in its newer form: what it says about parameters, and what it leaves to eager.
+"""The state of ``fully_shard``, and of ``replicate`` in its newer form: what it says of parameters, and what it leaves to eager.
 
 Nothing here knows of Dynamo. A *group* holds the parameters that eager gathers together.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGather,
     ReduceScatter,
@@ -48,7 +48,7 @@ def state_of(owner: Any) -> FSDPState:
     return owner
 
 
-# ---- what is fixed while the compiled code holds ---------------------------------------------------------------------------------
+# ---- what is fixed while the compiled code holds -----------------------------------------------------------------------------
 
 
 def facts(state: FSDPState) -> tuple[Any, ...]:
@@ -69,6 +69,7 @@ def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
         group._all_reduce_hook is None,
         group._training_state is TrainingState.PRE_BACKWARD,
         _has_unreduced(group),
+        _at_rest(group),
     )
 
 
@@ -81,6 +82,11 @@ def _has_unreduced(group: FSDPParamGroup) -> bool:
         if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
             return True
     return False
+
+
+def _is_plain(param: FSDPParam) -> bool:
+    """Whether the modules of a parameter keep it where modules keep parameters, and nowhere else."""
+    return all(type(module).__setattr__ is torch.nn.Module.__setattr__ for module, _ in _places(param))
 
 
 def _own_comm(comm: Any) -> bool:
@@ -96,10 +102,7 @@ _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
     (lambda g: any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in g.fsdp_params), "fsdp_pre_all_gather"),
     (lambda g: g.reduce_scatter_unused_params, "gradients for unused parameters"),
     (lambda g: g._training_state is TrainingState.PRE_BACKWARD, "the forward runs again inside of a backward pass of eager's"),
-    (
-        lambda g: any(type(module).__setattr__ is not torch.nn.Module.__setattr__ for p in g.fsdp_params for module, _ in _places(p)),
-        "a module with a __setattr__ of its own",
-    ),
+    (lambda g: not all(map(_is_plain, g.fsdp_params)), "a module with a __setattr__ of its own"),
 )
 #: The same, where gradients are wanted.
 _OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
@@ -115,17 +118,41 @@ def obstacle(state: FSDPState, gradients: bool) -> str | None:
     return next((text for group in state._fsdp_param_groups for test, text in table if test(group)), None)
 
 
-def prepare(state: FSDPState) -> None:
-    """What eager does before it first uses the parameters: finds the root, sets dtypes. And parameters become sharded.
+def mixed_precision(state: FSDPState) -> MixedPrecisionPolicy:
+    """Its policy for dtypes."""
+    return state._mp_policy
 
-    They may be whole: eager keeps them so until the backward where `reshard_after_forward` is off. Then it gathers them again.
-    """
+
+def prepare(state: FSDPState) -> None:
+    """What eager does before it first uses the parameters: finds the root, sets dtypes."""
     state._lazy_init()
-    for group in state._fsdp_param_groups:
+
+
+def _at_rest(group: FSDPParamGroup) -> bool:
+    """Whether the modules have their sharded parameters, and none are being gathered."""
+    return group.is_sharded and group._all_gather_result is None
+
+
+def is_at_rest(state: FSDPState) -> bool:
+    """Whether the modules have their sharded parameters. Not after an eager forward without a backward, which may keep them whole,
+    nor after the program called ``unshard()``.
+    """
+    return all(map(_at_rest, state._fsdp_param_groups))
+
+
+def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
+    """Gives the modules their sharded parameters again. A backward of eager's that needs whole ones gathers them again.
+
+    Args:
+        state: a weak reference.
+    """
+    found = state()
+    for group in found._fsdp_param_groups if found is not None else ():
+        group.wait_for_unshard()
         group._to_sharded()
 
 
-# ---- parameters ------------------------------------------------------------------------------------------------------------------
+# ---- parameters --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,6 +160,7 @@ class Sharded:
     """One parameter that data-parallel ranks share.
 
     Attributes:
+        path: attributes and indices on the way from the state to the parameter.
         places: module and name, several where it is tied.
         mesh, placements: how the ranks share it: a mesh of one dim, or of two of which the first replicates.
         outer_mesh: mesh of the DTensor that the module uses; None where it uses a plain tensor.
@@ -142,6 +170,7 @@ class Sharded:
         reshard: it is not kept for the backward.
     """
 
+    path: tuple[str | int, ...]
     places: tuple[tuple[torch.nn.Module, str], ...]
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -160,9 +189,10 @@ def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
 
 def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
     """The parameters of a state that is prepared."""
-    for group in state._fsdp_param_groups:
-        for param in group.fsdp_params:
+    for i, group in enumerate(state._fsdp_param_groups):
+        for j, param in enumerate(group.fsdp_params):
             yield Sharded(
+                path=("_fsdp_param_groups", i, "fsdp_params", j, "sharded_param"),
                 places=_places(param),
                 mesh=group.mesh_info.mesh,
                 placements=_placements(group, param),

@@ -43,7 +43,7 @@ def is_fake(value: object) -> bool:
 
 @contextlib.contextmanager
 def recomputed_in_backward(wanted: bool) -> Iterator[None]:
-    """Nodes that are traced while it is entered run again in the backward, instead of keeping what they return, if that is `wanted`."""
+    """Nodes that are traced while it is entered run again in the backward instead of keeping their results, if `wanted`."""
     before = fx_traceback.current_meta.get("recompute")
     if wanted:
         fx_traceback.current_meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.exc import SkipFrame
+from torch._dynamo.source import AttrSource, GetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
@@ -77,6 +78,15 @@ def source_of(variable: VariableTracker) -> Source:
     return variable.source
 
 
+def member(tx: Translator, owner: VariableTracker, path: Sequence[str | int]) -> VariableTracker:
+    """What is found from an object along a path of attributes and indices of lists, as an input of the graph."""
+    source, value = source_of(owner), real_value(tx, owner)
+    for part in path:
+        source = AttrSource(source, part) if isinstance(part, str) else GetItemSource(source, part)
+        value = getattr(value, part) if isinstance(part, str) else value[part]
+    return VariableTracker.build(tx, value, source)
+
+
 def real_value(tx: Translator, variable: VariableTracker) -> Any:
     """The object itself, of a tracker with a source."""
     return tx.output.resolve_source_value(source_of(variable))
@@ -94,7 +104,8 @@ def tuple_of(*items: VariableTracker) -> VariableTracker:
 
 def dict_of(items: Mapping[str, VariableTracker]) -> VariableTracker:
     """``{**items}``"""
-    return ConstDictVariable({ConstantVariable.create(key): value for key, value in items.items()}, mutation_type=ValueMutationNew())
+    keyed = {ConstantVariable.create(key): value for key, value in items.items()}
+    return ConstDictVariable(keyed, mutation_type=ValueMutationNew())
 
 
 def submodule(tx: Translator, module: VariableTracker, path: str) -> VariableTracker:
@@ -132,14 +143,14 @@ def _before(tx: Translator, module: VariableTracker, name: str) -> list[Variable
 def replace_parameter(
     tx: Translator, module: VariableTracker, name: str, make: Callable[[VariableTracker], VariableTracker]
 ) -> None:
-    """From here on the program finds ``make(parameter)`` where it reads the parameter `name` of a module, until `restore_parameter`.
+    """From here on the program finds ``make(parameter)`` where it reads a parameter of a module, until `restore_parameter`.
 
     The module itself never changes, so there is nothing that the compiled code would have to do: a replacement ends in the frame
     in which it began. A parameter that is replaced already stays as it is.
     """
     items, key = _parameters(tx, module), _key(name)
     before = _before(tx, module, name)
-    value = items[key].realize()
+    value = items[key]
     items[key] = value if before else make(value)
     before.append(value)
 

@@ -11,18 +11,19 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 |---------------------------------------------------------------|---------------------------------------------------------------|
 | meshes of one and two dims, shards of any dim, with TP         | same                                                          |
 | mixed precision, gradient_divide_factor, force_sum            | same                                                          |
-| reshard_after_forward                                         | True: gathered again for the backward; False: kept; a number: as True |
+| reshard_after_forward                                         | True: gathered again in backward; False: kept; number: as True |
 | prefetching, streams, symmetric memory, unshard(async_op)     | nothing: the graph is scheduled as a whole                    |
 | DDP: buckets, gradient_as_bucket_view, static_graph           | nothing: one mean per parameter                               |
 | DDP: broadcast_buffers                                        | same, before the forward                                      |
-| DDP: no_sync; the next call that averages                     | same; there torch's reducer does it, when the graph has run    |
-| DDP: communication hooks                                      | torch's reducer averages, with the hook, when the graph has run |
-| what `obstacle` of ``compat/fsdp.py`` and ``compat/ddp.py`` lists | graph break ``data-parallel-setting``; the module runs in eager |
+| DDP: no_sync; the next call that averages                     | same; in the latter torch's reducer does it, after the graph  |
+| DDP: communication hooks                                      | torch's reducer averages, with the hook, after the graph      |
+| what ``compat/fsdp.py`` and ``compat/ddp.py`` list as obstacles | graph break ``data-parallel-setting``; runs in eager        |
 
-A parameter that a forward does not use gets no gradient, where DDP would raise an error in the next forward.
+Two things differ. A parameter that a forward does not use gets no gradient, where DDP would raise an error in the next forward. And
+``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP does not support it).
 
-``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: of a sharded root, the root
-itself then gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is compiled (or
+``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: a sharded root itself then
+gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is compiled (or
 ``torch._dynamo.config.wrap_top_frame`` is set), the root is part of it, too.
 """
 
@@ -55,6 +56,7 @@ from dtensor_compile.compat.module_calls import (
     function_of,
     handle_functions,
     leave_frames_to_python,
+    member,
     notes,
     real_value,
     replace_parameter,
@@ -72,7 +74,7 @@ _same_gradients = fact_guard("DDP_GRADIENTS_WAIT", ddp.gradients_wait)
 _same_replicate_gradients = fact_guard("DDP_GRADIENTS_WAIT", lambda state: ddp.gradients_wait(ddp.prepare_replicate(state)))
 
 
-# ---- code that is traced -----------------------------------------------------------------------------------------------------------
+# ---- code that is traced -------------------------------------------------------------------------------------------------------
 
 
 def _for_tensors(change, value):
@@ -119,7 +121,7 @@ def _refuse(why: str | None, what: str) -> None:
         graph_break("data-parallel-setting", f"{what}: {why}")
 
 
-# ---- FSDP2 -------------------------------------------------------------------------------------------------------------------------
+# ---- FSDP2 ---------------------------------------------------------------------------------------------------------------------
 
 
 def _places(module: torch.nn.Module, sharded: fsdp.Sharded) -> list[tuple[str, str]]:
@@ -154,19 +156,23 @@ def _fsdp_pre_forward(
     _refuse(fsdp.obstacle(state, torch.is_grad_enabled()), "fully_shard or replicate")
     fsdp.prepare(state)
     _same_fsdp(source_of(subject))
-    policy = state._mp_policy
+    policy, at_rest = fsdp.mixed_precision(state), fsdp.is_at_rest(state)
+    if not at_rest and not owner:
+        _refuse("modules in a list, whose parameters are whole already", "fully_shard")
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         inputs, named_inputs = (_trace(tx, _cast, value, policy.param_dtype) for value in (inputs, named_inputs))
     for sharded in fsdp.sharded_parameters(state):
         made: list[VariableTracker] = []
 
-        def whole(param: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made) -> VariableTracker:
+        def whole(found: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made) -> VariableTracker:
             if not made:  # a tied parameter is gathered once
-                made.append(_unsharded(tx, sharded, param))
+                made.append(_unsharded(tx, sharded, found.realize() if at_rest else member(tx, owner[0], sharded.path)))
             return made[0]
 
         for path, name in _places(real_value(tx, module), sharded):
             replace_parameter(tx, submodule(tx, module, path), name, whole)
+    if not at_rest:
+        call_after_graph(tx, functools.partial(fsdp.put_to_rest, weakref.ref(state)), [])
     return tuple_of(inputs, named_inputs)
 
 
@@ -179,17 +185,18 @@ def _fsdp_post_forward(
     for sharded in fsdp.sharded_parameters(state):
         for path, name in _places(real_value(tx, module), sharded):
             restore_parameter(tx, submodule(tx, module, path), name)
-    return output if state._mp_policy.output_dtype is None else _trace(tx, _cast, output, state._mp_policy.output_dtype)
+    dtype = fsdp.mixed_precision(state).output_dtype
+    return output if dtype is None else _trace(tx, _cast, output, dtype)
 
 
-# ---- DDP and replicate -------------------------------------------------------------------------------------------------------------
+# ---- DDP and replicate ---------------------------------------------------------------------------------------------------------
 
 
 def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: bool) -> None:
     """From here on the parameters of `module` have averaged gradients; once per frame, however often it is called.
 
-    Where gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer does it: it is told,
-    when the graph has run, to average what autograd accumulates.
+    Where gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer does it: it is
+    told, when the graph has run, to average what autograd accumulates.
     """
     if ddp.needs_reducer(owner) or not in_sync:
         call_after_graph(tx, functools.partial(ddp.arm_reducer, weakref.ref(owner)), [])

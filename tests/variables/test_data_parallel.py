@@ -78,7 +78,7 @@ def state(model):
 def run(build, call, steps, width, wrap=None, loss=lambda out: out.float().square().mean()):
     """Outputs, gradients and state of `steps` steps, whose gradients accumulate; `wrap` compiles what is called."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    counters.reset()
     model = build()
     f = call(model)
     g = wrap(f) if wrap else f
@@ -130,7 +130,7 @@ def test_module_itself_compiled():
 
 @on_ranks(2)
 def test_gradients_are_sharded_and_the_module_stays_sharded():
-    torch._dynamo.reset()
+    counters.reset()
     model = nested()
     before = {name: p for name, p in model.named_parameters()}
     f = compiled(lambda x: model(x))
@@ -143,7 +143,7 @@ def test_gradients_are_sharded_and_the_module_stays_sharded():
 
 @on_ranks(2)
 def test_second_call_does_not_recompile_and_new_batch_once():
-    torch._dynamo.reset()
+    counters.reset()
     model = nested()
     f = compiled(lambda x: model(x))
     counts = []
@@ -312,10 +312,33 @@ def test_compiled_and_eager_calls_mix():
         assert not compare_values("step", a, b)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(2)
+def test_parameters_that_the_program_gathered(async_op):
+    def call(model):
+        g = compiled(lambda x: model(x)) if COMPILE else model
+
+        def f(x):
+            handle = model.unshard(async_op=async_op)
+            if async_op and x[0, 0] > 0:
+                handle.wait()
+            return g(x)
+
+        return f
+
+    COMPILE = False
+    eager = run(nested, call, 3, SIZES[0])
+    COMPILE = True
+    ours = run(nested, call, 3, SIZES[0])
+    assert counters.graphs() <= 2
+    for a, b in zip(eager, ours):
+        assert not compare_values("step", a, b)
+
+
 @on_ranks(2)
 def test_compiled_backward_of_eager_forward_and_the_reverse():
     for order in ("eager first", "compiled first"):
-        torch._dynamo.reset()
+        counters.reset()
         torch.manual_seed(0)
         model = nested()
         f = compiled(lambda x: model(x))
@@ -350,7 +373,7 @@ def train_step(model, optimizer, inside):
 def test_whole_train_step(wrap):
     losses, models = [], []
     for compile_it in (False, True):
-        torch._dynamo.reset()
+        counters.reset()
         torch.manual_seed(0)
         model = per_block() if wrap == "fsdp" else DDP(Blocks())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -367,7 +390,7 @@ def test_whole_train_step(wrap):
 def test_clipping_and_optimizer_outside():
     results = []
     for compile_it in (False, True):
-        torch._dynamo.reset()
+        counters.reset()
         torch.manual_seed(0)
         model = per_block()
         f = compiled(lambda x: model(x)) if compile_it else model
@@ -404,7 +427,7 @@ def test_gradients_left_unreduced_run_in_eager():
 
 @on_ranks(2)
 def test_a_setting_without_meaning_in_a_graph_has_a_cause():
-    torch._dynamo.reset()
+    counters.reset()
     model = fully_shard(MLP(), mesh=dp_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(torch._dynamo.exc.Unsupported) as error:
         compiled(lambda x: model(x))(local_input(SIZES[0]))
@@ -489,7 +512,7 @@ def test_no_sync_then_sync_accumulates_as_eager(wrap):
 def test_one_backward_of_a_quiet_and_a_loud_forward():
     results = []
     for compile_it in (False, True):
-        torch._dynamo.reset()
+        counters.reset()
         torch.manual_seed(0)
         model = DDP(MLP())
         f = compiled(lambda x: model(x)) if compile_it else model
@@ -525,7 +548,7 @@ def test_unused_parameters_run_in_eager():
 
 @on_ranks(2)
 def test_reducer_and_backward_inside_the_region_break():
-    torch._dynamo.reset()
+    counters.reset()
     model = DDP(MLP())
     model.register_comm_hook(None, fp16_compress_hook)
 
@@ -591,7 +614,7 @@ def test_ddp_with_compiled_autograd():
 @pytest.mark.parametrize("reshard, gathers", [(True, 12), (False, 8)])
 @on_ranks(2)
 def test_parameters_are_gathered_again_in_the_backward_if_they_are_not_kept(reshard, gathers):
-    torch._dynamo.reset()
+    counters.reset()
     model = Blocks()
     for block in model.blocks:
         fully_shard(block, mesh=dp_mesh(), reshard_after_forward=reshard)
