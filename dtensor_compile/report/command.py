@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.compare import Limits, broken, check_limits, compare
 from dtensor_compile.report.explain import KERNELS
-from dtensor_compile.report.look import DEFAULT_WORLD, Job, look_at, parse_mesh_argument
+from dtensor_compile.report.look import DEFAULT_WORLD, STOCK_RANKS, Job, look_at, parse_mesh_argument
 from dtensor_compile.report.model import Report, ReportFormatError, from_json, to_json
 from dtensor_compile.report.table import console_for, print_comparison, print_report
 from dtensor_compile.report.target import TargetError, is_script
@@ -36,8 +36,12 @@ def parser(program: str) -> argparse.ArgumentParser:
     job.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun; rank R prints")
     job.add_argument("--cluster", choices=CLUSTERS, default="h100", help="machine for which times are estimated (default h100)")
     how = p.add_argument_group("how to look")
-    how.add_argument("--no-stock", action="store_true", help="do not compare with stock torch")
-    how.add_argument("--no-backward", action="store_true", help="do not run the backward pass of what the model returns")
+    how.add_argument(
+        "--stock",
+        action=argparse.BooleanOptionalAction,
+        help=f"compare with stock torch, whose graphs grow with the mesh (default: up to {STOCK_RANKS} ranks)",
+    )
+    how.add_argument("--no-backward", action="store_true", help="leave out the backward pass of what the model returns")
     how.add_argument("--kernels", choices=KERNELS, default="aten", help="aten compiles fast; inductor as in use (default aten)")
     out = p.add_argument_group("what to write")
     out.add_argument("--all", action="store_true", help="every row of every table")
@@ -94,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
             args.target,
             args.rest,
             job=job,
-            stock=not args.no_stock,
+            stock=args.stock,
             backward=not args.no_backward,
             cluster=args.cluster,
             kernels=args.kernels,

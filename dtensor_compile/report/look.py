@@ -40,6 +40,10 @@ from dtensor_compile.report.target import (
 #: Ranks of a simulated job for which neither a world size nor a mesh is given.
 DEFAULT_WORLD = 2
 
+#: Ranks up to which a program is compared with stock torch unless told otherwise: stock cuts what it gathers into a piece per rank of a
+#: mesh dim, so that its graphs, and the time to trace them, grow with the mesh.
+STOCK_RANKS = 64
+
 
 @dataclass(frozen=True)
 class Job:
@@ -86,7 +90,7 @@ def look_at(
     arguments: Sequence[str] = (),
     *,
     job: Job = Job(),
-    stock: bool = True,
+    stock: bool | None = None,
     backward: bool = True,
     cluster: str = "h100",
     kernels: str = "aten",
@@ -96,25 +100,32 @@ def look_at(
     Args:
         target, arguments: as in `dtensor_compile.report.target`; arguments are for scripts.
         job: the job it is for.
-        stock: also compile a function's model as stock torch does. Scripts run once, as they are.
+        stock: also compile a function's model as stock torch does; None: where the job has at most `STOCK_RANKS` ranks. Scripts run
+            once, as they are.
         backward, cluster, kernels: as in `dtensor_compile.report.explain.explain`.
 
     Raises:
         TargetError: the target cannot be looked at.
     """
-    with _running(job):
+    with running(job):
         world, rank = dist.get_world_size(), dist.get_rank()
         if is_script(target):
             ours, theirs, name = _script(target, arguments), None, "as compiled"
         else:
-            ours, theirs = _function(target, job, stock=stock, backward=backward, kernels=kernels)
+            compared = world <= STOCK_RANKS if stock is None else stock
+            ours, theirs = _function(target, job, stock=compared, backward=backward, kernels=kernels)
             name = "dtensor"
         report = build_report(ours, stock=theirs, target=target, cluster=cluster, simulated=not job.real, name=name)
     return replace(report, world=world, rank=rank)  # a script may have taken its process group down
 
 
 @contextlib.contextmanager
-def _running(job: Job) -> Iterator[None]:
+def running(job: Job) -> Iterator[None]:
+    """While it is entered, the job runs: its default process group is there.
+
+    Raises:
+        TargetError: there is no such job.
+    """
     if not job.real:
         if not 0 <= job.rank < job.ranks:
             raise TargetError(f"--rank {job.rank} is no rank of a job of {job.ranks} ranks: they are 0 to {job.ranks - 1}")
