@@ -9,6 +9,7 @@ The operator's eager kernel is traced on the fake input of the node, so what run
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch.fx.node import map_arg
@@ -27,9 +28,10 @@ _INHERITED = (
 def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> list[Decision]:
     """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a decision says so."""
     decisions = []
+    traced: dict[Any, torch.fx.Graph] = {}
     for node in redistributions(graph):
         try:
-            lower_node(node)
+            lower_node(node, traced)
         except Exception as error:
             if strict:
                 raise
@@ -39,21 +41,30 @@ def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> lis
     return decisions
 
 
-def lower_node(node: torch.fx.Node) -> None:
-    """Replaces one redistribute node by the expansion of its plan."""
+def lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
+    """Replaces one redistribute node by the expansion of its plan.
+
+    Args:
+        traced: expansions by what decides them; layers of a model repeat theirs, and tracing one takes milliseconds.
+    """
     graph, this = node.graph, read(node)
     symbolic = [size for size in this.shape if isinstance(size, torch.fx.Node)]
     inputs = [this.local, *symbolic]
+    value = this.local.meta["val"]
+    fixed = not symbolic and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+    key = (*this[1:], value.shape, value.stride(), value.dtype, value.device) if fixed else node
 
     def function(local: torch.Tensor, *sizes: torch.SymInt) -> torch.Tensor:
         remaining = iter(sizes)
         shape = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in this.shape]
         return carry_out(local, this.source, this.target, this.mesh, shape)
 
-    traced = trace_local(function, [n.meta["val"] for n in inputs])
-    values = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs))
+    again = key in traced
+    if not again:
+        traced[key] = trace_local(function, [n.meta["val"] for n in inputs]).graph
+    values = dict(zip(traced[key].find_nodes(op="placeholder"), inputs))
     with graph.inserting_before(node):
-        for inner in traced.graph.nodes:
+        for inner in traced[key].nodes:
             if inner.op == "placeholder":
                 continue
             if inner.op == "output":
@@ -61,6 +72,9 @@ def lower_node(node: torch.fx.Node) -> None:
                 break
             copy = graph.node_copy(inner, lambda n: values[n])
             copy.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
+            if again:  # two values of a graph never share a fake tensor: passes read from it which ones share memory
+                args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+                copy.meta["val"] = copy.target(*args, **kwargs)
             values[inner] = copy
     node.replace_all_uses_with(result)
     graph.erase_node(node)
