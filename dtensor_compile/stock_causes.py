@@ -1,7 +1,7 @@
 """Why a graph breaks in torch itself: causes for the breaks that Dynamo knows, found by its own words.
 
-The rows continue `dtensor_compile.causes`, where the breaks of this backend are. `classify` finds the row of any break. A break that
-no row fits is `UNKNOWN`, and then what Dynamo says is all that is known.
+The rows continue `dtensor_compile.causes`, where the breaks of this backend are. `classify` finds the row of any break. A break
+that no row fits is `UNKNOWN`, and then what Dynamo says is all that is known.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ _ALL = (
     StockCause(
         "value-of-data",
         "Python needs a value of the data",
-        "item(), tolist(), bool() or a branch on a tensor: the value is known when the program runs, and decides what comes next.",
+        "item(), tolist(), bool() or a branch on a tensor: the value is only known when the program runs.",
         "Keep the value a tensor (torch.where for a branch), or return it and look at it outside.",
         "if x.sum() > 0:\n    x = x + 1\n# instead\nx = torch.where(x.sum() > 0, x + 1, x)",
         signs=(
@@ -264,7 +264,7 @@ _ALL = (
         signs=(Sign(says=r"got mixed torch\.Tensor and DTensor"),),
     ),
     StockCause(
-        "not-a-tensor",
+        "result-not-a-tensor",
         "an operator returns something that is no tensor",
         "A graph passes on tensors and numbers.",
         "Call it outside of the compiled function.",

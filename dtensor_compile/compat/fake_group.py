@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 def simulated_job(world: int, rank: int) -> Iterator[None]:
     """While it is entered, this process is `rank` of a job of `world` ranks that exist in name only.
 
-    The default process group is there, the environment is that of ``torchrun``, and a program that makes process groups itself gets
-    such ones, whatever backend it asks for. Values that come from other ranks mean nothing; shapes are right.
+    The default process group is there, the environment is that of ``torchrun``, and a program that makes process groups itself
+    gets such ones, whatever backend it asks for. Values that come from other ranks mean nothing; shapes are right.
     """
     stock_init, stock_new = dist.init_process_group, dist.new_group
 
@@ -29,8 +29,13 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
         return stock_new(ranks, timeout, "fake", *args, **kwargs)
 
     torchrun = {
-        "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500,
-    }  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29500,
+    }
     before = {name: os.environ.get(name) for name in torchrun}
     os.environ.update({name: str(value) for name, value in torchrun.items()})
     for module in (dist, distributed_c10d):

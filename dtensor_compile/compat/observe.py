@@ -1,7 +1,7 @@
-"""Watching Dynamo while it compiles, whatever the backend: compilations and their cost, graph breaks, the graphs of other backends.
+"""Watching Dynamo while it compiles: compilations and their cost, graph breaks, the graphs of other backends.
 
-`watch_dynamo` and `watch_graphs_of_others` hold for the time of a recording and take themselves out again; they change nothing of what
-is compiled. Everything is told to the watcher in the thread that compiles.
+`watch_dynamo` and `watch_graphs_of_others` hold for the time of a recording and take themselves out again; they change nothing of
+what is compiled. Everything is told to the watcher in the thread that compiles.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Compilation:
 
     Attributes:
         number: counts the compilations of a recording.
-        function, file, line: name of the function as it was written, and its first line; the rest of a function behind a graph break
-            carries the name of the function.
+        function, file, line: name of the function as it was written, and its first line; the rest of a function behind a graph
+            break carries the name of the function.
         reason: the guard that did not hold, where the function was compiled before; else empty.
         seconds: measured, nested compilations included; 0 until it has ended.
         outermost: whether no other compilation contains it.
@@ -164,7 +164,7 @@ def _break(event: Exception, compilation: Compilation | None, *, error: bool) ->
     return Break(str(kind), str(getattr(event, "msg", None) or event), frames, compilation, error)
 
 
-# ---- redistributions --------------------------------------------------------------------------------------------------------------
+# ---- redistributions ---------------------------------------------------------------------------------------------------------
 
 
 def forcing_operator() -> str:
@@ -185,7 +185,7 @@ def newest_node() -> torch.fx.Node | None:
     return next(iter(reversed(mode.tracer.graph.nodes)), None) if mode is not None else None
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------------------
+# ---- graphs ------------------------------------------------------------------------------------------------------------------
 
 Graphs = Callable[[torch.fx.Graph], None]
 
@@ -194,8 +194,8 @@ Graphs = Callable[[torch.fx.Graph], None]
 def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
     """While it is entered, `tell` sees every forward and backward graph that another backend than ours gets from AOTAutograd.
 
-    From Inductor after its post-grad passes, from other backends as AOTAutograd made it; not changed in either case. Inductor takes
-    no graph out of its caches meanwhile.
+    From Inductor after its post-grad passes, from other backends as AOTAutograd made it; not changed in either case. Inductor
+    takes no graph out of its caches meanwhile.
     """
     from torch._inductor import config
 

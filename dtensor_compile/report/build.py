@@ -1,7 +1,7 @@
 """A recording becomes a report: every redistribution finds its collectives, its pass and its time, every break its cause.
 
-In: a `Recording` (and one of stock torch). Out: a `Report`. Everything is a function of what was recorded and of the cluster for which
-times are estimated, so one recording can be reported for several clusters.
+In: a `Recording` (and one of stock torch). Out: a `Report`. Everything is a function of what was recorded and of the cluster for
+which times are estimated, so one recording can be reported for several clusters.
 
 A function that was compiled again counts once, as it was compiled last: that is what runs from then on.
 """
@@ -140,7 +140,8 @@ def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Se
     if this.number not in recording.kept:
         fate = "removed"
         text = f"{this.source}->{this.target}"
-        decision = next((d for d in recording.decisions if d.where == this.where and text in (d.before, d.before[-len(text) :])), None)
+        here = (d for d in recording.decisions if d.where == this.where and d.before.endswith(text))
+        decision = next(here, None)
         by, reason = (decision.kind, decision.reason) if decision else ("", "another redistribution needed it, and is gone")
     elif not this.bytes:
         fate = "local"

@@ -31,5 +31,6 @@ def _section(title: str, causes: Mapping[str, Cause]) -> Iterator[str]:
     yield f"## {title}\n"
     for code in sorted(causes):
         this = causes[code]
-        yield f"### {code}\n\n**{this.title[0].upper() + this.title[1:]}.** {this.why} {_UNDER[breaks_under(this)]}\n\n{this.instead}\n"
+        title = this.title[0].upper() + this.title[1:]
+        yield f"### {code}\n\n**{title}.** {this.why} {_UNDER[breaks_under(this)]}\n\n{this.instead}\n"
         yield f"```python\n{this.example}\n```\n"

@@ -31,7 +31,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument("-h", "--help", action="store_true", help="show this and stop")
     job = p.add_argument_group("the job")
     job.add_argument("--mesh", metavar="4x2", help="mesh for a function that takes one; with names: dp=4,tp=2")
-    job.add_argument("--world", type=int, metavar="N", help=f"ranks of the simulated job (default: those of --mesh, or {DEFAULT_WORLD})")
+    job.add_argument("--world", type=int, metavar="N", help=f"ranks of the simulation (default: of --mesh, else {DEFAULT_WORLD})")
     job.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
     job.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun; rank R prints")
     job.add_argument("--cluster", choices=CLUSTERS, default="h100", help="machine for which times are estimated (default h100)")
@@ -60,8 +60,8 @@ _USAGE = """\
 usage: {program} [options] TARGET [options]
        {program} [options] script.py [arguments of the script]
 
-TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, that returns a model and its
-inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at.
+TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, that returns a model
+and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at.
 """
 
 

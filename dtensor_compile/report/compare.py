@@ -1,7 +1,7 @@
 """What a change did: two reports side by side, and limits that a report must keep.
 
-`compare` finds the rows that came and went, by what they are and where. `Limits` are the switches of continuous integration; `broken`
-says in one line each which of them a report breaks, and which of the user's lines do it.
+`compare` finds the rows that came and went, by what they are and where. `Limits` are the switches of continuous integration;
+`broken` says in one line each which of them a report breaks, and which of the user's lines do it.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ def describe_break(this: GraphBreak) -> str:
 def describe_redistribution(this: Redistribution) -> str:
     """One line on a redistribution, without the number of its line, which moves with every change of the file."""
     fate = "" if this.fate == "sent" else f", {this.fate}"
-    return f"{this.before}->{this.after} of {list(this.shape)} {this.dtype}, {this.bytes:,} bytes, {this.phase}{fate}{_at(this.source)}"
+    what = f"{this.before}->{this.after} of {list(this.shape)} {this.dtype}"
+    return f"{what}, {this.bytes:,} bytes, {this.phase}{fate}{_at(this.source)}"
 
 
 def _at(source: Source) -> str:
     return f" at {source.file.rsplit('/', 1)[-1]}: {source.code}" if source.file else ""
 
 
-# ---- limits ---------------------------------------------------------------------------------------------------------------------
+# ---- limits ------------------------------------------------------------------------------------------------------------------
 
 _BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -234,4 +235,5 @@ def broken(limits: Limits, report: Report, base: Report | None = None) -> list[s
 def _worst(figure: _Figure, report: Report, base: Report | None) -> Sequence[tuple[float, str]]:
     rows = list(figure.rows(report.ours))
     had = dict((text, amount) for amount, text in figure.rows(base.ours)) if base else {}
-    return sorted((row for row in rows if row[0] > 0), key=lambda row: (-(row[0] - had.get(row[1], 0.0)), -row[0], row[1]))[:NAMED]
+    more = sorted((had.get(text, 0.0) - amount, -amount, text) for amount, text in rows if amount > 0)
+    return [(-amount, text) for _, amount, text in more[:NAMED]]

@@ -1,8 +1,10 @@
 """What a lowered graph sends and computes: its collectives and operators in order, with sizes, lines and modules.
 
-In: a forward or backward graph after lowering, of this backend or of another. Out: plain records, so that nothing of torch is held.
-Works are counted from the fake values of the nodes: floating-point operations by torch's own formulas, bytes read and written from
-shapes. A compiler makes one kernel of an elementwise operator and what feeds it, so that such an operator only writes its result.
+In: a forward or backward graph after lowering, of this backend or of another. Out: plain records, so that nothing of torch is
+held.
+Works are counted from the fake values of the nodes: floating-point operations by torch's own formulas, bytes read and written
+from shapes. A compiler makes one kernel of an elementwise operator and what feeds it, so that such an operator only writes its
+result.
 """
 
 from __future__ import annotations
@@ -100,7 +102,9 @@ def operations_of(graph: torch.fx.Graph) -> tuple[list[Collective], list[Operati
         if node.op != "call_function":
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
-            started.update({node: started[source] for source in node.all_input_nodes[:1] if source in started})  # an item of a list
+            of = next(iter(node.all_input_nodes), None)
+            if of in started:  # an item of a list
+                started[node] = started[of]
             continue
         namespace, name = node.target._schema.name.split("::")
         here = {"name": f"{namespace}.{name}", "where": source_line(node), "module": module_path(node)}

@@ -1,7 +1,7 @@
 """`look_at`: from the name of a target to its report. The command ``dtensor-compile report`` is this and printing.
 
-In: a target and the job that it is for. Out: a `Report`. The job is simulated, which needs one process and no network, or real, under
-``torchrun``.
+In: a target and the job that it is for. Out: a `Report`. The job is simulated, which needs one process and no network, or real,
+under ``torchrun``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from dtensor_compile.report.target import (
 #: Ranks of a simulated job for which neither a world size nor a mesh is given.
 DEFAULT_WORLD = 2
 
-#: Ranks up to which a program is compared with stock torch unless told otherwise: stock cuts what it gathers into a piece per rank of a
-#: mesh dim, so that its graphs, and the time to trace them, grow with the mesh.
+#: Ranks up to which a program is compared with stock torch unless told otherwise: stock cuts what it gathers into a piece per
+#: rank of a mesh dim, so that its graphs, and the time to trace them, grow with the mesh.
 STOCK_RANKS = 64
 
 
@@ -100,8 +100,8 @@ def look_at(
     Args:
         target, arguments: as in `dtensor_compile.report.target`; arguments are for scripts.
         job: the job it is for.
-        stock: also compile a function's model as stock torch does; None: where the job has at most `STOCK_RANKS` ranks. Scripts run
-            once, as they are.
+        stock: also compile a function's model as stock torch does; None: where the job has at most `STOCK_RANKS` ranks. Scripts
+            run once, as they are.
         backward, cluster, kernels: as in `dtensor_compile.report.explain.explain`.
 
     Raises:
@@ -138,7 +138,7 @@ def running(job: Job) -> Iterator[None]:
             forget_meshes()
         return
     if "WORLD_SIZE" not in os.environ:
-        raise TargetError("--real needs ranks: start it with torchrun --nproc-per-node N -m dtensor_compile.cli report --real TARGET")
+        raise TargetError("--real needs ranks: torchrun --nproc-per-node N -m dtensor_compile.cli report --real TARGET")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
@@ -159,8 +159,8 @@ def _script(target: str, arguments: Sequence[str]) -> Recording:
 
 def _never(target: str) -> str:
     return (
-        f"{target} never calls a function that torch.compile made: return the model and its inputs from a function and name that, "
-        "script.py:function, or call torch.compile in it"
+        f"{target} never calls a function that torch.compile made: return the model and its inputs from a function and name "
+        "that, script.py:function, or call torch.compile in it"
     )
 
 

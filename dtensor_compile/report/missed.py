@@ -16,6 +16,8 @@ from dtensor_compile.report.schedule import Schedule
 
 #: Operators that are matrix products.
 MATMULS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
+#: Operators between a collective and a matmul that still count as beside it: copies and elementwise work.
+NEAR = 5
 #: A collective that sends less spends most of its time on starting, so that sending it with others pays.
 SMALL = 1 << 20
 
@@ -59,7 +61,8 @@ def _not_bucketed(collectives: Sequence[Collective]) -> Iterator[Decision]:
         if run and (collective is None or not _alike(run[0], collective)):
             if len(run) > 1:
                 text = f"{len(run)} {_text(run[0])}"
-                reason = f"they follow each other over one group and send {sum(c.bytes for c in run):,} bytes together; no pass of this release merges them"
+                total = sum(c.bytes for c in run)
+                reason = f"they follow each other in one group and send {total:,} bytes together; no pass here merges them"
                 yield Decision("bucket", run[0].where, reason, text, text)
             run = []
         if collective is not None and 0 < collective.bytes < SMALL:
@@ -79,8 +82,8 @@ def _between(operations: Sequence[Operation], collective: int) -> range:
 def _matmul_beside(operations: Sequence[Operation], collective: int, *, after: bool) -> Operation | None:
     """The matmul right after the wait of a collective, or right before its start: copies and elementwise work do not count."""
     steps = _between(operations, collective)
-    near = operations[steps.stop + 1 : steps.stop + 6] if after else reversed(operations[max(0, steps.start - 6) : steps.start - 1])
-    for operation in near:
+    behind, before = operations[steps.stop + 1 :], operations[: steps.start - 1]
+    for operation in behind[:NEAR] if after else before[: -NEAR - 1 : -1]:
         if operation.name in MATMULS:
             return operation
         if operation.starts is not None or operation.waits_for is not None:

@@ -1,8 +1,8 @@
 """The report as data: what a program does in communication, what broke it, what was decided, and what it costs.
 
 `Report` is the root. Everything in it is text, numbers and tuples, so that it goes to JSON and comes back equal (`to_json`,
-`from_json`; ``docs/report.schema.json`` describes the form, `schema` makes it from these classes). Times are seconds and estimates
-unless the name says that they were measured; bytes are those that one rank sends in one forward and backward.
+`from_json`; ``docs/report.schema.json`` describes the form, `schema` makes it from these classes). Times are seconds and
+estimates unless the name says that they were measured; bytes are those that one rank sends in one forward and backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from dtensor_compile.errors import DTensorCompileError
 
-#: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is added.
+#: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is
+#: added.
 VERSION = "1.0"
 
 Phase = Literal["forward", "backward"]
@@ -146,7 +147,8 @@ class Collective:
         kind: ``all_gather``, ``reduce_scatter``, ...
         mesh_dim: name of the mesh dim that its group belongs to, or the group's own name.
         ranks: number of ranks in the group.
-        source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of the local input.
+        source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of the local
+            input.
         graph: index in `Side.graphs`.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
     """
@@ -321,7 +323,8 @@ def _read(form: Any, value: Any) -> Any:
     """`value` as an object of `form`: a dataclass, a tuple, an optional, or plain data."""
     if dataclasses.is_dataclass(form):
         hints = typing.get_type_hints(form)
-        return form(**{f.name: _read(hints[f.name], value[f.name]) for f in dataclasses.fields(form) if f.name in value})  # type: ignore
+        names = [f.name for f in dataclasses.fields(form) if f.name in value]
+        return form(**{name: _read(hints[name], value[name]) for name in names})  # type: ignore[operator]
     origin, args = typing.get_origin(form), typing.get_args(form)
     if origin is tuple:
         return tuple(_read(args[0], item) for item in value)

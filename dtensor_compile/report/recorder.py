@@ -5,8 +5,8 @@
     rec.bytes_sent          # bytes that this rank sends in one forward and backward
     print(rec.report())     # all of it, with lines, causes and estimated times
 
-Works for this backend, and for others with ``record(others=True)``, so that both are counted by the same code. Graphs are not taken
-from Inductor's caches while a recording is on, because a cached graph has no stages to look at.
+Works for this backend, and for others with ``record(others=True)``, so that both are counted by the same code. Graphs are not
+taken from Inductor's caches while a recording is on, because a cached graph has no stages to look at.
 
 The recorder only collects. What is collected becomes a `dtensor_compile.report.model.Report` in ``report/build.py``.
 """

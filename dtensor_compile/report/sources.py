@@ -26,8 +26,8 @@ def source_at(file: str, line: int, code: str = "") -> Source:
     """The line `line` of `file`, with the lines around it where the file can be read."""
     lines = linecache.getlines(file)
     here = code or (lines[line - 1].strip() if 0 < line <= len(lines) else "")
-    around = [text.rstrip("\n") for text in lines]
-    return Source(file, line, here, tuple(around[max(0, line - 1 - AROUND) : max(0, line - 1)]), tuple(around[line : line + AROUND]))
+    around, above = [text.rstrip("\n") for text in lines], max(0, line - 1)
+    return Source(file, line, here, tuple(around[max(0, above - AROUND) : above]), tuple(around[line : line + AROUND]))
 
 
 def source_of(where: str) -> Source:

@@ -58,7 +58,8 @@ def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[Rendera
     if ours.recompiles:
         table = _table("recompiles", terminal, "function", "cause", "guard that did not hold", "seconds (measured)")
         for r in ours.recompiles:
-            table.add_row(*map(escape, (f"{r.function} {_place(r.source)}", r.cause, _first_line(r.reason), f"{r.measured_seconds:.2f}")))
+            cells = (f"{r.function} {_place(r.source)}", r.cause, _first_line(r.reason), f"{r.measured_seconds:.2f}")
+            table.add_row(*map(escape, cells))
         yield table
     if ours.redistributions:
         yield _redistributions(ours.redistributions, most, terminal)
@@ -70,9 +71,9 @@ def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[Rendera
             cells = (_line(c.source), f"{c.kind}[{c.mesh_dim}] {c.phase}", shape, f"{c.bytes:,}", seconds_text(c.seconds))
             table.add_row(*map(escape, (*cells, seconds_text(c.exposed_seconds))))
         yield _cut(table, len(own), most)
-    for title, totals in (("by module", ours.totals.by_module), ("by mesh dim", ours.totals.by_mesh_dim), ("by kind", ours.totals.by_kind)):
-        if totals:
-            yield _totals(title, totals, most, terminal)
+    for title, sums in (("module", ours.totals.by_module), ("mesh dim", ours.totals.by_mesh_dim), ("kind", ours.totals.by_kind)):
+        if sums:
+            yield _totals(f"by {title}", sums, most, terminal)
     yield from _decisions("what was decided", ours.decisions, most, terminal)
     yield from _decisions("what did not happen, and why", ours.missed, most, terminal)
 
@@ -115,7 +116,8 @@ def _break(this: GraphBreak) -> Text:
         here = number == this.source.line
         code = line if not here else _indent(this.source) + line
         text.append(f"  {'>' if here else ' '} {number:5} {code}\n", style="bold" if here else "dim")
-    text.append(f"  called: {this.called[:200]}\n  why: {this.why}\n  instead: {this.instead}\n  breaks under: {this.breaks_under}\n")
+    called, under = this.called[:200], this.breaks_under
+    text.append(f"  called: {called}\n  why: {this.why}\n  instead: {this.instead}\n  breaks under: {under}\n")
     if this.graphs:
         text.append(
             f"  splits the function into {this.graphs} graphs, with {this.collectives_before} collectives before it and "
@@ -133,21 +135,32 @@ def _indent(source: Source) -> str:
 
 
 def _redistributions(rows: Sequence[Redistribution], most: int | None, terminal: bool) -> Table:
-    table = _table("redistributions", terminal, "", "line", "module", "change", "shape", "plan", "bytes", "time", "exposed", "why, and what became of it")
+    columns = ("", "line", "module", "change", "shape", "plan", "bytes", "time", "exposed", "why, and what became of it")
+    table = _table("redistributions", terminal, *columns)
     for column in (table.columns[i] for i in (0, 6, 7, 8)):
         column.justify, column.no_wrap = "right", True
-    groups = _grouped(rows, lambda r: (r.source, _any_layer(r.module), r.before, r.after, r.phase, r.shape, r.dtype, r.plan, r.fate, r.operator))
+    groups = _grouped(
+        rows,
+        lambda r: (r.source, _any_layer(r.module), r.before, r.after, r.phase, r.shape, r.dtype, r.plan, r.fate, r.operator),
+    )
     order = sorted(groups, key=lambda group: (-sum(r.exposed_seconds for r in group), -sum(r.bytes_before for r in group)))
     for group in order[:most]:
         first = group[0]
         sent, before = sum(r.bytes for r in group), sum(r.bytes_before for r in group)
-        became = "" if first.fate == "sent" else f"; {first.fate} by {first.decided_by}" if first.decided_by else f"; {first.fate}"
+        why = ["asked for" if first.explicit else f"for {first.operator}"]
+        why += [] if first.fate == "sent" else [f"{first.fate} by {first.decided_by}" if first.decided_by else first.fate]
         cells = (
-            _times(group), _line(first.source), _modules([r.module for r in group]), f"{first.before}->{first.after} {first.phase}",
-            f"{list(first.shape)} {first.dtype}", ", ".join(step.split(" ")[0] for step in first.plan),
-            f"{sent:,}" if sent == before else f"{before:,} -> {sent:,}", seconds_text(sum(r.seconds for r in group)),
-            seconds_text(sum(r.exposed_seconds for r in group)), ("asked for" if first.explicit else f"for {first.operator}") + became,
-        )  # fmt: skip
+            _times(group),
+            _line(first.source),
+            _modules([r.module for r in group]),
+            f"{first.before}->{first.after} {first.phase}",
+            f"{list(first.shape)} {first.dtype}",
+            ", ".join(step.split(" ")[0] for step in first.plan),
+            f"{sent:,}" if sent == before else f"{before:,} -> {sent:,}",
+            seconds_text(sum(r.seconds for r in group)),
+            seconds_text(sum(r.exposed_seconds for r in group)),
+            "; ".join(why),
+        )
         table.add_row(*map(escape, cells))
     return _cut(table, len(order), most)
 

@@ -2,8 +2,9 @@
 
     package.module:function     script.py:function     script.py ARGUMENTS
 
-A function takes no arguments, or a ``mesh``. It returns ``model, inputs``, or a step to call, or it is the step. `inputs` is a tensor,
-a tuple of arguments or a dict of them. Every way in which that can fail is a `TargetError` of one line that says what to do.
+A function takes no arguments, or a ``mesh``. It returns ``model, inputs``, or a step to call, or it is the step. `inputs` is a
+tensor, a tuple of arguments or a dict of them. Every way in which that can fail is a `TargetError` of one line that says what to
+do.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def function_of(target: str) -> Callable[..., Any]:
             raise TargetError(f"{place} has no {part!r}" + (f": did you mean {' or '.join(map(repr, near))}?" if near else ""))
         value = getattr(value, part)
     if not callable(value):
-        raise TargetError(f"{target} is a {type(value).__name__}, not a function: write a function that returns a model and its inputs")
+        kind = type(value).__name__
+        raise TargetError(f"{target} is of type {kind}, not a function: write a function that returns a model and its inputs")
     return value
 
 
@@ -96,7 +98,7 @@ def _import(place: str, target: str) -> Any:
     except ImportError:
         found = None
     if found is None:
-        raise TargetError(f"there is no module {place!r}: run this where it can be imported, or give the file, path/to/script.py:function")
+        raise TargetError(f"there is no module {place!r}: run this where it imports, or give the file, script.py:function")
     with _users_errors(f"{place} does not import"):
         return importlib.import_module(place)
 
@@ -150,8 +152,8 @@ def call_target(function: Callable[..., Any], target: str, mesh: Callable[[], An
     ]
     if [name for name in needed if name != "mesh"]:
         raise TargetError(
-            f"{target} needs arguments ({', '.join(needed)}): write a function that takes none, or only mesh, and returns the model and "
-            "its inputs"
+            f"{target} needs arguments ({', '.join(needed)}): write a function that takes none, or only mesh, and returns "
+            "the model and its inputs"
         )
     with users_program(target):
         return function(**({"mesh": mesh()} if "mesh" in inspect.signature(function).parameters else {}))
@@ -190,15 +192,16 @@ def _users_errors(what: str) -> Iterator[None]:
 
 #: What torch says where a device is missing.
 _GPU = re.compile(
-    r"no NVIDIA driver|not compiled with (CUDA|XPU|ROCm)|No (CUDA|XPU|HIP) GPUs are available|CUDA driver|device type (cuda|xpu|hpu)\b"
-    r"|Cannot access accelerator|Expected one of cpu|torch\.(cuda|xpu) is not available|Invalid device.*(cuda|xpu)|which is not available",
+    r"no NVIDIA driver|not compiled with (CUDA|XPU|ROCm)|No (CUDA|XPU|HIP) GPUs are available|CUDA driver"
+    r"|device type (cuda|xpu|hpu)\b|Cannot access accelerator|Expected one of cpu|torch\.(cuda|xpu) is not available"
+    r"|Invalid device.*(cuda|xpu)|which is not available",
     re.I,
 )
 
 
 def _needs_gpu(error: Exception) -> str:
     missing = _GPU.search(str(error)) and not torch.cuda.is_available()
-    return 'make the model and the mesh on "cpu" where torch.cuda.is_available() is false: a report needs no GPU' if missing else ""
+    return 'make model and mesh on "cpu" where torch.cuda.is_available() is false: a report needs no GPU' if missing else ""
 
 
 def _line(error: Exception) -> str:

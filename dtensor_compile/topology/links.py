@@ -9,16 +9,16 @@ Collectives, with n ranks, B bytes that one rank sends, a link of bandwidth W (b
     all_to_all                       n - 1              pairwise exchange
     broadcast and the rest           log2 n             a tree
 
-(R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is R. Hockney's,
-1994. B is counted as in `dtensor_compile.lowering.plan`.) The link is the slowest that the ranks of the group share: within a host, or
-between hosts.
+(R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is R.
+Hockney's, 1994. B is counted as in `dtensor_compile.lowering.plan`.) The link is the slowest that the ranks of the group share:
+within a host, or between hosts.
 
 Operators, with F floating-point operations and M bytes read and written (S. Williams, A. Waterman, D. Patterson: Roofline, 2009):
 
     seconds = max(F / peak, M / memory bandwidth) + launch
 
-These are estimates: they compare one program with another on one machine. They know nothing of contention, of what a compiler fuses, or
-of kernels that stay below the peak.
+These are estimates: they compare one program with another on one machine. They know nothing of contention, of what a compiler
+fuses, or of kernels that stay below the peak.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ def sample_side(name: str = "dtensor", scale: int = 1, breaks: int = 1) -> Side:
         LINE, "blocks.0", False, "aten.mm.default", "S(0)", "R", (8, 4), "float32", "cpu[tp=2:1]@2", ("tp",),
         ("all_gather[tp] S(0)->R",), "forward", "sent", 1000 * scale, 1000 * scale, 2e-3 * scale, 1e-3 * scale,
     )  # fmt: skip
-    removed = dataclasses.replace(sent, fate="removed", bytes=0, seconds=0.0, exposed_seconds=0.0, decided_by="cancel_inverse_pairs")
+    nothing = {"bytes": 0, "seconds": 0.0, "exposed_seconds": 0.0}
+    removed = dataclasses.replace(sent, fate="removed", decided_by="cancel_inverse_pairs", **nothing)
     gather = Collective(
         "all_gather", "tp", 2, LINE, "blocks.0", (4, 4), "float32", "forward", 1000 * scale, 2e-3 * scale, 1e-3 * scale, 0, 0
     )
@@ -59,4 +60,5 @@ def sample_side(name: str = "dtensor", scale: int = 1, breaks: int = 1) -> Side:
 def sample_report(scale: int = 1, breaks: int = 1, stock: bool = True) -> Report:
     """A report of this backend, and of stock with twice the bytes."""
     ours = sample_side(scale=scale, breaks=breaks)
-    return Report(VERSION, "model.py:build", "2.13.0", 2, 0, True, "h100", ours, sample_side("stock", 2 * scale) if stock else None)
+    theirs = sample_side("stock", 2 * scale) if stock else None
+    return Report(VERSION, "model.py:build", "2.13.0", 2, 0, True, "h100", ours, theirs)

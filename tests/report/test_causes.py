@@ -22,11 +22,9 @@ from dtensor_compile.report.breaks import cause_of, recompile_cause
 from dtensor_compile.report.recorder import record
 from dtensor_compile.stock_causes import STOCK_CAUSES, breaks_under, classify
 
-NAMES = {
-    name: globals()[name]
-    for name in "torch dist logging warnings zlib DeviceMesh init_device_mesh CPUOffloadPolicy fully_shard DTensor Partial Replicate Shard "
-    "distribute_tensor CommDebugMode".split()
-}  # fmt: skip
+_MODULES = (torch, logging, warnings, zlib)
+_IMPORTED = (DeviceMesh, init_device_mesh, CPUOffloadPolicy, fully_shard, DTensor, Partial, Replicate, Shard, distribute_tensor)
+NAMES = {"dist": dist, "CommDebugMode": CommDebugMode, **{thing.__name__: thing for thing in (*_MODULES, *_IMPORTED)}}
 
 #: Tested by themselves, below.
 NO_EXAMPLE = {"unknown", "error-in-compiler", "recompile-limit"}

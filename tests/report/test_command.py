@@ -187,7 +187,9 @@ def test_graph_break_with_its_cause_and_what_it_splits(program, capsys):
     assert status == 1 and (this.cause, this.breaks_under, this.error) == ("value-of-data", "every backend", False)
     assert this.source.code == "if y.sum() > 0:" and this.source.before[-1].strip() == "y = model(x)"
     assert this.graphs == 2 and (this.collectives_before, this.collectives_after) == (2, 2)
-    assert re.search(r"--max-breaks 0: graph breaks 1, at most 0\n.*a_program.py:\d+: \[value-of-data\] if y.sum\(\) > 0:", said.err)
+    first, second = said.err.splitlines()[-2:]
+    assert first == "--max-breaks 0: graph breaks 1, at most 0"
+    assert re.search(r"a_program.py:\d+: \[value-of-data\] if y.sum\(\) > 0:", second)
     assert "graph break [value-of-data]" in said.out and "splits the function into 2 graphs" in said.out
 
 
@@ -229,7 +231,7 @@ BAD = [
     (["nowhere.py"], "there is no file 'nowhere.py'"),
     (["no.such.module:build"], "there is no module 'no.such.module'"),
     (["a_program.py:biuld"], "a_program.py has no 'biuld': did you mean 'build'?"),
-    (["a_program.py:VALUE"], "is a int, not a function"),
+    (["a_program.py:VALUE"], "is of type int, not a function"),
     ([":build"], "is no target"),
     (["broken.py:build"], "broken.py does not import: SyntaxError"),
     (["imports:build"], "imports does not import: ModuleNotFoundError: No module named 'no_such_package' (at"),
@@ -244,7 +246,7 @@ BAD = [
     (["a_program.py:build", "--mesh", "4y2"], "--mesh 4y2 is no mesh"),
     (["a_program.py:build", "--rank", "2"], "--rank 2 is no rank of a job of 2 ranks"),
     (["a_program.py:on_mesh", "--mesh", "4x2", "--world", "4"], "the mesh has more places than --world 4 has ranks"),
-    (["a_program.py:build", "--real"], "--real needs ranks: start it with torchrun"),
+    (["a_program.py:build", "--real"], "--real needs ranks: torchrun"),
     (["a_program.py:build", "--max-bytes", "+0%"], "needs --compare BASE.json"),
     (["a_program.py:build", "--max-exposed", "10 parsecs"], "'10 parsecs' is no limit: write"),
     (["a_program.py:build", "--compare", "none.json"], "there is no base 'none.json'"),
@@ -300,7 +302,6 @@ def test_torch_logs_prints_decisions_as_they_are_made(program):
             torch.compile(f, backend="dtensor_aten")(x)
         """
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, "TORCH_LOGS": "dtensor_compile"}
-    )
+    environment = {**os.environ, "TORCH_LOGS": "dtensor_compile"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0 and "[cancel_inverse_pairs] S(0)->R->S(0) -> nothing" in result.stderr, result.stderr[-2000:]

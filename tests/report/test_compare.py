@@ -10,7 +10,8 @@ def test_what_changed():
     comparison = compare(sample_report(1), sample_report(3, breaks=2))
     figures = {c.name: (c.base, c.now) for c in comparison.changes}
     assert figures["bytes sent"] == (1000, 3000) and figures["graph breaks"] == (1, 2)
-    assert any("3,000 bytes" in row for row in comparison.came) and any("graph break [value-of-data]" in row for row in comparison.came)
+    assert any("3,000 bytes" in row for row in comparison.came)
+    assert any("graph break [value-of-data]" in row for row in comparison.came)
     assert any("1,000 bytes" in row for row in comparison.went)
 
 
@@ -51,7 +52,14 @@ def test_a_break_names_its_line():
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(max_bytes="ten"), Limits(max_bytes="10ms"), Limits(max_exposed="+10ms"), Limits(max_breaks="-1"), Limits(max_bytes="+0%")]
+    "limits",
+    [
+        Limits(max_bytes="ten"),
+        Limits(max_bytes="10ms"),
+        Limits(max_exposed="+10ms"),
+        Limits(max_breaks="-1"),
+        Limits(max_bytes="+0%"),
+    ],
 )
 def test_limits_that_cannot_be_checked(limits):
     with pytest.raises(LimitError):

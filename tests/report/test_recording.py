@@ -1,4 +1,4 @@
-"""`record` and `explain` in Python, on real ranks: what is recorded of this backend and of others, and that nothing of it stays."""
+"""`record` and `explain`, on real ranks: what is recorded of this backend and of others, and that nothing of it stays."""
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

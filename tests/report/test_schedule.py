@@ -8,7 +8,8 @@ from dtensor_compile.report.recorder import GraphRecord
 from dtensor_compile.report.schedule import schedule
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Device, Link, collective_seconds, compute_seconds
 
-#: One byte a second, one operation a second, and nothing takes time to start: seconds are the bytes and operations of an operation.
+#: One byte a second, one operation a second, and nothing takes time to start: seconds are the bytes and operations of an
+#: operation.
 UNIT = Cluster("unit", 1, Link(0.0, 1.0), Link(0.0, 1.0), Device(((4, 1.0),), 1.0, 0.0))
 
 
@@ -59,7 +60,7 @@ def test_spans():
     assert [(t.index, t.start, t.seconds) for t in timing.communication] == [(0, 1, 5)]
 
 
-# ---- what did not happen --------------------------------------------------------------------------------------------------------
+# ---- what did not happen -----------------------------------------------------------------------------------------------------
 
 
 def said(operations, *collectives):
@@ -92,7 +93,7 @@ def test_small_ones_that_follow_each_other_are_not_bucketed():
     assert "bucket" not in [kind for kind, _ in said(operations, gather(5), gather(2 << 20))]
 
 
-# ---- times ----------------------------------------------------------------------------------------------------------------------
+# ---- times -------------------------------------------------------------------------------------------------------------------
 
 
 def test_collective_times():

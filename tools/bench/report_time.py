@@ -1,10 +1,11 @@
-"""What a report costs, on a simulated job in one process: against compiling the same step, and on a large job against a small one.
+"""What a report costs, on a simulated job in one process: against compiling the same step, and on 512 ranks against 8.
 
     python tools/bench/report_time.py [--layers 4] [--repeats 3] [--kernels inductor]
 
-The first figure is the time of the whole report of the example (trace and lower for this backend, the same for stock, analysis, tables and
-JSON) over that of compiling its forward and backward with ``backend="dtensor"`` and empty caches. The second is the time of a report at
-`--world 512` on a 2-D mesh over that at 8. Wall time and CPU time; kernels are compiled in this process, so that both count them.
+The first figure is the time of the whole report of the example (trace and lower for this backend, the same for stock, analysis,
+tables and JSON) over that of compiling its forward and backward with ``backend="dtensor"`` and empty caches. The second is the
+time of a report at `--world 512` on a 2-D mesh over that at 8. Wall time and CPU time; kernels are compiled in this process, so
+that both count them.
 """
 
 from __future__ import annotations
