@@ -54,11 +54,18 @@ _ALL = (
         "mesh.__enter__()\ny = x @ x\nmesh.__exit__(None, None, None)\n# instead\nwith mesh:\n    y = x @ x",
     ),
     Cause(
+        "not-a-tensor",
+        "method of a DTensor that returns something else than tensors",
+        "It returns Python objects that describe shards (for checkpoints and caches); a graph deals with tensors.",
+        "Call it outside of the compiled function; placements, device_mesh and shape are constants inside.",
+        "chunks = d.__create_chunk_list__()\n# instead: outside of the compiled function",
+    ),
+    Cause(
         "raw-object",
         "object of the C++ side of torch.distributed",
         "It acts on the process or on other ranks when its methods are called, and shows nothing that could be traced.",
-        "Use it outside of the compiled function. Collectives of torch.distributed are traced, and so are those of groups without "
-        "options objects.",
+        "Use it outside of the compiled function. Collectives of torch.distributed are traced, and so are those of groups "
+        "without options objects.",
         "group.allreduce([x], dist.AllreduceOptions())\n# instead\ngroup.allreduce([x], dist.ReduceOp.SUM)",
     ),
     Cause(
@@ -134,8 +141,8 @@ _ALL = (
     Cause(
         "leaf-made",
         "a leaf is made in the program",
-        "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it leaves the compiled "
-        "function, Python has to make it.",
+        "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it leaves the "
+        "compiled function, Python has to make it.",
         "Make parameters outside of the compiled function.",
         "return distribute_tensor(x.requires_grad_(), mesh, [Shard(0)])\n# instead: make the parameter outside and pass it in",
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ from dtensor_compile.compat.dynamo import (
     TrackGiven,
     Translator,
     graph_break,
+    leave_calls_to_python,
     member_function,
     traces_for_us,
 )
@@ -297,6 +299,32 @@ def read_constant_tensors() -> Iterator[None]:
         TensorVariable.call_method = stock
 
 
+@contextlib.contextmanager
+def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[None]:
+    """While it is entered, members of tensors of `cls` break a graph; `refused` is name -> code of the cause."""
+    stock = {name: vars(TensorVariable)[name] for name in ("call_method", "var_getattr")}
+
+    def ask(method: Callable[..., VariableTracker]) -> Callable[..., VariableTracker]:
+        def asked(self: TensorVariable, tx: Translator, name: str, *args: Any) -> VariableTracker:
+            if name in refused and self.python_type() is cls and traces_for_us(tx):
+                member = getattr(cls, name, None)
+                if method is stock["call_method"] or not callable(member):
+                    if isinstance(member, types.FunctionType):
+                        leave_calls_to_python(member)
+                    graph_break(refused[name], f"{cls.__name__}.{name}")
+            return method(self, tx, name, *args)
+
+        return asked
+
+    for name, method in stock.items():
+        setattr(TensorVariable, name, ask(method))
+    try:
+        yield
+    finally:
+        for name, method in stock.items():
+            setattr(TensorVariable, name, method)
+
+
 # ---- small things that handlers need -----------------------------------------------------------------------------------------
 
 
@@ -330,6 +358,19 @@ def handle_methods(**methods: Call) -> Retrack:
 def attribute(tx: Translator, owner: VariableTracker, name: str) -> VariableTracker:
     """``owner.name``"""
     return owner.realize().var_getattr(tx, name)
+
+
+class NamespaceVariable(CallVariable):
+    """Tracks an object that only holds values that never change, which `read` looks up."""
+
+    def __init__(self, stock: VariableTracker, read: Callable[[Translator, str], VariableTracker]) -> None:
+        super().__init__(stock, lambda tx, stock, args, kwargs: stock.call_function(tx, args, kwargs))
+        self.read = read
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        return self.read(tx, name)
+
+    tp_getattro_impl = var_getattr
 
 
 class RefusingVariable(UserDefinedObjectVariable):

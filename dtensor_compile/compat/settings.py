@@ -7,29 +7,44 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss
 from torch.fx.node import has_side_effect
 
 from dtensor_compile.compat.dynamo import Retrack, Translator, VariableTracker, build, constant_argument
-from dtensor_compile.compat.dynamo_calls import handle_calls
+from dtensor_compile.compat.dynamo_calls import Call, handle_calls
 
 _c10d = torch._C._distributed_c10d
 
 
 def allow_implicit_replication(allowed: bool) -> None:
-    """Whether operators take plain tensors for replicated DTensors; a node of the graph, for who traces the graph once more."""
+    """Whether operators take plain tensors for replicated DTensors."""
     torch._C._set_dtensor_allow_implicit_replication(allowed)
 
 
-has_side_effect(allow_implicit_replication)
+def start_loss_parallel() -> None:
+    """From now on losses over DTensors are computed in parallel."""
+    loss._enable_custom_loss_ops()
 
 
-def _set_implicit_replication(
-    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
-) -> VariableTracker:
-    allowed = constant_argument(args[0])
-    allow_implicit_replication(allowed)
-    tx.output.create_proxy("call_function", allow_implicit_replication, (allowed,), {})
-    return build(tx, None)
+def end_loss_parallel() -> None:
+    """Undoes `start_loss_parallel`."""
+    loss._disable_custom_loss_ops()
+
+
+def _set(setter: Callable[..., None]) -> Call:
+    """The setting holds for what is traced now, and a node of the graph makes it hold when the graph is traced once more."""
+    has_side_effect(setter)
+
+    def call(
+        tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        values = tuple(map(constant_argument, args))
+        setter(*values)
+        tx.output.create_proxy("call_function", setter, values, {})
+        return build(tx, None)
+
+    return call
 
 
 def _read(
@@ -46,9 +61,11 @@ def _nothing(
 
 
 def _functions() -> Iterator[tuple[Any, Retrack]]:
-    handlers: dict[tuple[Any, str], Callable[..., VariableTracker]] = {
-        (torch._C, "_set_dtensor_allow_implicit_replication"): _set_implicit_replication,
+    handlers: dict[tuple[Any, str], Call] = {
+        (torch._C, "_set_dtensor_allow_implicit_replication"): _set(allow_implicit_replication),
         (torch._C, "_get_dtensor_allow_implicit_replication"): _read,
+        (loss, "_enable_custom_loss_ops"): _set(start_loss_parallel),
+        (loss, "_disable_custom_loss_ops"): _set(end_loss_parallel),
         (_c10d, "_set_comm_profiling_name"): _nothing,
         (_c10d, "_get_comm_profiling_name"): _read,
         (_c10d, "_set_allow_inflight_collective_as_graph_input"): _nothing,
@@ -62,11 +79,14 @@ def _functions() -> Iterator[tuple[Any, Retrack]]:
 @contextlib.contextmanager
 def _settings_as_before() -> Iterator[None]:
     """A trace that ends early leaves no setting behind."""
-    before = torch._C._get_dtensor_allow_implicit_replication()
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    before = torch._C._get_dtensor_allow_implicit_replication(), dict(handlers)
     try:
         yield
     finally:
-        allow_implicit_replication(before)
+        allow_implicit_replication(before[0])
+        handlers.clear()
+        handlers.update(before[1])
 
 
 #: Entries for `compat.dynamo.Entries`.

@@ -1,7 +1,7 @@
 """Dynamo: objects of C++ classes that a traced program is given, made in Python.
 
-A class of ours extends a C++ class of torch's and does in Python what the program may ask of an object. While tracing, an object is
-no more than the fields of the class. To the program it is of the C++ class. One that leaves the graph is made then.
+A class of ours extends a C++ class of torch's and does in Python what the program may ask of an object. While tracing, an
+object is no more than the fields of the class. To the program it is of the C++ class. One that leaves the graph is made then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.object_protocol import object_richcompare
 
-from dtensor_compile.compat.dynamo import Retrack, Translator, build, graph_break, leave_to_python, member_function, raise_in_program
+from dtensor_compile.compat.dynamo import (
+    Retrack,
+    Translator,
+    build,
+    graph_break,
+    leave_to_python,
+    member_function,
+    raise_in_program,
+)
 from dtensor_compile.compat.dynamo_calls import handle_calls
 
 

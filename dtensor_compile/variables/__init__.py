@@ -23,7 +23,7 @@ from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
 from dtensor_compile.variables import collectives, data_parallel, factories, functions, hooks, optimizer, printing, random
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
-from dtensor_compile.variables.dtensor import track_spec
+from dtensor_compile.variables.dtensor import refuse_members, track_spec
 from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 
@@ -53,6 +53,7 @@ ENTRIES = Entries(
         numbers_in_the_graph,
         lengths_of_counts,
         factories.keep_leaves,
+        refuse_members,
         *printing.CONTEXTS,
         *functions.CONTEXTS,
         *optimizer.CONTEXTS,

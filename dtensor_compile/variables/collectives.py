@@ -383,7 +383,7 @@ def pg_alltoall(group, output_tensors, input_tensors):
 def pg_gather(group, output_tensors, input_tensor, root=0, timeout=None):
     if isinstance(input_tensor, torch.Tensor):
         return gather(input_tensor, output_tensors if output_tensors else None, None, group, True, root)
-    return gather(input_tensor[0], output_tensors[0] if output_tensors else None, None, group, True, root)
+    return gather(input_tensor[0], output_tensors[0] if output_tensors else None, None, group, True, 0)
 
 
 def pg_scatter(group, output_tensor, input_tensors, root=0, timeout=None):

@@ -1,4 +1,4 @@
-"""DTensors: torch's own tracker serves. What it does not know is the spec of a DTensor that the program computed.
+"""DTensors: torch's own tracker serves. What it does not know: methods that do not return tensors, and specs of results.
 
 The spec of an input has a source and is traced like any Python object. The spec of a result is known while tracing, as far as its
 sizes are not symbolic: mesh and placements follow from the guards on the inputs.
@@ -7,11 +7,33 @@ sizes are not symbolic: mesh and placements follow from the guards on the inputs
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dtensor import Spec
 from dtensor_compile.compat.dynamo import Translator, VariableTracker, build_unguarded, constant_source, graph_break, real_object
+from dtensor_compile.compat.dynamo_calls import refuse_tensor_members
+from dtensor_compile.variables.members import causes_of, table
+
+#: What becomes of the members that a DTensor has and a tensor has not.
+MEMBERS = table(
+    inline="""
+        from_local to_local full_tensor redistribute device_mesh placements _local_tensor _spec _op_dispatcher
+        __get_tensor_shard__ __coerce_tangent_metadata__ __coerce_same_metadata_as_tangent__ __slots__
+        __tensor_unflatten__ _raise_if_contains_partial_placements
+    """,
+    breaks={
+        "not-a-tensor": "__create_chunk_list__ __create_write_items__ __tensor_flatten__ _stable_hash_for_caching",
+        "object-state": "__dict__",
+    },
+)
+
+
+def refuse_members() -> AbstractContextManager[None]:
+    """The context in which the members that `MEMBERS` refuses break a graph."""
+    return refuse_tensor_members(DTensor, causes_of(MEMBERS))
 
 
 def track_spec(tx: Translator, spec: Spec) -> VariableTracker:

@@ -1,4 +1,4 @@
-"""What becomes of the names of ``torch.distributed`` and its subpackages: a table per module, and the entries that follow from it.
+"""What becomes of the names of ``torch.distributed`` and its subpackages: a table per module, and the entries it leads to.
 
 A row says what a call does while tracing (`members.Rule`). Names of rule `INLINE` are left to torch, which traces them like other
 Python, and have no entry. A name that the installed release does not have has none either.
@@ -32,7 +32,7 @@ from dtensor_compile.compat.dynamo import (
     leave_calls_to_python,
     raise_in_program,
 )
-from dtensor_compile.compat.dynamo_calls import handle_calls, handle_construction, refuse_methods
+from dtensor_compile.compat.dynamo_calls import NamespaceVariable, handle_calls, handle_construction, refuse_methods
 from dtensor_compile.variables import collectives, factories
 from dtensor_compile.variables.members import Row, Rule, Table, table
 
@@ -205,6 +205,11 @@ def _track_value(tx: Translator, value: Any) -> VariableTracker:
     return build_unguarded(tx, value, constant_source(tx, "value", value))
 
 
+def _read_reduction(tx: Translator, name: str) -> VariableTracker:
+    """``dist.reduce_op.SUM``: the old name of ``dist.ReduceOp.SUM``, which warns."""
+    return _value(tx, getattr, [vars(dist)["reduce_op"], name], {})
+
+
 # ---- objects of C++ that come in --------------------------------------------------------------------------------------------
 
 _RAW_NAMES = [name for name, row in DISTRIBUTED.items() if row.cause == "raw-object"]
@@ -222,6 +227,7 @@ def _refuse_methods(cls: type) -> TrackGiven:
 #: Entries for `compat.dynamo.Entries`.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     *_entries(),
+    (vars(dist)["reduce_op"], lambda stock: NamespaceVariable(stock, _read_reduction)),
     *((cls.unbox, _refusal(cls.unbox, f"{cls.__name__}.unbox", "raw-object")) for cls in (dist.ProcessGroup, dist.Work)),
     *settings.OBJECTS,
 )

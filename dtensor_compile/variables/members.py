@@ -11,8 +11,8 @@ An object that a guard holds fixed has members that are fixed too. A table has a
 - `MAKE`: makes meshes or groups; called once per place of the program (``factories.py``).
 - `BREAK`: not traceable; an ordinary graph break with a cause (``causes.py``).
 
-`TableVariable` looks a member up in the table of its class. What no table names breaks a graph when it is called, and is read under
-a guard when it is data.
+`TableVariable` looks a member up in the table of its class. What no table names breaks a graph when it is called, and is read
+under a guard when it is data.
 
 Whatever a member returns that is itself a mesh, a group or a placement gets a tracker with a source
 (`SourcedVariable.track`), so that guards, graph inputs and returned values work for it as they do for an input.

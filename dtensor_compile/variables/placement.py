@@ -30,7 +30,7 @@ class PlacementVariable(TableVariable):
     members = table(
         bake="""
             dim reduce_op split_factor is_shard is_partial is_replicate ALL_REDUCE_OPS LINEAR_REDUCE_OPS
-            __repr__ __str__ __hash__ __eq__ __ne__ __format__ __fx_repr__ __copy__ __deepcopy__
+            _split_factor_int __repr__ __str__ __hash__ __eq__ __ne__ __format__ __fx_repr__ __copy__ __deepcopy__
         """,
         inline="local_shard_size_and_offset",
         breaks={"object-state": "__setattr__ __delattr__ __dict__"},

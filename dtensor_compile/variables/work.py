@@ -106,7 +106,7 @@ WORK = table(
     breaks={"raw-object": "boxed unbox"},
 )
 FUTURE = table(
-    inline="wait value done then add_done_callback", breaks={"raw-object": "set_result set_exception"}
+    inline="wait value done then add_done_callback", breaks={"raw-object": "set_result set_exception __getstate__ __setstate__"}
 )
 
 
