@@ -46,7 +46,6 @@ def facts(module: DDP) -> tuple[Any, ...]:
         tuple(test(module) for test, _ in _OBSTACLES),
         group_name(module),
         len(module._module_parameters),
-        bool(module._comm_hooks),
         module.forward_sync_buffers,
     )
 
@@ -129,9 +128,13 @@ def gradients_wait(module: DDP) -> bool:
     return False
 
 
+def _has_hooks(parameter: torch.nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def needs_reducer(module: DDP) -> bool:
-    """Whether averaging is more than the mean of one gradient: there is a communication hook, or gradients wait."""
-    return bool(module._comm_hooks) or gradients_wait(module)
+    """Whether averaging is more than the mean of one gradient: gradients wait, or hooks see gradients before they are averaged."""
+    return bool(module._comm_hooks) or any(map(_has_hooks, module._module_parameters)) or gradients_wait(module)
 
 
 def arm_reducer(module: Callable[[], DDP | None]) -> None:

@@ -69,6 +69,7 @@ def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
         group._all_reduce_hook is None,
         group._training_state is TrainingState.PRE_BACKWARD,
         _has_unreduced(group),
+        _has_hooks(group),
         _at_rest(group),
     )
 
@@ -82,6 +83,11 @@ def _has_unreduced(group: FSDPParamGroup) -> bool:
         if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
             return True
     return False
+
+
+def _has_hooks(group: FSDPParamGroup) -> bool:
+    """Whether hooks wait for gradients of sharded parameters: eager, which sets these gradients itself, never calls them."""
+    return any(param.sharded_param._backward_hooks for param in group.fsdp_params)
 
 
 def _is_plain(param: FSDPParam) -> bool:
@@ -108,6 +114,7 @@ _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
 _OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
     (lambda g: not g.reduce_grads, "set_requires_gradient_sync(False)"),
     (lambda g: not g.all_reduce_grads and isinstance(g.mesh_info, DDPMeshInfo), "set_requires_all_reduce(False)"),
+    (_has_hooks, "a parameter with a hook on its gradient"),
     (_has_unreduced, "gradients of an earlier backward wait to be reduced"),
 )
 

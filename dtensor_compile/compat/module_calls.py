@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.source import AttrSource, GetItemSource
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
@@ -59,17 +59,18 @@ def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[
     What such a function does is traced where it is called from a frame that is compiled; called from Python, it stays there.
     """
 
-    def run(self: InstructionTranslator) -> None:
-        if leave(self.f_code) and traces_for_us(self):
-            raise SkipFrame(f"{self.f_code.co_qualname} runs in Python")
-        super(InstructionTranslator, self).run()
+    stock = InstructionTranslatorBase.run
 
-    assert "run" not in vars(InstructionTranslator)
-    InstructionTranslator.run = run
+    def run(self: InstructionTranslatorBase) -> None:
+        if isinstance(self, InstructionTranslator) and leave(self.f_code) and traces_for_us(self):
+            raise SkipFrame(f"{self.f_code.co_qualname} runs in Python")
+        stock(self)
+
+    InstructionTranslatorBase.run = run
     try:
         yield
     finally:
-        del InstructionTranslator.run
+        InstructionTranslatorBase.run = stock
 
 
 def source_of(variable: VariableTracker) -> Source:

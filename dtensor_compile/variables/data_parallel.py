@@ -16,11 +16,12 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 | DDP: buckets, gradient_as_bucket_view, static_graph           | nothing: one mean per parameter                               |
 | DDP: broadcast_buffers                                        | same, before the forward                                      |
 | DDP: no_sync; the next call that averages                     | same; in the latter torch's reducer does it, after the graph  |
-| DDP: communication hooks                                      | torch's reducer averages, with the hook, after the graph      |
+| DDP: communication hooks, hooks of parameters                 | torch's reducer averages, as the hooks expect, after the graph |
 | what ``compat/fsdp.py`` and ``compat/ddp.py`` list as obstacles | graph break ``data-parallel-setting``; runs in eager        |
 
-Two things differ. A parameter that a forward does not use gets no gradient, where DDP would raise an error in the next forward. And
-``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP does not support it).
+Three things differ. A parameter that a forward does not use gets no gradient, where DDP would raise an error in the next forward.
+``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP does not support it). After
+its forward, a module has its sharded parameters, where eager leaves those of the root whole until the backward.
 
 ``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: a sharded root itself then
 gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is compiled (or
@@ -70,8 +71,8 @@ from dtensor_compile.variables.collectives import broadcast
 _same_fsdp = fact_guard("FSDP_MATCH", lambda owner: fsdp.facts(fsdp.state_of(owner)))
 _same_ddp = fact_guard("DDP_MATCH", ddp.facts)
 _same_replicate = fact_guard("REPLICATE_MATCH", ddp.replicate_facts)
-_same_gradients = fact_guard("DDP_GRADIENTS_WAIT", ddp.gradients_wait)
-_same_replicate_gradients = fact_guard("DDP_GRADIENTS_WAIT", lambda state: ddp.gradients_wait(ddp.prepare_replicate(state)))
+_same_gradients = fact_guard("DDP_REDUCER", ddp.needs_reducer)
+_same_replicate_gradients = fact_guard("DDP_REDUCER", lambda state: ddp.needs_reducer(ddp.prepare_replicate(state)))
 
 
 # ---- code that is traced -------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def state(model):
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def run(build, call, steps, width, wrap=None, loss=lambda out: out.float().square().mean()):
+def run(build, call, steps, width, wrap=None, loss=lambda out: out.float().exp().mean()):
     """Outputs, gradients and state of `steps` steps, whose gradients accumulate; `wrap` compiles what is called."""
     torch.manual_seed(0)
     counters.reset()
@@ -535,6 +535,33 @@ def test_communication_hook():
 
 
 @on_ranks(2)
+def test_hooks_of_parameters_see_what_they_see_in_eager():
+    def ddp():
+        model = DDP(MLP())
+        for p in model.parameters():
+            p.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        return model
+
+    assert_same(ddp)
+
+    def fsdp():
+        model = nested()
+        model.up.weight.register_hook(lambda grad: grad * 0)
+        return model
+
+    assert_same(fsdp, wrap=lambda f: torch.compile(f, backend=BACKEND))
+
+
+@on_ranks(2)
+def test_averages_in_the_backward_are_recorded():
+    counters.reset()
+    model = DDP(MLP())
+    with dtensor_compile.record() as recording:
+        compiled(lambda x: model(x))(local_input(SIZES[0])).sum().backward()
+    assert [c.kind for c in recording.collectives] == ["all_reduce"] * 4
+
+
+@on_ranks(2)
 def test_unused_parameters_run_in_eager():
     class Model(MLP):
         def forward(self, x):
@@ -606,6 +633,7 @@ def test_composable_replicate():
 def test_ddp_with_compiled_autograd():
     with torch._dynamo.config.patch(compiled_autograd=True):
         assert_same(lambda: DDP(MLP()), steps=2)
+        assert_same(lambda: DDP(nn.Sequential(MLP((6, 6, 6)), nn.BatchNorm1d(6))), steps=2, width=6)
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------------------
