@@ -178,6 +178,14 @@ _ALL = (
         "fully_shard(block, offload_policy=CPUOffloadPolicy())\n# instead\nfully_shard(block)",
     ),
     Cause(
+        "comm-mode",
+        "CommDebugMode is asked for what it does not know here",
+        "The mode counts collectives while the program is traced. It does not follow modules, does not know what was counted before the "
+        "compiled function was called, and cannot tell what a redistribution to or from strided shards sends.",
+        "Use get_comm_counts() and get_total_counts(), or enter the mode around the eager program.",
+        "with CommDebugMode() as mode: ...\nmode.generate_comm_debug_tracing_table()\n# instead\nmode.get_comm_counts()",
+    ),
+    Cause(
         "generator-inner",
         "generator is used in a region of its own",
         "In a checkpointed region, whose operators run again in the backward, the state of a generator does not come out.",

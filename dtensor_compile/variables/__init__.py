@@ -21,7 +21,17 @@ from dtensor_compile.compat.data_dependent import lengths_of_counts, numbers_in_
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
-from dtensor_compile.variables import collectives, data_parallel, factories, functions, hooks, optimizer, printing, random
+from dtensor_compile.variables import (
+    collectives,
+    comm_debug_mode,
+    data_parallel,
+    factories,
+    functions,
+    hooks,
+    optimizer,
+    printing,
+    random,
+)
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import refuse_members, track_spec
 from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
@@ -41,11 +51,12 @@ ENTRIES = Entries(
         *factories.OBJECTS,
         *printing.OBJECTS,
         *random.OBJECTS,
+        *comm_debug_mode.OBJECTS,
         *collectives.OBJECTS,
         *functions.OBJECTS,
     ),
     tensors={DTensor: guard_sizes},
-    given={**random.TYPES, **functions.GIVEN},
+    given={**random.TYPES, **comm_debug_mode.TYPES, **functions.GIVEN},
     contexts=(
         check_redistributions,
         rules_while_tracing,

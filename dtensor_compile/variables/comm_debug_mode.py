@@ -1,0 +1,45 @@
+"""``CommDebugMode`` in a program: the counts are eager's.
+
+They are constants of the compiled code: what eager sends in the scope follows from what the code is guarded on. The graph may send
+less, since equal redistributions are shared and inverse ones cancel; what it sends is in ``dtensor_compile.record()``. The mode does not
+follow modules here: all counts are those of "Global", and what needs more (``generate_comm_debug_tracing_table``) breaks the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from dtensor_compile.capture import collectives as ops
+from dtensor_compile.capture.redistribute import redistribute_op
+from dtensor_compile.compat.comm_debug_mode import CommModeVariable
+from dtensor_compile.compat.dynamo import Retrack
+from dtensor_compile.compat.dynamo_calls import handle_construction
+
+_c10d = torch.ops.c10d
+
+#: Operator of ours -> what eager runs in its place; None for one that stands for more than one collective.
+CommModeVariable.ours = {
+    op.overloadpacket: eager
+    for op, eager in {
+        ops.all_reduce: _c10d.allreduce_,
+        ops.broadcast: _c10d.broadcast_,
+        ops.all_gather_into_tensor: _c10d._allgather_base_,
+        ops.reduce_scatter_tensor: _c10d._reduce_scatter_base_,
+        ops.all_to_all_single: _c10d.alltoall_base_,
+        ops.reduce: _c10d.reduce_,
+        ops.gather: _c10d.gather_,
+        ops.scatter: _c10d.scatter_,
+        ops.all_gather: _c10d.allgather_,
+        ops.reduce_scatter: _c10d.reduce_scatter_,
+        ops.all_to_all: _c10d.alltoall_,
+        redistribute_op: None,
+    }.items()
+}
+
+#: Classes of objects that the program is given, with what makes their tracker.
+TYPES = {CommDebugMode: CommModeVariable.track}
+#: Classes whose construction is handled here.
+OBJECTS: tuple[tuple[Any, Retrack], ...] = ((CommDebugMode, handle_construction(CommModeVariable.make)),)
