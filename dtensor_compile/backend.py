@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.capture.aliased_inputs import heed_aliases
+from dtensor_compile.capture.aliased_inputs import heed_aliases, may_write
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.cacheable import survives_caches
 from dtensor_compile.capture.effect_tokens import make_tokens_real
@@ -25,9 +25,10 @@ from dtensor_compile.compat.inductor import compile_as_stock, compile_with_induc
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes
 from dtensor_compile.compat.shapes import split_nary
+from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.lower import lower_redistributions
-from dtensor_compile.lowering.lower_collectives import lower_collectives, order_collectives
+from dtensor_compile.lowering.lower_collectives import is_repeatable, lower_collectives, order_collectives
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
@@ -57,7 +58,7 @@ def dtensor(
     check_program(gm, example_inputs)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
-    log = GraphLog()
+    log, tangents = GraphLog(), Tangents.of_frame()
 
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
         check_gradients_of_hooks()
@@ -68,6 +69,7 @@ def dtensor(
         log.planned(graph)
         spread_by_mask(graph)
         check_counts(graph)
+        tangents.repeatable = not may_write(gm) and is_repeatable(graph)
         order_collectives(graph)
 
     def lower_graph(graph: torch.fx.Graph) -> None:
@@ -77,7 +79,7 @@ def dtensor(
         log.lowered(graph)
 
     key = (opts.disable_passes, opts.strict, opts.fallback, cache_key())
-    scopes = [capture_redistributions(), dtensor_tangents(), tokens_from_inputs(), bind_shard_sizes(), backward_in_time()]
+    scopes = [capture_redistributions(), dtensor_tangents(gm, tangents), tokens_from_inputs(), bind_shard_sizes(), backward_in_time()]
     if not opts.strict:
         scopes.append(defer_backward_errors(log.decided))
     with contextlib.ExitStack() as stack:
@@ -91,10 +93,10 @@ def dtensor(
                 example_inputs,
                 joint_pass=plan_joint_graph,
                 post_grad_pass=lower_graph,
-                key=None if recording() or not survives_caches(gm) else key,
+                key=None if recording() or tangents.assumed or not survives_caches(gm) else key,
                 settings=opts.inductor,
             )
-    return restore_spent_graphs(gm, heed_aliases(gm, compiled))
+    return restore_spent_graphs(gm, heed_aliases(gm, remember_arguments(compiled, tangents)))
 
 
 def dtensor_aten(

@@ -15,6 +15,13 @@ from torch._functorch._aot_autograd import graph_capture_wrappers, runtime_wrapp
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from dtensor_compile.compat.tangents import (
+    Tangents,
+    assumed_tangents,
+    current_call,
+    gradients_in_eager,
+    results_with_tangents,
+)
 
 #: Gradients to put in place of an error: ``(error, inputs, tangents)``; None where the error stands.
 StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
@@ -49,12 +56,17 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dtensor_tangents() -> Iterator[None]:
+def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterator[None]:
     """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor outputs get.
 
     Stock refuses two kinds: that of an output which the loss does not use (autograd makes plain zeros of it, and nothing says
     which mesh and placements they stand for), and that of an output with an unbacked size (it asks whether that equals the size of
-    the gradient). The functions stay with the compiled code; torch's own are as they were.
+    the gradient). A gradient that is placed otherwise than expected is dealt with as `compat.tangents` says. The functions stay with
+    the compiled code; torch's own are as they were.
+
+    Args:
+        program: the traced program.
+        tangents: what to expect, and where to note what comes.
     """
     owner, factory = threading.get_ident(), runtime_wrappers._AOTDispatchAutogradFunctionFactory
     stock = factory.build
@@ -62,33 +74,45 @@ def dtensor_tangents() -> Iterator[None]:
     def build(self: Any) -> type[torch.autograd.Function]:
         compiled = stock(self)
         if threading.get_ident() == owner and any(map(_of_dtensor, self.spec.fw_metadata.subclass_tangent_meta)):
-            _take_gradients_as_they_come(compiled)
+            tangents.results = results_with_tangents(self.spec.fw_metadata)
+            _take_gradients_as_they_come(compiled, program, tangents)
         return compiled
 
     factory.build = build
     try:
-        yield
+        with assumed_tangents(tangents):
+            yield
     finally:
         factory.build = stock
+    if tangents.results and tangents.assumed is None:
+        tangents.guard()
 
 
 def _of_dtensor(meta: Any) -> bool:
     return isinstance(meta, SubclassCreationMeta) and issubclass(meta.original_subclass_type, DTensor)
 
 
-def _take_gradients_as_they_come(compiled: Any) -> None:
+def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tangents: Tangents) -> None:
     """Changes a compiled ``torch.autograd.Function``: see `dtensor_tangents`."""
     stock_forward, stock_backward = compiled.forward, compiled.backward
 
     def forward(ctx: Any, *args: Any) -> Any:
         outputs = stock_forward(ctx, *args)
         ctx.output_specs = [(out._spec, out._local_tensor.shape) if isinstance(out, DTensor) else None for out in outputs]
+        ctx.call = current_call()
+        ctx.places = ctx.call.places(args) if ctx.call is not None else None
         return outputs
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         boxed = len(gradients) == 1 and isinstance(gradients[0], list)
         values = gradients[0] if boxed else list(gradients)
-        for i, (value, spec) in enumerate(zip(values, ctx.output_specs)):
+        specs = ctx.output_specs
+        given = [None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)]
+        if tangents.come_otherwise(given, [spec and spec[0].placements for spec in specs]) and ctx.places is not None:
+            in_eager = gradients_in_eager(program, ctx.call, ctx.places, given)
+            if in_eager is not None:
+                return in_eager
+        for i, (value, spec) in enumerate(zip(values, specs)):
             if spec is not None and type(value) is torch.Tensor:
                 values[i] = _zeros(value, *spec)
         return stock_backward(ctx, values) if boxed else stock_backward(ctx, *values)

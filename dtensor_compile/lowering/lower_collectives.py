@@ -40,6 +40,13 @@ def order_collectives(graph: torch.fx.Graph) -> None:
             run_once(node, node in from_gradients)
 
 
+def is_repeatable(graph: torch.fx.Graph) -> bool:
+    """Whether a graph gives the same when it runs again, and no other rank notices but by redistributions, which all ranks do alike."""
+    return not any(
+        node.target in _ORDERED or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes
+    )
+
+
 def lower_collectives(graph: torch.fx.Graph) -> None:
     """On a forward or backward graph: starts and waits become nodes of their own."""
     batch = _Batch()

@@ -1,0 +1,247 @@
+"""Placements of the gradients that come into a compiled graph.
+
+AOTAutograd traces the backward with the forward, for gradients that are placed as the results are (replicated where those are partial),
+and redistributes what comes otherwise. The values are right then, but ``.grad`` is placed otherwise than in eager, where every rule
+follows the placement that came. So a gradient that comes otherwise is dealt with here:
+
+- The backward of that call is eager's: the traced program, which Dynamo left, runs once more, and its gradients are taken. That asks
+  for a program that gives the same again: one that writes to nothing, draws no random numbers and sends no messages of its own. For
+  others, and where the arguments are gone, torch's redistribution stands. (Calls hold their arguments until gradients have come as
+  expected.)
+- When it has happened twice, the graph is compiled again for such gradients, at the next call; a guard holds it until then. The graph
+  that is compiled so is not given up again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo import compiled_autograd, convert_frame
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
+from dtensor_compile.compat.dynamo import constant_source, fact_guard
+from dtensor_compile.compat.mesh import real_mesh
+
+log = logging.getLogger("dtensor_compile")
+
+#: Placements of the gradients of all results that are DTensors and require a gradient, in order.
+Placed = tuple[tuple[Placement, ...], ...]
+
+#: How many backward passes with other gradients make a graph that is compiled for them worth its time.
+ENOUGH = 2
+
+#: What graphs of a frame (by its code) wait for, when they are compiled again.
+_learned: weakref.WeakKeyDictionary[Any, list[Placed]] = weakref.WeakKeyDictionary()
+
+
+def _code_on_stack() -> Any:
+    """The code of the frame whose compilation is under way on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_globals is vars(convert_frame):
+            return frame.f_locals.get("code")
+        frame = frame.f_back
+    return None
+
+
+def expected_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Those of the gradient of a result, as AOTAutograd takes them to be."""
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+
+
+@dataclass
+class _Call:
+    """The arguments of one call.
+
+    Attributes:
+        kept: the arguments; of tensors, what gives them as long as they are there.
+        versions: of the tensors, by place.
+    """
+
+    kept: list[Any]
+    versions: dict[int, int]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], hold: bool) -> _Call | None:
+        """`hold`: tensors stay as long as the call; otherwise as long as the program keeps them."""
+        if torch._C._is_any_autocast_enabled():
+            return None
+        versions = {i: arg._version for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        refer = (lambda arg: lambda: arg) if hold else weakref.ref
+        return cls([refer(arg) if i in versions else arg for i, arg in enumerate(args)], versions)
+
+    def places(self, inputs: Sequence[Any]) -> list[int | None] | None:
+        """Which argument each of `inputs` is (None for what is no tensor); None where a tensor is no argument."""
+        found = {id(self.kept[i]()): i for i in self.versions}
+        if any(isinstance(value, torch.Tensor) and id(value) not in found for value in inputs):
+            return None
+        return [found[id(value)] if isinstance(value, torch.Tensor) else None for value in inputs]
+
+    def arguments(self) -> list[Any] | None:
+        """The arguments, unless one is gone or was written to."""
+        args = [kept() if i in self.versions else kept for i, kept in enumerate(self.kept)]
+        if any(args[i] is None or args[i]._version != version for i, version in self.versions.items()):
+            return None
+        return args
+
+
+@dataclass
+class Tangents:
+    """What is known of the gradients that come into one compiled graph.
+
+    Attributes:
+        assumed: what the graph is compiled for; None for what AOTAutograd expects.
+        repeatable: whether the traced program gives the same when it runs again, as far as is known.
+        results: per gradient of a DTensor the index of the result.
+        missed: how often which other gradients came.
+        learned: what the graph should be compiled for instead.
+        matched: whether gradients came as expected so far; calls hold their arguments until then.
+    """
+
+    code: Any = None
+    assumed: Placed | None = None
+    repeatable: bool = False
+    results: tuple[int, ...] = ()
+    missed: dict[Placed, int] = field(default_factory=dict)
+    learned: Placed | None = None
+    matched: bool = False
+
+    @classmethod
+    def of_frame(cls) -> Tangents:
+        """Those of the graph that is being compiled on this thread."""
+        code = _code_on_stack()
+        waiting = _learned.get(code) if code is not None else None
+        return cls(code, waiting.pop() if waiting else None)
+
+    def guard(self) -> None:
+        """The compiled code holds until something else was learned."""
+        tx = InstructionTranslator.current_tx()
+        _as_learned(constant_source(tx, "tangents", self))
+
+    def come_otherwise(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> bool:
+        """Whether `values`, gradients of the results that have these placements, are not placed as the graph was compiled for.
+
+        None where the loss does not use a result. A compiled graph takes zeros for it, which are placed somehow, so that none is
+        compiled for such gradients.
+        """
+        if not self.results or compiled_autograd.in_compiled_autograd_region:
+            return False
+        expected = self.assumed or tuple(expected_placements(placements[i]) for i in self.results)
+        placed = tuple(
+            tuple(values[i].placements) if isinstance(values[i], DTensor) else usual for i, usual in zip(self.results, expected)
+        )
+        if placed == expected:
+            self.matched = True
+            return False
+        if not self.missed:
+            log.info("a gradient comes as %s, where the graph was compiled for %s (compat/tangents.py)", placed, expected)
+        if all(values[i] is not None for i in self.results):
+            self._count(placed)
+        return True
+
+    def _count(self, placed: Placed) -> None:
+        self.missed[placed] = self.missed.get(placed, 0) + 1
+        if self.missed[placed] == ENOUGH and self.assumed is None and self.learned is None and self.code is not None:
+            self.learned = placed
+            _learned.setdefault(self.code, []).append(placed)
+
+
+_as_learned = fact_guard("GRADIENTS_COME_AS_COMPILED_FOR", lambda tangents: tangents.learned)
+
+
+class _Current(threading.local):
+    """The call that this thread is in."""
+
+    call: _Call | None = None
+
+
+_current = _Current()
+
+
+def remember_arguments(compiled: Callable[..., Any], tangents: Tangents) -> Callable[..., Any]:
+    """`compiled`, and the backward of a call can find its arguments, where it could run the program again."""
+    if not tangents.results or not tangents.repeatable:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        before, _current.call = _current.call, _Call.of(args, hold=not tangents.matched)
+        try:
+            return compiled(*args)
+        finally:
+            _current.call = before
+
+    return run
+
+
+def current_call() -> _Call | None:
+    """The call that this thread is in."""
+    return _current.call
+
+
+def results_with_tangents(metadata: Any) -> tuple[int, ...]:
+    """Indices of the results that are DTensors and get a gradient; none where AOTAutograd adds results of its own."""
+    if metadata.num_mutated_inp_runtime_indices or metadata.num_intermediate_bases or metadata.num_outputs_aliased:
+        return ()
+    kinds = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+    return tuple(
+        i
+        for i, info in enumerate(metadata.output_info)
+        if info.requires_grad and info.output_type in kinds and issubclass(info.raw_type, DTensor)
+    )
+
+
+@contextlib.contextmanager
+def assumed_tangents(tangents: Tangents) -> Iterator[None]:
+    """While it is entered, AOTAutograd traces backward passes on this thread for the gradients that are assumed."""
+    if tangents.assumed is None:
+        yield
+        return
+    owner, stock, asked = threading.get_ident(), DTensor.__coerce_tangent_metadata__, 0
+
+    def coerce(self: DTensor) -> DTensor:
+        nonlocal asked
+        if threading.get_ident() != owner:
+            return stock(self)
+        placements = tangents.assumed[asked % len(tangents.assumed)]
+        asked += 1
+        if len(placements) != len(self.placements) or placements == expected_placements(self.placements):
+            return stock(self)
+        mesh = real_mesh(self.device_mesh)
+        shape, _ = compute_local_shape_and_global_offset(self.shape, mesh, placements)
+        local = self._local_tensor.new_empty(shape)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride())
+
+    DTensor.__coerce_tangent_metadata__ = coerce
+    try:
+        yield
+    finally:
+        DTensor.__coerce_tangent_metadata__ = stock
+
+
+def gradients_in_eager(
+    program: Callable[..., Any], call: _Call, places: Sequence[int | None], tangents: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...] | None:
+    """Gradients of the arguments at `places` for gradients of the results of the program; None where the arguments are not what they
+    were any more.
+    """
+    args = call.arguments()
+    if args is None:
+        return None
+    with torch.enable_grad():
+        leaves = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        pairs = [(result, tangent) for result, tangent in zip(program(*leaves), tangents) if tangent is not None]
+        wanted = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+        results, gradients = map(list, zip(*pairs))
+        found = dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()), gradients, allow_unused=True)))
+    return tuple(None if place is None else found.get(place) for place in places)
