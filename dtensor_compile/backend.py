@@ -10,7 +10,7 @@ import torch
 
 from dtensor_compile.capture.aliased_inputs import heed_aliases, may_write
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
-from dtensor_compile.capture.cacheable import survives_caches
+from dtensor_compile.capture.cacheable import cache_decisions, survives_caches
 from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.sharding_rules import report_fallbacks
@@ -26,6 +26,7 @@ from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes
 from dtensor_compile.compat.shapes import split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
+from dtensor_compile.compat.views import views_of_dtensors
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import is_repeatable, lower_collectives, order_collectives
@@ -59,6 +60,8 @@ def dtensor(
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
     log, tangents = GraphLog(), Tangents.of_frame()
+    if recording():
+        log.decided(cache_decisions(gm))
 
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
         check_gradients_of_hooks()
@@ -79,7 +82,14 @@ def dtensor(
         log.lowered(graph)
 
     key = (opts.disable_passes, opts.strict, opts.fallback, cache_key())
-    scopes = [capture_redistributions(), dtensor_tangents(gm, tangents), tokens_from_inputs(), bind_shard_sizes(), backward_in_time()]
+    scopes: list[contextlib.AbstractContextManager[None]] = [
+        capture_redistributions(),
+        dtensor_tangents(gm, tangents),
+        tokens_from_inputs(),
+        bind_shard_sizes(),
+        views_of_dtensors(),
+        backward_in_time(),
+    ]
     if not opts.strict:
         scopes.append(defer_backward_errors(log.decided))
     with contextlib.ExitStack() as stack:

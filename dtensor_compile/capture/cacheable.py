@@ -7,6 +7,9 @@ import pickle
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.inductor import cache_refusal
+from dtensor_compile.decisions import Decision
+
 
 def survives_caches(gm: torch.fx.GraphModule) -> bool:
     """Whether the placements of a Dynamo graph's results can be written to a cache and read again.
@@ -17,3 +20,11 @@ def survives_caches(gm: torch.fx.GraphModule) -> bool:
     values = [node.meta.get("example_value") for node in results if isinstance(node, torch.fx.Node)]
     placements = {placement for value in values if isinstance(value, DTensor) for placement in value.placements}
     return all(pickle.loads(pickle.dumps(placement)) == placement for placement in placements)
+
+
+def cache_decisions(gm: torch.fx.GraphModule) -> list[Decision]:
+    """What keeps a Dynamo graph out of the caches on disk, so that another process compiles it again; empty where nothing does."""
+    reasons = [] if survives_caches(gm) else ["a result has a placement that a cache cannot write and read again"]
+    refused = cache_refusal(gm)
+    reasons += [refused] if refused else []
+    return [Decision("cache", "", f"every process compiles it: {reason}", "compiled graph", "not kept") for reason in reasons]

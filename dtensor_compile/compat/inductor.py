@@ -146,6 +146,17 @@ def _configured(settings: Mapping[str, Any], key: str) -> Any:
     return settings.get(key, getattr(config, key))
 
 
+def cache_refusal(gm: torch.fx.GraphModule) -> str:
+    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk; empty where it does not."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+
+    try:
+        check_cacheable(gm)
+    except BypassAOTAutogradCache as refusal:
+        return " ".join(str(refusal).split())
+    return ""
+
+
 def fresh_caches() -> AbstractContextManager[None]:
     """While it is entered, Inductor's caches on disk are an empty folder, so that compile times compare."""
     from torch._inductor.utils import fresh_cache

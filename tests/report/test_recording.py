@@ -122,3 +122,15 @@ def test_the_operator_that_forced_a_redistribution_is_named():
     forced = {(r.before, r.after, r.operator) for r in ours.redistributions if not r.explicit}
     assert ("P(sum)", "R", "aten.relu.default") in forced, forced
     assert all("relu(x @ w)" in r.source.code for r in ours.redistributions)
+
+
+@on_ranks(2)
+def test_a_graph_that_is_kept_out_of_the_caches_says_why():
+    mesh = make_mesh((2,), ("tp",))
+    table = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    rows = distribute_tensor(torch.tensor([0, 5]), mesh, [Replicate()])
+    ours = dtensor_compile.explain(torch.nn.functional.embedding, backward=False)(rows, table).ours
+    (decision,) = [d for d in ours.decisions if d.kind == "cache"]
+    assert "every process compiles it: a result has a placement that a cache cannot write" in decision.reason
+    model, x = on_mesh()
+    assert not [d for d in dtensor_compile.explain(model)(x).ours.decisions if d.kind == "cache"]
