@@ -29,3 +29,17 @@ def test_redistributions_of_a_batch_that_varies():
             weight.grad = None
         torch.testing.assert_close(*gradients)
     assert counters.graphs() <= 4  # at most one for each size
+
+
+@on_ranks(2)
+def test_a_result_that_is_a_view_of_an_input_when_the_batch_changes():
+    mesh = make_mesh((2,), ("tp",))
+    compiled = torch.compile(lambda x: (x.view(x.shape[0], 2, 2), x.transpose(0, 1), x * 2), backend="dtensor_aten", fullgraph=True)
+    for batch in (4, 6, 8):
+        x = distribute_tensor(torch.randn(batch, 4), mesh, [Shard(0)]).requires_grad_()
+        view, turned, _ = compiled(x)
+        assert torch.equal(view.to_local(), x.view(batch, 2, 2).to_local())
+        assert torch.equal(turned.to_local(), x.transpose(0, 1).to_local())
+        assert view.to_local().data_ptr() == x.to_local().data_ptr()
+        (view.to_local().square().sum() + turned.to_local().sum()).backward()
+        torch.testing.assert_close(x.grad.to_local(), 2 * x.detach().to_local() + 1)

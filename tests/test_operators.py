@@ -155,3 +155,26 @@ def test_fill_keeps_the_shards():
     out = run(program, x)
     assert out.placements == (Shard(0),)
     torch.testing.assert_close(out.full_tensor(), x.full_tensor() + 3)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (2, 1, 8, 8), (2, 4, 8, 8)])
+@on_ranks(2)
+def test_attention_with_a_mask(shape):
+    """Heads or batch stay sharded where the mask allows it; torch has no rule for it, so the reference are whole tensors."""
+    torch.manual_seed(0)
+    mesh = make_mesh((2,), ("tp",))
+    whole, mask = torch.randn(2, 4, 8, 4), torch.rand(shape) > 0.2
+    attend = lambda q, m: F.scaled_dot_product_attention(q, q * 2, q, attn_mask=m)  # noqa: E731
+    for placement in (Shard(0), Shard(1), Replicate()):
+        reference = whole.clone().requires_grad_()
+        want = attend(reference, mask)
+        want.square().sum().backward()
+        cut = [Replicate()]
+        if isinstance(placement, Shard) and len(shape) == 4 and shape[placement.dim] != 1:
+            cut.append(placement)  # the mask cut as the heads or the batch are
+        for mask_placement in cut:
+            q = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+            out = run(attend, q, distribute_tensor(mask, mesh, [mask_placement]))
+            torch.testing.assert_close(out.full_tensor(), want)
+            out.square().sum().full_tensor().backward()
+            torch.testing.assert_close(q.grad.full_tensor(), reference.grad)

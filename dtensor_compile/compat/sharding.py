@@ -51,10 +51,21 @@ def _on_dims(outputs: int, inputs: int, dims: Sequence[int]) -> Layouts:
     return [[Shard(d)] * (outputs + inputs) for d in dims] + [[Replicate()] * (outputs + inputs)]
 
 
-#: Operators without a rule in torch that work shard by shard: attention by batch and by head, checks by any dim.
+def _attention(outputs: int, inputs: int, schema: OpSchema) -> Layouts:
+    """Attention by batch and by head. A mask that has that dim is cut with it, one that has not, or of size 1, is whole."""
+    layouts = _on_dims(outputs, inputs, (0, 1))
+    for mask in schema.kwargs_strategy:
+        for layout in layouts:
+            dim = layout[0].dim if isinstance(layout[0], Shard) else None
+            has = dim is not None and mask.ndim == 4 and mask.shape[dim] != 1
+            layout.append(Shard(dim) if has else Replicate())
+    return layouts
+
+
+#: Operators without a rule in torch that work shard by shard: attention, checks by any dim.
 RULES: dict[Any, Callable[[OpSchema], Layouts]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda schema: _on_dims(2, 3, (0, 1)),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda schema: _on_dims(3, 6, (0, 1)),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: functools.partial(_attention, 2, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: functools.partial(_attention, 3, 6),
     aten._assert_async.msg: lambda schema: _on_dims(0, 1, range(schema.args_strategy[0].ndim)),
     aten._assert_async.default: lambda schema: _on_dims(0, 1, range(schema.args_strategy[0].ndim)),
 }
@@ -109,7 +120,15 @@ def _strategy(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpStr
     mesh = schema.get_mesh_from_args()
     outputs = len(schema.op._schema.returns)
     inplace = schema.is_inplace_op()
-    return expand_to_full_mesh_op_strategy(mesh, schema, layouts(schema), input_index=outputs, inplace_op=inplace)
+    strategy = expand_to_full_mesh_op_strategy(mesh, schema, layouts(schema), input_index=outputs, inplace_op=inplace)
+    keywords = [value.strategies[0].output_spec.placements for value in schema.kwargs_strategy]
+    if keywords:  # torch redistributes positional arguments alone
+        fits = [s for s in strategy.strategies if [spec.placements for spec in s.input_specs[-len(keywords) :]] == keywords]
+        if not fits:
+            given = ", ".join(str(tuple(placements)) for placements in keywords)
+            raise RuntimeError(f"{schema.op} cannot run with keyword tensors placed {given}: redistribute them to Replicate")
+        strategy = OpStrategy(fits)
+    return strategy
 
 
 def _replicated(schema: OpSchema) -> Layouts:
