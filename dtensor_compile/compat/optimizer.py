@@ -13,30 +13,34 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.optim.optimizer as _optimizer
 from torch._dynamo import graph_break as break_function
-from torch._dynamo import trace_rules
+from torch._dynamo import config, trace_rules
 from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.eval_frame import TorchPatcher
-from torch._dynamo.source import ConstDictKeySource, DictGetItemSource
+from torch._dynamo.source import ConstDictKeySource, DictGetItemSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_static_address_type, unpack_iterable
 from torch._dynamo.variables import builder as _builder
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
-from dtensor_compile.compat.dynamo import Translator, traces_for_us
+from dtensor_compile.compat.dynamo import Source, Translator, traces_for_us
 
+#: Reads the number of steps out of the state of an optimizer.
+read_step = _optimizer._get_value
 #: Code of the wrapper that every ``step()`` has, with the two breaks in it.
 _STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
 #: Methods of an optimizer that torch does not trace, and that can be traced.
@@ -62,6 +66,18 @@ class BreakAroundStep(_Untraced):
         if tx.f_code is _STEP_CODE:
             return ConstantVariable.create(None)
         return super().call_function(tx, list(args), kwargs)
+
+
+def step_count(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """How many steps an optimizer made: eager reads a number of double precision out of a tensor on the CPU.
+
+    torch keeps the tensor of single precision, and what corrects the averages of a step with it.
+    """
+    if len(args) == 1 and isinstance(args[0].realize(), TensorVariable) and args[0].device == torch.device("cpu"):
+        return args[0].call_method(tx, "double", [], {})
+    return stock.call_function(tx, args, kwargs)
 
 
 class FusedStep(_Untraced):
@@ -91,7 +107,8 @@ class TracedOptimizerVariable(OptimizerVariable):
         if name == "param_groups":
             for group in self.value.param_groups:
                 _mark_static(group["params"])
-            self._set_capturable(tx)
+            if not self._steps_as_in_eager():
+                self._set_capturable(tx)
             return UserDefinedObjectVariable.var_getattr(self, tx, name)
         return super().var_getattr(tx, name)
 
@@ -102,6 +119,14 @@ class TracedOptimizerVariable(OptimizerVariable):
             with contextlib.suppress(ArgMappingException):
                 return self._prepare_step(tx, args, kwargs)
         return super().call_method(tx, name, args, kwargs)
+
+    def _steps_as_in_eager(self) -> bool:
+        """Whether a step can be traced by eager's formulas. torch traces those for ``capturable=True``, which round otherwise."""
+        groups = self.value.param_groups
+        return isinstance(self.value, torch.optim.Adam) and all(
+            not group["foreach"] and not group["fused"] and not group["amsgrad"] and all(p.device.type == "cpu" for p in group["params"])
+            for group in groups
+        )
 
     def _prepare_step(self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
         """Runs `_init_group` for real, on the gradients that the program has at this point.
@@ -199,13 +224,32 @@ def _instead(argument: Any, group: dict[str, Any]) -> Any:
     return group if isinstance(argument, dict) else [] if isinstance(argument, list) else argument
 
 
+def _is_learning_rate(source: Source | None) -> bool:
+    return isinstance(source, DictGetItemSource) and source.index == "lr" and is_from_optimizer_source(source)
+
+
+def _without_value(builder: VariableBuilder, number: VariableTracker) -> VariableTracker:
+    """`number`, an input that torch has made symbolic, as a number that only the data decides.
+
+    As a symbol with a value it is fixed to it wherever it is more than a factor (``add(p, grad, alpha=-lr)``): torch multiplies
+    tensors by such a symbol, and can do nothing else with it. A number without a value is computed with as in eager.
+    """
+    made = builder.tx.output.unspec_variable_map.get(builder.name)
+    if made is None or not config.capture_scalar_outputs or not isinstance(number, SymNodeVariable):
+        return number
+    copy = made.call_method(builder.tx, "clone", [], {})  # of the input itself torch knows what the number is
+    return copy.call_method(builder.tx, "item", [], {})
+
+
 @contextlib.contextmanager
 def optimizers_in_the_region() -> Iterator[None]:
     """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.
 
-    Their schedulers and the scaler of gradients are code like other code then.
+    Their schedulers and the scaler of gradients are code like other code then, and a learning rate that has changed between calls
+    is a number of the graph.
     """
     stock_track, stock_check = _builder.OptimizerVariable, trace_rules.check_file
+    stock_wrap = VariableBuilder.wrap_symfloat
 
     def track(value: torch.optim.Optimizer, **options: Any) -> OptimizerVariable:
         if not traces_for_us():
@@ -218,11 +262,16 @@ def optimizers_in_the_region() -> Iterator[None]:
             return trace_rules.SkipResult(False, "traced by backend='dtensor'")
         return stock_check(filename, is_inlined_call)
 
-    _builder.OptimizerVariable, trace_rules.check_file = track, check_file
-    try:
+    def wrap_symfloat(self: VariableBuilder, value: float) -> VariableTracker:
+        number = stock_wrap(self, value)
+        return _without_value(self, number) if traces_for_us(self.tx) and _is_learning_rate(self.source) else number
+
+    with (
+        mock.patch.object(_builder, "OptimizerVariable", track),
+        mock.patch.object(trace_rules, "check_file", check_file),
+        mock.patch.object(VariableBuilder, "wrap_symfloat", wrap_symfloat),
+    ):
         yield
-    finally:
-        _builder.OptimizerVariable, trace_rules.check_file = stock_track, stock_check
 
 
 def fused_steps() -> tuple[Any, ...]:

@@ -9,10 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from dtensor_compile.compat.dynamo import Retrack
-from dtensor_compile.compat.optimizer import BreakAroundStep, FusedStep, break_function, fused_steps, optimizers_in_the_region
+from dtensor_compile.compat.dynamo_calls import handle_calls
+from dtensor_compile.compat.optimizer import (
+    BreakAroundStep,
+    FusedStep,
+    break_function,
+    fused_steps,
+    optimizers_in_the_region,
+    read_step,
+    step_count,
+)
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (break_function, BreakAroundStep.retrack),
+    (read_step, handle_calls(step_count)),
     *((function, FusedStep.retrack) for function in fused_steps()),
 )
 CONTEXTS = (optimizers_in_the_region,)

@@ -312,3 +312,49 @@ def test_other_backends_still_break_around_a_step():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         torch.compile(lambda: optimizer.step(), backend="aot_eager", fullgraph=True)()
+
+
+SCHEDULED = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "sgd with momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+@on_ranks(2)
+def test_a_learning_rate_that_changes_each_step_compiles_once_more(name):
+    """The first graph has the number in it, the second takes it as an input."""
+    schedulers = []
+
+    def make(model):
+        optimizer = SCHEDULED[name](model.parameters())
+        schedulers.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10))
+        return whole_step(model, optimizer), optimizer
+
+    follows_eager(make, graphs=3, steps=5, between=lambda optimizer: schedulers[-1].step())
+
+
+@on_ranks(2)
+def test_a_step_of_adam_rounds_as_in_eager():
+    def make(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def step(x, y):
+            optimizer.step()
+            return x
+
+        for i, p in enumerate(model.parameters()):
+            local = torch.linspace(-1, 1, p.to_local().numel()).view_as(p.to_local()) * 10.0**-i
+            p.grad = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False)
+        return step, optimizer
+
+    eager, ours = tp_mlp(), tp_mlp()
+    for model, run in ((eager, False), (ours, True)):
+        step, _ = make(model)
+        step = torch.compile(step, backend="dtensor_aten", fullgraph=True) if run else step
+        for _ in range(4):
+            step(torch.ones(1), None)
+    for a, b in zip(eager.parameters(), ours.parameters()):
+        torch.testing.assert_close(a.to_local(), b.to_local(), rtol=1e-7, atol=3e-8)
