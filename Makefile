@@ -7,7 +7,7 @@ RANKS ?= 2
 LAYOUT ?= tp
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile clean
+.PHONY: demo test examples bench-compile bench-report clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ examples: $(VENV)/.installed
 
 bench-compile: $(VENV)/.installed
 	$(BIN)/python tools/bench/compile_time.py
+
+bench-report: $(VENV)/.installed
+	$(BIN)/python tools/bench/report_time.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -181,7 +181,9 @@ def _group(node: torch.fx.Node) -> dist.ProcessGroup | None:
     return None
 
 
-_ROOT = re.compile(r"^L(__|\[['\"])self(__|['\"]\])?[._]?")
+_ROOT = re.compile(r"^[LG](?:\[['\"](?P<name>\w+)['\"]\]|__self___?)\.?")
+#: What Dynamo calls the module that is compiled: in a method of it, and in torch's own call of it.
+_SELF = ("self", "fn", None)
 
 
 def module_path(node: torch.fx.Node) -> str:
@@ -190,4 +192,7 @@ def module_path(node: torch.fx.Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    return re.sub(r"\._modules\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", _ROOT.sub("", path)).strip(".")
+    root = _ROOT.match(path)
+    if root is not None:
+        path = ("" if root["name"] in _SELF else root["name"]) + "." + path[root.end() :]
+    return re.sub(r"\.?_modules\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path).strip(".").replace("..", ".")
