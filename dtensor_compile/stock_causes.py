@@ -78,12 +78,14 @@ _ALL = (
         "data-parallel-wrapper",
         "data-parallel wrapper inside the compiled function",
         "The wrapper (DDP, replicate, fully_shard) runs hooks that torch keeps out of graphs.",
-        "Compile the blocks inside the wrapper (fully_shard(torch.compile(block))), or compile the module before it is wrapped.",
-        "torch.nn.parallel.DistributedDataParallel(layer)(x)\n# instead: compile the module, then wrap it",
+        "Use backend='dtensor', which traces what the hooks mean, or compile the blocks inside the wrapper "
+        "(fully_shard(torch.compile(block))).",
+        "replicated(x)  # DistributedDataParallel(layer)\n# instead: compile the module, then wrap it, or use backend='dtensor'",
         signs=(
             Sign(says=r"Logger\) set_runtime_stats|\(Reducer\)|_ReplicateState|DistributedDataParallel|reducer"),
             Sign(frames=r"torch/distributed/(_composable|fsdp)/|torch/nn/parallel/distributed\.py"),
         ),
+        under="stock",
     ),
     StockCause(
         "disabled-function",

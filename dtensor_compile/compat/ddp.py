@@ -133,7 +133,7 @@ def _has_hooks(parameter: torch.nn.Parameter) -> bool:
 
 
 def needs_reducer(module: DDP) -> bool:
-    """Whether averaging is more than the mean of one gradient: gradients wait, or hooks see gradients before they are averaged."""
+    """Whether averaging is more than the mean of one gradient: gradients wait, or hooks see them before they are averaged."""
     return bool(module._comm_hooks) or any(map(_has_hooks, module._module_parameters)) or gradients_wait(module)
 
 

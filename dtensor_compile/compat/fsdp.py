@@ -25,7 +25,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import Placement, Replicate
 
-State = FSDPState
 PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
 #: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the methods.
 _WRAPPER = PRE_FORWARD.__code__
@@ -141,8 +140,9 @@ def _at_rest(group: FSDPParamGroup) -> bool:
 
 
 def is_at_rest(state: FSDPState) -> bool:
-    """Whether the modules have their sharded parameters. Not after an eager forward without a backward, which may keep them whole,
-    nor after the program called ``unshard()``.
+    """Whether the modules have their sharded parameters.
+
+    Not so after an eager forward without a backward, which may keep them whole, nor after the program called ``unshard()``.
     """
     return all(map(_at_rest, state._fsdp_param_groups))
 

@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.source import AttrSource, GetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase

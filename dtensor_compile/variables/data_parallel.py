@@ -20,11 +20,11 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 | what ``compat/fsdp.py`` and ``compat/ddp.py`` list as obstacles | graph break ``data-parallel-setting``; runs in eager        |
 
 Three things differ. A parameter that a forward does not use gets no gradient, where DDP would raise an error in the next forward.
-``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP does not support it). After
-its forward, a module has its sharded parameters, where eager leaves those of the root whole until the backward.
+``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP does not support it).
+After its forward, a module has its sharded parameters, where eager leaves those of the root whole until the backward.
 
-``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: a sharded root itself then
-gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is compiled (or
+``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: a sharded root itself
+then gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is compiled (or
 ``torch._dynamo.config.wrap_top_frame`` is set), the root is part of it, too.
 """
 

@@ -46,6 +46,7 @@ def names():
         "mesh": mesh,
         "group": mesh.get_group(),
         "layer": torch.nn.Linear(4, 4),
+        "replicated": torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)),
         "hooked": hooked,
         "weight": weight,
         "optimizer": torch.optim.SGD([weight], lr=0.1),

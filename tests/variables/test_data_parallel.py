@@ -11,7 +11,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -69,10 +69,6 @@ def local_input(width, step=0, batch=4):
     """Different on every rank and in every step."""
     torch.manual_seed(100 * step + dist.get_rank())
     return torch.randn(batch, width, requires_grad=True)
-
-
-def state(model):
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def run(build, call, steps, width, wrap=None, loss=lambda out: out.float().exp().mean()):
@@ -445,7 +441,7 @@ def test_replicate_built_on_fully_shard():
     assert_same(lambda: replicate_with_fsdp(MLP(), mesh=make_mesh((2,), ("replicate",))))
 
 
-# ---- DDP and replicate -----------------------------------------------------------------------------------------------------------
+# ---- DDP and replicate ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
@@ -636,7 +632,7 @@ def test_ddp_with_compiled_autograd():
         assert_same(lambda: DDP(nn.Sequential(MLP((6, 6, 6)), nn.BatchNorm1d(6))), steps=2, width=6)
 
 
-# ---- what is sent ----------------------------------------------------------------------------------------------------------------
+# ---- what is sent --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reshard, gathers", [(True, 12), (False, 8)])
