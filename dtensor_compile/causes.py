@@ -156,8 +156,8 @@ _ALL = (
     Cause(
         "hook-not-traced",
         "backward hook is not traced",
-        "A backward hook becomes part of the backward pass that is traced with the forward: it may compute with gradients and other "
-        "tensors and return tensors or None, but not change Python objects or read numbers out of a tensor.",
+        "A backward hook becomes part of the backward pass that is traced with the forward: it may compute with gradients and "
+        "other tensors and return tensors or None, but not change Python objects or read numbers out of a tensor.",
         "Register the hook on the result of the compiled function, or leave the module that has it out of the compiled function.",
         "module.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out))\n"
         "# instead\nmodule.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))",
@@ -180,8 +180,8 @@ _ALL = (
     Cause(
         "comm-mode",
         "CommDebugMode is asked for what it does not know here",
-        "The mode counts collectives while the program is traced. It does not follow modules, does not know what was counted before the "
-        "compiled function was called, and cannot tell what a redistribution to or from strided shards sends.",
+        "The mode counts collectives while the program is traced. It does not follow modules, does not know what was counted before "
+        "the compiled function was called, and cannot tell what a redistribution to or from strided shards sends.",
         "Use get_comm_counts() and get_total_counts(), or enter the mode around the eager program.",
         "with CommDebugMode() as mode: ...\nmode.generate_comm_debug_tracing_table()\n# instead\nmode.get_comm_counts()",
     ),

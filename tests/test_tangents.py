@@ -115,3 +115,13 @@ def test_a_program_that_draws_random_numbers_is_not_run_again():
     compiled = torch.compile(program, backend="dtensor_aten", fullgraph=True)
     for _ in range(3):
         assert not compare_values("step", step(program), step(compiled))
+
+
+@on_ranks(2)
+def test_a_backward_that_is_to_be_differentiated_is_refused_as_before():
+    counters.reset()
+    compiled = torch.compile(lambda x: x * x, backend="dtensor_aten", fullgraph=True)
+    x = tensor(Shard(0), 6)
+    with pytest.raises(RuntimeError, match="double backward"):
+        (gradient,) = torch.autograd.grad(replicated_gradient(compiled(x)), x, create_graph=True)
+        gradient.full_tensor().sum().backward()

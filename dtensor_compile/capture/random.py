@@ -1,16 +1,15 @@
 """Random numbers as operators: from a generator whose state is a tensor, and what reads or sets torch's own generator.
 
-    draw(Tensor state, Tensor x, str name, float[] numbers) -> (Tensor, Tensor)     what x.normal_(0, 1, generator=g) gives, and the
-                                                                                    state that it leaves g in
+    draw(Tensor state, Tensor x, str name, float[] numbers) -> (Tensor, Tensor)     x.normal_(generator=g), and the next state
     seeded(int seed) -> Tensor                                                      the state after g.manual_seed(seed)
     default_seed(int seed, int order) -> Tensor                                     torch.manual_seed(seed)
     default_state(int order) -> Tensor                                              torch.get_rng_state()
     default_set(Tensor state, int order) -> Tensor                                  torch.set_rng_state(state)
     trunc_normal(Tensor x, float[] numbers, int order) -> Tensor                    torch.nn.init.trunc_normal_(x)
 
-The first two are functions of their arguments, so that a pass may move, share or repeat them. The others act on torch's generator,
-with which operators like ``aten.rand`` draw, and stay where they are. ``trunc_normal`` draws until no value is out of bounds, so that
-how often it does depends on data; over a DTensor eager asks that of each local tensor alone.
+The first two are functions of their arguments, so that a pass may move, share or repeat them. The others act on torch's
+generator, with which operators like ``aten.rand`` draw, and stay where they are. ``trunc_normal`` draws until no value is out
+of bounds, so that how often it does depends on data; over a DTensor eager asks that of each local tensor alone.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterato
     """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor outputs get.
 
     Stock refuses two kinds: that of an output which the loss does not use (autograd makes plain zeros of it, and nothing says
-    which mesh and placements they stand for), and that of an output with an unbacked size (it asks whether that equals the size of
-    the gradient). A gradient that is placed otherwise than expected is dealt with as `compat.tangents` says. The functions stay with
-    the compiled code; torch's own are as they were.
+    which mesh and placements they stand for), and that of an output with an unbacked size (it asks whether that equals the size
+    of the gradient). A gradient that is placed otherwise than expected is dealt with as `compat.tangents` says. The functions
+    stay with the compiled code; torch's own are as they were.
 
     Args:
         program: the traced program.

@@ -1,12 +1,14 @@
 """Backward hooks of modules and tensors, as Dynamo sees them while it traces for our backend.
 
-A hook of ``register_full_backward_hook`` or ``register_full_backward_pre_hook`` is a function of gradients. torch traces it under
-compiled autograd only, where the backward pass comes by again as a program. Our backend traces forward and backward at once, so it
-belongs there: Dynamo traces the code of the hooks into a graph of its own, and a node of the forward registers that graph with the
-class that eager uses, ``torch.utils.hooks.BackwardHook``. It runs when the backward is traced, and becomes part of it.
+A hook of ``register_full_backward_hook`` or ``register_full_backward_pre_hook`` is a function of gradients. torch traces it
+under compiled autograd only, where the backward pass comes by again as a program. Our backend traces forward and backward at
+once, so it belongs there: Dynamo traces the code of the hooks into a graph of its own, and a node of the forward registers
+that graph with the class that eager uses, ``torch.utils.hooks.BackwardHook``. It runs when the backward is traced, and
+becomes part of it.
 
-What a hook does may depend on what its gradients are: which of them are None, which are DTensors, and how those are placed. Dynamo
-traces it for gradients that are to be expected. Where others come while the backward is traced, the frame is traced again, for those.
+What a hook does may depend on what its gradients are: which of them are None, which are DTensors, and how those are placed.
+Dynamo traces it for gradients that are to be expected. Where others come while the backward is traced, the frame is traced
+again, for those.
 """
 
 from __future__ import annotations
@@ -39,13 +41,14 @@ from dtensor_compile.compat.dynamo import Translator, graph_break, traces_for_us
 from dtensor_compile.compat.dynamo_calls import call_site
 from dtensor_compile.compat.mesh import real_mesh
 
-#: What the code of a hook may ask of a gradient: None where there is none, ``()`` for a plain tensor, the placements of a DTensor.
+#: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of a DTensor.
 Facts = tuple[Any, ...] | None
 
 
 class OtherGradients(TensorifyScalarRestartAnalysis):
-    """Gradients came that a hook was not traced for. Of torch's requests to trace a frame again, this is the one that it takes from a
-    backend.
+    """Gradients came that a hook was not traced for.
+
+    Of torch's requests to trace a frame again, this is the one that it takes from a backend.
     """
 
 
@@ -280,7 +283,7 @@ class TracedModuleHooks(BackwardHookVariable):
     def _emit(
         self, tx: Translator, method: str, values: _Values, prepare: Callable[..., None] | None = None, free: Sequence[Any] = ()
     ) -> list[VariableTracker]:
-        """A node that calls a method of the hooks with `values`, after ``prepare(hooks, free)``; returns the tensors that come out."""
+        """A node that calls a method of the hooks with `values`, after ``prepare(hooks, free)``; returns its tensors."""
         where, count = tuple(values.where), len(values.items)
 
         def call(hooks: BackwardHook, tensors: tuple[torch.Tensor, ...], free: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -343,8 +346,8 @@ def _register_on(tx: Translator, tensor: TensorVariable, hook: VariableTracker) 
 def hooks_in_the_graph() -> Iterator[None]:
     """While it is entered, hooks of tensors that frames for our backend compute are traced into the graph.
 
-    torch does so unless compiled autograd is on; then it waits for that to see the hook, which the joint graph has taken in. And it
-    takes the gradient of a DTensor to be placed as the tensor is.
+    torch does so unless compiled autograd is on; then it waits for that to see the hook, which the joint graph has taken in.
+    And it takes the gradient of a DTensor to be placed as the tensor is.
     """
     stock = TensorVariable._method_register_hook
 

@@ -1,15 +1,15 @@
 """Placements of the gradients that come into a compiled graph.
 
-AOTAutograd traces the backward with the forward, for gradients that are placed as the results are (replicated where those are partial),
-and redistributes what comes otherwise. The values are right then, but ``.grad`` is placed otherwise than in eager, where every rule
-follows the placement that came. So a gradient that comes otherwise is dealt with here:
+AOTAutograd traces the backward with the forward, for gradients that are placed as the results are (replicated where those are
+partial), and redistributes what comes otherwise. The values are right then, but ``.grad`` is placed otherwise than in eager,
+where every rule follows the placement that came. So a gradient that comes otherwise is dealt with here:
 
-- The backward of that call is eager's: the traced program, which Dynamo left, runs once more, and its gradients are taken. That asks
-  for a program that gives the same again: one that writes to nothing, draws no random numbers and sends no messages of its own. For
-  others, and where the arguments are gone, torch's redistribution stands. (Calls hold their arguments until gradients have come as
-  expected.)
-- When it has happened twice, the graph is compiled again for such gradients, at the next call; a guard holds it until then. The graph
-  that is compiled so is not given up again.
+- The backward of that call is eager's: the traced program, which Dynamo left, runs once more, and its gradients are taken.
+  That asks for a program that gives the same again: one that writes to nothing, draws no random numbers and sends no messages
+  of its own. For others, and where the arguments are gone, torch's redistribution stands. (Calls hold their arguments until
+  gradients have come as expected.)
+- When it has happened twice, the graph is compiled again for such gradients, at the next call; a guard holds it until then.
+  The graph that is compiled so is not given up again.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Tangents:
         None where the loss does not use a result. A compiled graph takes zeros for it, which are placed somehow, so that none is
         compiled for such gradients.
         """
-        if not self.results or compiled_autograd.in_compiled_autograd_region:
-            return False
+        if not self.results or compiled_autograd.in_compiled_autograd_region or torch.is_grad_enabled():
+            return False  # in a backward of a backward torch says itself that it cannot
         expected = self.assumed or tuple(expected_placements(placements[i]) for i in self.results)
         placed = tuple(
             tuple(values[i].placements) if isinstance(values[i], DTensor) else usual for i, usual in zip(self.results, expected)
@@ -232,8 +232,9 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
 def gradients_in_eager(
     program: Callable[..., Any], call: _Call, places: Sequence[int | None], tangents: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """Gradients of the arguments at `places` for gradients of the results of the program; None where the arguments are not what they
-    were any more.
+    """Gradients of the arguments at `places` for gradients of the results of the program.
+
+    None where the arguments are not what they were any more.
     """
     args = call.arguments()
     if args is None:

@@ -28,7 +28,10 @@ _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "pa
 
 
 def order_collectives(graph: torch.fx.Graph) -> None:
-    """On the joint graph: numbers all communication and what acts on torch's generator, so that no two nodes are equal, and has none run again in the backward."""
+    """On the joint graph: numbers all communication and what acts on torch's generator.
+
+    No two nodes are equal then, and none runs again in the backward.
+    """
     place, from_gradients = 0, set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
@@ -41,7 +44,10 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
 
 def is_repeatable(graph: torch.fx.Graph) -> bool:
-    """Whether a graph gives the same when it runs again, and no other rank notices but by redistributions, which all ranks do alike."""
+    """Whether a graph gives the same when it runs again.
+
+    Other ranks notice that by redistributions only, which all ranks run alike.
+    """
     return not any(
         node.target in _ORDERED or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes
     )

@@ -33,7 +33,7 @@ from dtensor_compile.compat.random import GeneratorVariable, handle_draws, handl
 Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 
 
-# ---- draws from a generator ------------------------------------------------------------------------------------------------------
+# ---- draws from a generator --------------------------------------------------------------------------------------------------
 
 
 def _draw(
@@ -136,11 +136,14 @@ def _handle_function(name: str) -> Retrack:
     return handle_calls(call)
 
 
-# ---- new tensors -----------------------------------------------------------------------------------------------------------------
+# ---- new tensors -------------------------------------------------------------------------------------------------------------
 
 
 def _handle_factory(split: Callable[[Translator, Arguments], tuple[str, Sequence[float], Arguments]]) -> Retrack:
-    """``torch.rand(..., generator=g)``: an empty tensor, and what fills it; `split` says what, and the arguments of ``torch.empty``."""
+    """``torch.rand(..., generator=g)``: an empty tensor, and what fills it.
+
+    `split` says what fills it, with which numbers, and the arguments of ``torch.empty``.
+    """
 
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -160,7 +163,8 @@ def _integers(tx: Translator, arguments: Arguments) -> tuple[str, Sequence[float
     """``torch.randint(high, size)``, ``torch.randint(low, high, size)``"""
     args, kwargs = arguments
     rest = dict(kwargs)
-    names = ("low", "high", "size") if len(args) == 3 or (len(args) == 2 and "size" in kwargs) or "low" in kwargs else ("high", "size")
+    has_low = len(args) == 3 or (len(args) == 2 and "size" in kwargs) or "low" in kwargs
+    names = ("low", "high", "size") if has_low else ("high", "size")
     named = dict(zip(names, args)) | {key: rest.pop(key) for key in ("low", "high", "size") if key in rest}
     low = constant_argument(named["low"]) if "low" in named else 0
     rest.setdefault("dtype", build(tx, torch.int64))
@@ -212,14 +216,15 @@ def _make_generator(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
     """``torch.Generator()``"""
-    device = torch.device(*(constant_argument(arg) for arg in (*args, *kwargs.values()))) if args or kwargs else torch.device("cpu")
+    given = [constant_argument(arg) for arg in (*args, *kwargs.values())]
+    device = torch.device(*given) if given else torch.device("cpu")
     if device.type != "cpu":
         graph_break("generator-of-device", f"torch.Generator({device})")
     made = torch.Generator()
     return GeneratorVariable(made, emit_call(tx, ops.seeded, _seed(made.initial_seed())))
 
 
-# ---- torch's own generator -------------------------------------------------------------------------------------------------------
+# ---- torch's own generator ---------------------------------------------------------------------------------------------------
 
 
 def _default(method: Callable[..., VariableTracker]) -> Retrack:
@@ -266,7 +271,7 @@ def _overwrite(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return x.copy_(values)
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------------------
+# ---- the tables --------------------------------------------------------------------------------------------------------------
 
 #: Classes of objects that the program is given, with what makes their tracker.
 TYPES = {torch.Generator: GeneratorVariable.track}
