@@ -189,6 +189,7 @@ _ALL = (
         signs=(
             Sign(kind=r"Data dependent operator|Data-dependent .*|Could not guard on data-dependent expression.*"),
             Sign(kind=r"Unsupported Tensor\.(item|tolist).*"),
+            Sign(says=r"from data-dependent expression|guard on data-dependent expression"),
         ),
     ),
     StockCause(

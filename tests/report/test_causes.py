@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.debug import CommDebugMode, visualize_sharding
+from torch.utils.checkpoint import checkpoint
 
 from dtensor_compile.causes import CAUSES, break_title
 from dtensor_compile.compat.fake_group import simulated_job
@@ -26,6 +27,21 @@ _MODULES = (torch, logging, warnings, zlib)
 _IMPORTED = (DeviceMesh, init_device_mesh, CPUOffloadPolicy, fully_shard, DTensor, Partial, Replicate, Shard, distribute_tensor)
 NAMES = {"dist": dist, "CommDebugMode": CommDebugMode, **{thing.__name__: thing for thing in (*_MODULES, *_IMPORTED)}}
 
+#: Programs for causes of our own whose example needs more around it, or shows one of several ways.
+PROGRAMS = {
+    "member-argument": "mesh.size(x)",
+    "placement-argument": "Shard(x)",
+    "member-not-traced": "mesh.a_new_member()",
+    "symbolic-spec": "(d + 1)._spec",
+    "leaf-hooks": "(x @ hooked_weight).sum().backward()",
+    "hook-not-traced": "x = counted(x.detach().requires_grad_())",
+    "hook-strides": "x = strided(x.detach().requires_grad_())",
+    "looks-at-execution": "visualize_sharding(d)",
+    "number-needed": "x = x + len([0] * int(x.sum().item()))",
+    "generator-inner": "x = checkpoint(lambda x: x + torch.rand(4, generator=generator), x, use_reentrant=False)",
+}
+#: Causes of our own that other tests trigger, or that need a device that is not there.
+ELSEWHERE = {"data-parallel-setting": "tests/variables/test_data_parallel.py", "generator-of-device": "a GPU"}
 #: Tested by themselves, below.
 NO_EXAMPLE = {"unknown", "error-in-compiler", "recompile-limit"}
 
@@ -39,8 +55,13 @@ def names():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     weight = torch.nn.Parameter(torch.ones(4, 4))
     weight.grad = torch.ones(4, 4)
-    hooked = torch.nn.Linear(4, 4)
+    hooked, counted, strided = (torch.nn.Linear(4, 4) for _ in range(3))
+    seen = []
     hooked.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    counted.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out))
+    strided.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * grad_out[0].is_contiguous(),))
+    hooked_weight = torch.nn.Parameter(torch.ones(4, 4))
+    hooked_weight.register_hook(lambda grad: None)
     return {
         **NAMES,
         "mesh": mesh,
@@ -48,6 +69,11 @@ def names():
         "layer": torch.nn.Linear(4, 4),
         "replicated": torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)),
         "hooked": hooked,
+        "counted": counted,
+        "strided": strided,
+        "hooked_weight": hooked_weight,
+        "checkpoint": checkpoint,
+        "visualize_sharding": visualize_sharding,
         "weight": weight,
         "optimizer": torch.optim.SGD([weight], lr=0.1),
         "generator": torch.Generator(),
@@ -58,7 +84,7 @@ def names():
     }
 
 
-def causes_of(body, backend):
+def causes_of(body, backend, dynamic=None):
     """Codes of the breaks of a function with that body, compiled on a simulated job of two ranks."""
     source = "def program(x, d):\n" + textwrap.indent(body, "    ") + "\n    return x\n"
     file = "<example>"
@@ -69,7 +95,7 @@ def causes_of(body, backend):
         exec(compile(source, file, "exec"), space)
         d = distribute_tensor(torch.ones(8, 4), space["mesh"], [Shard(0)])
         try:
-            torch.compile(space["program"], backend=backend)(torch.ones(4, 4), d)
+            torch.compile(space["program"], backend=backend, dynamic=dynamic)(torch.ones(4, 4), d)
         except Exception:
             pass  # ranks that are not there answer nothing, and some causes end the compilation
     return [cause_of(event).code for event in recording.breaks]
@@ -78,6 +104,13 @@ def causes_of(body, backend):
 @pytest.mark.parametrize("code", sorted(set(STOCK_CAUSES) - NO_EXAMPLE))
 def test_example_breaks_for_its_cause_under_stock(code):
     assert code in causes_of(STOCK_CAUSES[code].example.partition("# instead")[0].strip(), "aot_eager")
+
+
+@pytest.mark.parametrize("code", sorted(set(CAUSES) - set(ELSEWHERE)))
+def test_example_breaks_for_its_cause_here(code, monkeypatch):
+    monkeypatch.setattr(DeviceMesh, "a_new_member", lambda mesh: mesh.ndim, raising=False)
+    body = PROGRAMS.get(code) or CAUSES[code].example.partition("# instead")[0].strip()
+    assert code in causes_of(body, "dtensor_aten", dynamic=True if code == "symbolic-spec" else None)
 
 
 @pytest.mark.parametrize("code", sorted(code for code in STOCK_CAUSES if STOCK_CAUSES[code].under == "stock"))

@@ -2,9 +2,10 @@
 
     python tools/bench/report_time.py [--repeats 3]
 
-The first figure is the time of the whole report of the example (this backend, stock, analysis, tables and JSON) over that of compiling
-its forward and backward with ``backend="dtensor"`` and empty caches. The second is the time of a report on a mesh of 256 x 2 ranks over
-that on 4 x 2, without stock, whose graphs grow with the mesh. Wall time and CPU time; kernels are compiled in this process.
+The first figure is the time of the whole report of the example (this backend, stock, analysis, tables and JSON) over that of
+compiling its forward and backward with ``backend="dtensor"`` and empty caches. The second is the time of a report on a mesh of
+256 x 2 ranks over that on 4 x 2, without stock, whose graphs grow with the mesh. Wall time and CPU time; kernels are compiled in
+this process.
 """
 
 from __future__ import annotations
