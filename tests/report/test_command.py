@@ -305,3 +305,13 @@ def test_torch_logs_prints_decisions_as_they_are_made(program):
     environment = {**os.environ, "TORCH_LOGS": "dtensor_compile"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0 and "[cancel_inverse_pairs] S(0)->R->S(0) -> nothing" in result.stderr, result.stderr[-2000:]
+
+
+def test_a_real_job_under_torchrun(program):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dtensor_compile.cli"]
+    command += ["report", "--real", "--no-stock", "--json", "real.json", "a_program.py:build"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=program, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count("a_program.py:build: rank 0 of 2 (real)") == 1
+    assert from_json((program / "real.json").read_text()).ours.totals.all.bytes > 0
