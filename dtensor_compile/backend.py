@@ -57,6 +57,7 @@ def dtensor(
     """
     opts = Options.parse(mode, options)
     check_program(gm, example_inputs)
+    check_counts(gm)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
     log, tangents = GraphLog(), Tangents.of_frame()
@@ -71,7 +72,6 @@ def dtensor(
         log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
         log.planned(graph)
         spread_by_mask(graph)
-        check_counts(graph)
         tangents.repeatable = not may_write(gm) and is_repeatable(graph)
         order_collectives(graph)
 

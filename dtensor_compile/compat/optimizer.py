@@ -122,10 +122,9 @@ class TracedOptimizerVariable(OptimizerVariable):
 
     def _steps_as_in_eager(self) -> bool:
         """Whether a step can be traced by eager's formulas. torch traces those for ``capturable=True``, which round otherwise."""
-        groups = self.value.param_groups
-        return isinstance(self.value, torch.optim.Adam) and all(
-            not group["foreach"] and not group["fused"] and not group["amsgrad"] and all(p.device.type == "cpu" for p in group["params"])
-            for group in groups
+        return isinstance(self.value, torch.optim.Adam) and not any(
+            group["foreach"] or group["fused"] or group["amsgrad"] or any(p.device.type != "cpu" for p in group["params"])
+            for group in self.value.param_groups
         )
 
     def _prepare_step(self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:

@@ -1,6 +1,6 @@
 """A ``bincount`` whose length the program took for known checks it.
 
-    before   n: "i64[4]" = aten.bincount(ids, None, 4)                   the program read the counts as a list of 4
+    before   n: "i64[4]" = torch.bincount(ids, minlength=4)              the program read the counts as a list of 4
     after    n: "i64[4]" = dtensor_compile.bincount(ids, None, 4)        raises where an id is 4 or more
 
 The same for ids below the length. For others eager's result is longer, and the program that was traced would leave counts out: an
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-aten = torch.ops.aten
+from dtensor_compile.compat.collectives import keep_in_place
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 _library.define("bincount(Tensor ids, Tensor? weights, int length) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -37,14 +37,20 @@ def _fake_bincount(ids: torch.Tensor, weights: torch.Tensor | None, length: int)
 
 _library.impl("bincount", _bincount, "CompositeExplicitAutograd")
 _library._register_fake("bincount", _fake_bincount)
+keep_in_place(counts_op)
 
 
-def check_counts(graph: torch.fx.Graph) -> None:
-    """Replaces every ``bincount`` whose length was taken for its ``minlength``."""
-    for node in graph.find_nodes(op="call_function", target=aten.bincount.default):
-        ids, weights, minlength = (*node.args, *(None, 0)[len(node.args) - 1 :])
-        counts = node.meta["val"]
-        if statically_known_true(counts.shape[0] == minlength):
-            node.target, node.args, node.kwargs = counts_op, (ids, weights, minlength), {}
-            node.meta["val"] = counts.new_empty(minlength)
-            node.meta.pop("unbacked_bindings", None)  # it binds no symbol any more
+def check_counts(gm: torch.fx.GraphModule) -> None:
+    """Replaces, in a graph as Dynamo hands it over, every ``bincount`` whose length was taken for its ``minlength``.
+
+    Here, because later a count that nobody reads is gone, and the length that was taken is a number.
+    """
+    for node in gm.graph.nodes:
+        if node.target not in (torch.bincount, "bincount"):
+            continue
+        given = dict(zip(("input", "weights", "minlength"), node.args)) | node.kwargs
+        counts, minlength = node.meta["example_value"], given.get("minlength", 0)
+        if isinstance(minlength, int) and statically_known_true(counts.shape[0] == minlength):
+            node.op, node.target = "call_function", counts_op
+            node.args, node.kwargs = (given["input"], given.get("weights"), minlength), {}
+    gm.recompile()

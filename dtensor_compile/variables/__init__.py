@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.checks import check_redistributions
-from dtensor_compile.compat.data_dependent import lengths_of_counts, numbers_in_the_graph
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
 from dtensor_compile.variables import (
     collectives,
     comm_debug_mode,
+    data_dependent,
     data_parallel,
     factories,
     functions,
@@ -52,6 +52,7 @@ ENTRIES = Entries(
         *printing.OBJECTS,
         *random.OBJECTS,
         *comm_debug_mode.OBJECTS,
+        *data_dependent.OBJECTS,
         *collectives.OBJECTS,
         *functions.OBJECTS,
     ),
@@ -61,8 +62,7 @@ ENTRIES = Entries(
         check_redistributions,
         rules_while_tracing,
         read_constant_tensors,
-        numbers_in_the_graph,
-        lengths_of_counts,
+        *data_dependent.CONTEXTS,
         factories.keep_leaves,
         refuse_members,
         *printing.CONTEXTS,

@@ -1,0 +1,33 @@
+"""Values of the data that a program reads: numbers of the graph (`compat.data_dependent`), in the contexts of `CONTEXTS`.
+
+``torch.equal`` answers with a ``bool`` of Python. Its twin computes the answer as a tensor and reads it, which is part of a graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat.data_dependent import lengths_of_counts, numbers_in_the_graph
+from dtensor_compile.compat.dynamo import Retrack, Translator, UserFunctionVariable, VariableTracker
+from dtensor_compile.compat.dynamo_calls import handle_calls
+
+
+def equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same shape and values."""
+    return x.shape == y.shape and bool((x == y).all())
+
+
+def _equal(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``torch.equal(x, y)``: its twin where the dtypes are the same, which torch asks for."""
+    tensors = [arg.realize() for arg in args]
+    if kwargs or len(tensors) != 2 or not all(t.is_tensor() for t in tensors) or tensors[0].dtype != tensors[1].dtype:
+        return stock.call_function(tx, args, kwargs)
+    return UserFunctionVariable(equal).call_function(tx, tensors, {})
+
+
+OBJECTS: tuple[tuple[Any, Retrack], ...] = ((torch.equal, handle_calls(_equal)),)
+CONTEXTS = (numbers_in_the_graph, lengths_of_counts)

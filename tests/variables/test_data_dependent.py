@@ -1,0 +1,110 @@
+"""Numbers that only the data decides are part of the graph; where one has to be known, there is one break and eager's result."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
+
+
+def sharded(rows=6, requires_grad=False):
+    mesh = make_mesh((dist.get_world_size(),), ("tp",))
+    values = torch.linspace(-1, 2, rows * 4).view(rows, 4)
+    return distribute_tensor(values, mesh, [Shard(0)]).requires_grad_(requires_grad)
+
+
+def clipped(x):
+    norm = x.norm().item()
+    return x * min(1.0, 1.0 / (norm + 1e-6))
+
+
+def of_a_partial(x):
+    return x * DTensor.from_local(x.to_local().sum(), x.device_mesh, [Partial()]).item()
+
+
+ONE_GRAPH = {
+    "item of a sum": lambda x: x * x.sum().item(),
+    "item of an integer": lambda x: x * x.long().max().item(),
+    "float of a tensor": lambda x: x + float(x.mean()),
+    "bool of a tensor": lambda x: (x * 2, bool((x > -5).all())),
+    "several numbers returned": lambda x: {"loss": (x * x).sum(), "mean": x.mean().item(), "all": [x.max().item()]},
+    "math of a number": lambda x: x * math.sqrt(x.pow(2).sum().item()),
+    "a number in a text": lambda x: (x * 2, f"{x.sum().item():.3f}"),
+    "a clipped norm": clipped,
+    "item of a partial": of_a_partial,
+    "a list of integers": lambda x: (x * 2, x.sum(0).full_tensor().long().tolist()),
+    "rows that fit": lambda x: x.to_local()[x.to_local().sum(1) > 0].sum(0),
+    "equal": lambda x: (x * 2, torch.equal(x, x + 0), torch.equal(x, x + 1), torch.equal(x, x.sum(0))),
+}
+
+
+@pytest.mark.parametrize("name", ONE_GRAPH)
+@on_ranks(2)
+def test_one_graph(name):
+    assert_parity(ONE_GRAPH[name], [sharded(requires_grad=True)], backend="dtensor_aten", fullgraph=True)
+
+
+@on_ranks(2)
+def test_values_that_differ_from_call_to_call_do_not_recompile():
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(lambda x: x * x.sum().item(), backend="dtensor_aten", fullgraph=True)
+    x = sharded()
+    for factor in (1, 2, -3, 0):
+        y = x * factor
+        torch.testing.assert_close(compiled(y).to_local(), (y * y.sum().item()).to_local())
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def known_by_a_loop(x):
+    for _ in range(int(x.sum().item()) % 3):
+        x = x + 1
+    return x
+
+
+def known_by_a_list(x):
+    return x * [1.0, 2.0, 3.0][int(x.sum().item()) % 3]
+
+
+def known_by_a_branch(x):
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+@pytest.mark.parametrize("program", [known_by_a_loop, known_by_a_list, known_by_a_branch])
+@on_ranks(2)
+def test_a_number_that_has_to_be_known_ends_the_graph_once(program):
+    torch._dynamo.reset()
+    counters.clear()
+    x = sharded()
+    compiled = torch.compile(program, backend="dtensor_aten")
+    for factor in (1, 5, -2):
+        torch.testing.assert_close(compiled(x * factor).to_local(), program(x * factor).to_local())
+    assert sum(counters["graph_break"].values()) <= 1
+
+
+@on_ranks(2)
+def test_the_switches_of_torch_are_as_before():
+    from torch._dynamo import config
+
+    seen = []
+
+    def other(gm, inputs):
+        seen.append((config.capture_scalar_outputs, config.capture_dynamic_output_shape_ops))
+        return gm.forward
+
+    before = config.capture_scalar_outputs, config.capture_dynamic_output_shape_ops
+    torch.compile(lambda x: x * x.sum().item(), backend="dtensor_aten")(sharded())
+    torch.compile(lambda x: x + 1, backend=other)(torch.ones(2))
+    assert seen == [before]
+    assert (config.capture_scalar_outputs, config.capture_dynamic_output_shape_ops) == before
+
+
+@on_ranks(2)
+def test_replicated_values_stay_replicated():
+    mesh = make_mesh((2,), ("tp",))
+    x = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
+    assert_parity(lambda x: x + x.mean().item(), [x], backend="dtensor_aten", fullgraph=True)
