@@ -41,6 +41,10 @@ REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
 functional_collectives = torch.distributed._functional_collectives
 
 
+#: A list of tensors as one flat tensor, and back: how gradients go into the buckets of a collective.
+flatten_dense_tensors, unflatten_dense_tensors = torch._utils._flatten_dense_tensors, torch._utils._unflatten_dense_tensors
+
+
 def reduction_name(value: Any) -> str | None:
     """The name of a reduction; None for one that is no plain reduction (a premultiplied sum)."""
     return next((name for name, op in REDUCTIONS.items() if value == op), None)

@@ -1,6 +1,6 @@
 """Values of the data that a program reads: numbers of the graph (`compat.data_dependent`), in the contexts of `CONTEXTS`.
 
-``torch.equal`` answers with a ``bool`` of Python. Its twin computes the answer as a tensor and reads it, which is part of a graph.
+``torch.equal`` answers with a ``bool`` of Python. Its twin computes the answer as a tensor and reads it, which a graph can.
 """
 
 from __future__ import annotations

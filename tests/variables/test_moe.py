@@ -1,4 +1,4 @@
-"""Mixtures of experts: how many tokens go to which rank is only known from the data, and the program is one graph all the same."""
+"""Mixtures of experts: how many tokens go to which rank is only known from the data; the program is one graph all the same."""
 
 import pytest
 import torch

@@ -1,0 +1,44 @@
+"""Lists of tensors as one flat tensor and back, as code for gradients in buckets does it.
+
+torch's functions for it are written in C++ and cannot be traced where a size is symbolic; the twins do the same in tensor operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat.collectives import flatten_dense_tensors, unflatten_dense_tensors
+from dtensor_compile.compat.dynamo import Retrack, Translator, UserFunctionVariable, VariableTracker
+from dtensor_compile.compat.dynamo_calls import handle_calls
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements of `tensors`, one tensor after the other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Parts of `flat` with the shapes of `tensors`, as views."""
+    parts, start = [], 0
+    for tensor in tensors:
+        parts.append(flat.narrow(0, start, tensor.numel()).view(tensor.shape))
+        start = start + tensor.numel()
+    return tuple(parts)
+
+
+def _twin(function: Any) -> Retrack:
+    def call(
+        tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return UserFunctionVariable(function).call_function(tx, args, kwargs)
+
+    return handle_calls(call)
+
+
+OBJECTS: tuple[tuple[Any, Retrack], ...] = (
+    (flatten_dense_tensors, _twin(flatten)),
+    (unflatten_dense_tensors, _twin(unflatten)),
+)
