@@ -32,6 +32,19 @@ def end_loss_parallel() -> None:
     loss._disable_custom_loss_ops()
 
 
+def _remember() -> Callable[[], None]:
+    """Returns what makes the settings what they are now."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    allowed, handled = torch._C._get_dtensor_allow_implicit_replication(), dict(handlers)
+
+    def restore() -> None:
+        allow_implicit_replication(allowed)
+        handlers.clear()
+        handlers.update(handled)
+
+    return restore
+
+
 def _set(setter: Callable[..., None]) -> Call:
     """The setting holds for what is traced now, and a node of the graph makes it hold when the graph is traced once more."""
     has_side_effect(setter)
@@ -40,6 +53,7 @@ def _set(setter: Callable[..., None]) -> Call:
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
         values = tuple(map(constant_argument, args))
+        tx.output.add_cleanup_hook(_remember())  # tracing may end, and start over, before the program undoes it
         setter(*values)
         tx.output.create_proxy("call_function", setter, values, {})
         return build(tx, None)
@@ -78,15 +92,12 @@ def _functions() -> Iterator[tuple[Any, Retrack]]:
 
 @contextlib.contextmanager
 def _settings_as_before() -> Iterator[None]:
-    """A trace that ends early leaves no setting behind."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    before = torch._C._get_dtensor_allow_implicit_replication(), dict(handlers)
+    """A compilation that fails leaves no setting behind."""
+    restore = _remember()
     try:
         yield
     finally:
-        allow_implicit_replication(before[0])
-        handlers.clear()
-        handlers.update(before[1])
+        restore()
 
 
 #: Entries for `compat.dynamo.Entries`.

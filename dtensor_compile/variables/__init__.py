@@ -35,6 +35,7 @@ from dtensor_compile.variables import (
 )
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import refuse_members, track_spec
+from dtensor_compile.variables.members import OpaqueClass
 from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 
@@ -47,6 +48,7 @@ ENTRIES = Entries(
     made={Spec: track_spec, **functions.MADE},
     objects=(
         *((cls, PlacementClassVariable.retrack) for cls in (Placement, Shard, Replicate, Partial, StridedShard, MaskPartial)),
+        (ProcessGroup, OpaqueClass.retrack),
         *optimizer.OBJECTS,
         *hooks.OBJECTS,
         *factories.OBJECTS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -152,14 +153,22 @@ def _bake(function: Callable[..., Any]) -> Retrack:
     return handle_construction(bake)
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A function whose answer is guarded. (What torch guards on functions themselves it takes for settled once they passed.)"""
+
+    function: Callable[..., Any]
+
+
 def _ask(function: Callable[..., Any]) -> Retrack:
     """Questions about the process, guarded by their answer."""
-    same_answer = fact_guard(function.__name__.upper(), lambda asked: asked())
+    question = _Question(function)
+    same_answer = fact_guard(function.__name__.upper(), lambda asked: asked.function())
 
     def ask(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        same_answer(constant_source(tx, "asked", function))
+        same_answer(constant_source(tx, "asked", question))
         return _value(tx, function, [], {})
 
     return handle_calls(ask)
@@ -224,11 +233,18 @@ def _refuse_methods(cls: type) -> TrackGiven:
     return refuse_methods(names, lambda name: collectives.refuse(f"{cls.__name__}.{name}", "raw-object"))
 
 
+#: Methods that are called as functions of their class; ``contextlib.ExitStack`` does so, too.
+_UNBOUND = (
+    (dist.ProcessGroup, "unbox", "raw-object"),
+    (dist.Work, "unbox", "raw-object"),
+    (dist.DeviceMesh, "__enter__", "mesh-entered-by-hand"),
+    (dist.DeviceMesh, "__exit__", "mesh-entered-by-hand"),
+)
 #: Entries for `compat.dynamo.Entries`.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     *_entries(),
     (vars(dist)["reduce_op"], lambda stock: NamespaceVariable(stock, _read_reduction)),
-    *((cls.unbox, _refusal(cls.unbox, f"{cls.__name__}.unbox", "raw-object")) for cls in (dist.ProcessGroup, dist.Work)),
+    *((getattr(cls, name), _refusal(getattr(cls, name), f"{cls.__name__}.{name}", code)) for cls, name, code in _UNBOUND),
     *settings.OBJECTS,
 )
 GIVEN: Mapping[type, TrackGiven] = {cls: _refuse_methods(cls) for cls in RAW_CLASSES}

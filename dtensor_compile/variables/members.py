@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -29,6 +30,7 @@ from typing import Any, ClassVar, NoReturn
 from dtensor_compile.causes import cause
 from dtensor_compile.compat.dynamo import (
     MemberVariable,
+    OpaqueClassVariable,
     Source,
     Translator,
     VariableTracker,
@@ -215,6 +217,24 @@ class TableVariable(MemberVariable):
         code = self.members.get(name, _UNKNOWN).cause or _UNKNOWN.cause
         explanation = f"backend='dtensor' does not trace the member '{name}' of {cls}. {cause(code).why}"
         graph_break(code, f"{self}.{name}", explanation)
+
+
+class OpaqueClass(OpaqueClassVariable):
+    """The class of such objects, as torch tracks it; its methods in C++ are those of the object that they are called with."""
+
+    @classmethod
+    def retrack(cls, stock: VariableTracker) -> VariableTracker:
+        if not isinstance(stock, OpaqueClassVariable):
+            return stock
+        return cls(stock.as_python_constant(), source=stock.source)
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        found = inspect.getattr_static(self.as_python_constant(), name, None)
+        if type(found).__name__ == "instancemethod":
+            return member_function(self, name, lambda args, kwargs: args[0].realize().call_method(tx, name, args[1:], kwargs))
+        return super().var_getattr(tx, name)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
 
 
 class SourcedVariable(TableVariable):

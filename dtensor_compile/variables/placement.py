@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtensor_compile.compat.dynamo import (
-    OpaqueClassVariable,
     Source,
     Translator,
     VariableTracker,
@@ -22,7 +21,7 @@ from dtensor_compile.compat.dynamo import (
     raise_in_program,
     remember,
 )
-from dtensor_compile.variables.members import Row, Rule, TableVariable, table
+from dtensor_compile.variables.members import OpaqueClass, Row, Rule, TableVariable, table
 
 
 class PlacementVariable(TableVariable):
@@ -47,14 +46,8 @@ class PlacementVariable(TableVariable):
         return remember(tx, value, cls(proxy, value, source=source, **options))
 
 
-class PlacementClassVariable(OpaqueClassVariable):
-    """The class, as torch tracks it; its instances may be made with sizes that are symbolic."""
-
-    @classmethod
-    def retrack(cls, stock: VariableTracker) -> VariableTracker:
-        if not isinstance(stock, OpaqueClassVariable):
-            return stock
-        return cls(stock.as_python_constant(), source=stock.source)
+class PlacementClassVariable(OpaqueClass):
+    """The class of placements, whose instances may be made with sizes that are symbolic."""
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]

@@ -6,6 +6,7 @@ graph, or for a row that breaks exactly one break that names the cause of the ro
 
 from __future__ import annotations
 
+import copy
 import re
 import textwrap
 import types
@@ -138,12 +139,14 @@ def test_every_function_that_becomes_operators_has_a_twin():
 # ---- what the rows say ---------------------------------------------------------------------------------------------------------
 
 _NAMES = {
+    "copy": copy,
     "dist": dist, "torch": torch, "tensor": tensor, "DeviceMesh": DeviceMesh, "DTensor": DTensor, "Partial": Partial,
     "Placement": Placement, "Replicate": Replicate, "Shard": Shard, "StridedShard": _StridedShard,
     "functional": functions.functional_collectives,
     "differentiable": torch.distributed.nn.functional, "parallel": torch.distributed.tensor.parallel,
     "experimental": torch.distributed.tensor.experimental, "debug": torch.distributed.tensor.debug,
     "_STRIDED": _StridedShard(0, split_factor=2),
+    "_STYLE": torch.distributed.tensor.parallel.SequenceParallel(),
     "_INPUTS": {"input_layouts": Shard(0), "desired_input_layouts": Replicate()},
     "_OUTPUTS": {"output_layouts": Shard(0), "desired_output_layouts": Replicate()},
 }  # fmt: skip
@@ -216,6 +219,14 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         __getitem__: (mesh["tp"], mesh["dp", "tp"], mesh[("tp",)], mesh[["tp"]], mesh[()])
         __eq__: (mesh == mesh, mesh == 3, mesh["tp"] == mesh)
         __repr__: repr(mesh)
+        __str__: str(mesh)
+        __format__: f"{mesh}"
+        __hash__: {mesh: 1}[mesh]
+        __ne__: mesh != mesh["tp"]
+        __copy__: copy.copy(mesh)
+        __deepcopy__: copy.deepcopy([mesh])
+        __dict__: vars(mesh) is None
+        __setattr__: setattr(mesh, "scale", 2)
         __enter__: mesh.__enter__().ndim
         __exit__: mesh.__exit__(None, None, None)
         __getstate__: sorted(mesh.__getstate__())[0]
@@ -265,6 +276,12 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         boxed: group.boxed() is None
         unbox: group.unbox(None) if x is None else group.boxed() is None
         get_group_store: group.get_group_store() is None
+        __repr__: repr(group)
+        __str__: str(group)
+        __format__: f"{{group}}"
+        __eq__: group == group
+        __ne__: group != group
+        __hash__: {{group: 1}}[group]
         set_timeout: group.set_timeout(dist.timedelta(seconds=120))
     """)),
     "Work": (WORK, examples(f"""
@@ -274,8 +291,10 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         exception: {_SUM} -> w.exception()
         synchronize: {_SUM} -> w.synchronize()
         result: {_SUM} -> w.result()
+        source_rank: w = dist.isend(x, 1) {_ON_0} else dist.irecv(x, 0); w.wait() -> 0 {_ON_0} else w.source_rank()
         get_future: {_SUM} -> w.get_future().wait()
         boxed: {_SUM} -> w.boxed() is None
+        unbox: {_SUM} -> w.unbox(w) is None if x is None else w.boxed() is None
     """)),
     "Future": (FUTURE, examples(f"""
         wait: {_SUM} -> (w.get_future().wait(), torch.futures.wait_all([w.get_future()]))
@@ -298,6 +317,10 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         __repr__: repr(placement)
         __str__: str(placement)
         __fx_repr__: placement.__fx_repr__()
+        __format__: f"{placement}"
+        __hash__: {placement: 1}[Shard(0)]
+        __ne__: placement != Shard(1)
+        __copy__: copy.copy(placement)
         __dict__: vars(placement)
     """)),
     "DTensor": (DTENSOR, examples("""
@@ -345,7 +368,7 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         ReduceOp: r = dist.ReduceOp -> (r.SUM, r(r.MAX), r.SUM == r.MAX, r.SUM.name)
         BackendConfig: str(dist.BackendConfig(dist.Backend("gloo")))
         DeviceMesh: dist.DeviceMesh("cpu", [0, 1])
-        ProcessGroup: isinstance(group, dist.ProcessGroup)
+        ProcessGroup: (isinstance(group, dist.ProcessGroup), dist.ProcessGroup.size(group))
         Work: isinstance(x, dist.Work)
         group: dist.group.WORLD.size()
         GroupMember: dist.GroupMember.NON_GROUP_MEMBER == group
@@ -356,6 +379,12 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         DebugLevel: dist.DebugLevel.INFO
         BuiltinCommHookType: dist.BuiltinCommHookType.ALLREDUCE
         DistError: str(dist.DistError("text"))
+        DistBackendError: str(dist.DistBackendError("text"))
+        DistNetworkError: str(dist.DistNetworkError("text"))
+        DistStoreError: str(dist.DistStoreError("text"))
+        QueueEmptyError: str(dist.QueueEmptyError("text"))
+        RankType: dist.RankType is None
+        log: dist.log.name
         get_rank: (dist.get_rank(), dist.get_rank(group))
         get_world_size: (dist.get_world_size(), dist.get_world_size(group))
         get_backend: (dist.get_backend(), dist.get_backend(group))
@@ -439,7 +468,7 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         Placement: isinstance(placement, Placement)
         Shard: Shard(0)
         Replicate: Replicate()
-        Partial: Partial("avg")
+        Partial: (Partial("avg"), Partial.is_partial(Partial(), "sum"))
         distribute_tensor: tensor.distribute_tensor(x, mesh, [Replicate(), Shard(0)])
         ones: tensor.ones(4, 4, device_mesh=mesh, placements=[Replicate(), Shard(0)])
         zeros: tensor.zeros(4, 4, device_mesh=mesh, placements=[Replicate(), Shard(0)])
@@ -455,7 +484,7 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         PrepareModuleInput: parallel.PrepareModuleInput(**_INPUTS).input_layouts
         PrepareModuleOutput: parallel.PrepareModuleOutput(**_OUTPUTS).output_layouts
         PrepareModuleInputOutput: parallel.PrepareModuleInputOutput(**_INPUTS, **_OUTPUTS) is None
-        parallelize_module: s = parallel.SequenceParallel() -> parallel.parallelize_module(torch.nn.Identity(), mesh["tp"], s) is None
+        parallelize_module: m = torch.nn.Identity() -> parallel.parallelize_module(m, mesh["tp"], _STYLE) is None
     """)),
     "torch.distributed.tensor.experimental": (functions.EXPERIMENTAL, examples("""
         local_map: p = [Replicate(), Shard(0)] -> experimental.local_map(lambda a: a * 2, p, (p,))(d)
@@ -472,6 +501,93 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
 def test_row(kind, name):
     rows, texts = EXAMPLES[kind]
     check(texts[name], rows[name])
+
+
+#: Rows without an example of their own, and why.
+WITHOUT_EXAMPLE = {
+    "tested as a context": """
+        record_comm loss_parallel implicit_replication allow_inflight_collective_as_graph_input_ctx
+    """,
+    "ends or splits groups of the job that runs the tests, or needs NCCL": """
+        abort shutdown merge_remote_group split_group shrink_group init_process_group
+    """,
+    "Python's deepcopy asks for identities: another placement, another graph": "__deepcopy__",
+    "tested below": "destroy_process_group __setattr__ __delattr__ recv_anysource",
+    "raises on a CPU, as in eager": "block_current_stream get_future_result isend_inplace irecv_inplace batch_p2p_ops_inplace",
+    "starts servers or files, or needs what a reducer makes": """
+        Store FileStore PrefixStore TCPStore rendezvous ProcessGroupGloo Reducer Logger GradBucket
+    """,
+    "changes the process for good, or stops it": "register_rendezvous_handler breakpoint context_parallel visualize_sharding",
+    "draws random numbers, which eager refuses without a seed": "rand randn",
+    "one kind with a row above": "set_result set_exception __getstate__ __setstate__ Function ReduceOp group",
+    "called by autograd and torch.compile only": """
+        __coerce_tangent_metadata__ __coerce_same_metadata_as_tangent__ __slots__ __tensor_unflatten__ __dict__
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_each_row_has_an_example_or_a_reason(kind):
+    rows, texts = EXAMPLES[kind]
+    public = {name for name in rows if not name.startswith("_") or name.startswith("__")}
+    reasons = {name for names_ in WITHOUT_EXAMPLE.values() for name in names_.split()}
+    assert public - set(texts) - reasons == set()
+    assert set(texts) <= set(rows)
+
+
+@on_ranks(2)
+def test_a_group_that_the_program_ends():
+    def program(x, group):
+        y = x @ x
+        dist.destroy_process_group(group)
+        return y @ y
+
+    x = torch.eye(3)
+    compiled = torch.compile(program, backend="dtensor_aten")
+    for _ in range(2):
+        group = dist.new_group([0, 1])
+        counters.clear()
+        assert torch.equal(compiled(x, group), x)
+        assert {code_in(text) for text in counters["graph_break"]} <= {"group-lifetime"}
+        assert group not in dist.distributed_c10d._world.pg_map
+
+
+@on_ranks(2)
+def test_a_message_from_any_rank():
+    def program(x, group):
+        y = x @ x
+        work = group.send([y], 1, 0) if dist.get_rank() == 0 else group.recv_anysource([y], 0)
+        work.wait()
+        return y @ x
+
+    x = torch.eye(3) * (1 + dist.get_rank())
+    assert torch.equal(torch.compile(program, backend="dtensor_aten")(x, dist.group.WORLD), torch.eye(3) * (1 + dist.get_rank()))
+
+
+@on_ranks(2)
+def test_a_work_lives_across_a_graph_break():
+    def program(x):
+        y = x @ x
+        work = dist.all_reduce(y, async_op=True)
+        torch._dynamo.graph_break()
+        work.wait()
+        return y, isinstance(work, dist.Work), work.result()[0] + 1
+
+    x = torch.ones(2, 2)
+    counters.clear()
+    assert not compare_values("result", program(x), torch.compile(program, backend="dtensor_aten")(x))
+    assert len(counters["graph_break"]) == 1
+
+
+@on_ranks(2)
+def test_a_setting_that_changes_is_asked_again():
+    compiled = torch.compile(lambda x: (x + 1, dist.get_debug_level()), backend="dtensor_aten", fullgraph=True)
+    try:
+        for level in (dist.DebugLevel.OFF, dist.DebugLevel.INFO):
+            dist.set_debug_level(level)
+            assert compiled(torch.ones(2))[1] == level
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 CONTEXTS = {
@@ -503,3 +619,32 @@ def test_context(name):
     for _ in range(2):
         assert not compare_values(name, function(*arguments()), compiled(*arguments()))
     assert not torch._C._get_dtensor_allow_implicit_replication()
+
+
+BACKWARD_INSIDE = {
+    "implicit_replication": (
+        "with experimental.implicit_replication():\n"
+        "    loss = (e @ torch.ones(4, 3)).sum() + (e * torch.full((8, 4), 2.0)).sum()\n"
+        "    (gradient,) = torch.autograd.grad(loss, [e])"
+    ),
+    "loss_parallel": (
+        "with parallel.loss_parallel():\n    logits = DTensor.from_local(e.to_local(), mesh['tp'], [Shard(1)])\n"
+        "    loss = torch.nn.functional.cross_entropy(logits, torch.arange(4))\n"
+        "    (gradient,) = torch.autograd.grad(loss, [logits])"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_INSIDE)
+@on_ranks(2)
+def test_backward_inside_a_context(name):
+    body = "e = d * 2\n" + BACKWARD_INSIDE[name] + "\nresult = loss.full_tensor().detach(), gradient.to_local()"
+    function = _context_program(body)
+    compiled = torch.compile(function, backend="dtensor_aten", fullgraph=True)
+
+    def run(call):
+        x, mesh, group, placement, d = arguments()
+        return call(x, mesh, group, placement, d.detach().requires_grad_())
+
+    for _ in range(2):
+        assert not compare_values(name, run(function), run(compiled))
