@@ -16,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.compare import Limits, broken, check_limits, compare
 from dtensor_compile.report.explain import KERNELS
+from dtensor_compile.report.html import to_html
 from dtensor_compile.report.look import DEFAULT_WORLD, STOCK_RANKS, Job, look_at, parse_mesh_argument
 from dtensor_compile.report.model import Report, ReportFormatError, from_json, to_json
 from dtensor_compile.report.table import console_for, print_comparison, print_report
 from dtensor_compile.report.target import TargetError, is_script
+from dtensor_compile.report.trace import to_trace
 from dtensor_compile.topology.links import CLUSTERS
 
 OK, BROKEN, NOT_RUN = 0, 1, 2
@@ -46,6 +48,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     out = p.add_argument_group("what to write")
     out.add_argument("--all", action="store_true", help="every row of every table")
     out.add_argument("--json", metavar="FILE", help="write the report as JSON; - for standard output, instead of tables")
+    out.add_argument("--html", metavar="FILE", help="write the report as one HTML file that loads nothing")
+    out.add_argument("--trace", metavar="FILE", help="write the timeline in Chrome's format, for ui.perfetto.dev")
     out.add_argument("--save", metavar="FILE", help="write the report as JSON, as a base for --compare")
     out.add_argument("--compare", metavar="BASE", help="show what changed since a base")
     out.add_argument("--verbose", action="store_true", help="the traceback of an error, and what the program prints")
@@ -114,6 +118,9 @@ def _run(args: argparse.Namespace) -> int:
 def _write(report: Report, base: Report | None, args: argparse.Namespace) -> None:
     for file in {args.json, args.save} - {None, "-"}:
         pathlib.Path(file).write_text(to_json(report))
+    for file, form in ((args.html, to_html), (args.trace, to_trace)):
+        if file is not None:
+            pathlib.Path(file).write_text(form(report), encoding="utf-8")
     if args.json == "-":
         print(to_json(report))
         return

@@ -1,0 +1,161 @@
+"""The report as one HTML file that loads nothing: what is shown is drawn by its own script, from data that it carries.
+
+In: a `Report`. Out: text. The data are columns of numbers: each text and each line of the program stands once in a list and is
+named by its place there, times are whole nanoseconds. A step of 80 layers is some ten thousand spans and so stays at a few
+megabytes. All text of the program reaches the page as text nodes or escaped, and a content security policy forbids every load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from dtensor_compile.report.compare import seconds_text
+from dtensor_compile.report.excerpts import excerpts
+from dtensor_compile.report.model import (
+    Collective,
+    DecisionRow,
+    Graph,
+    GraphBreak,
+    Recompile,
+    Redistribution,
+    Report,
+    Side,
+    Source,
+    Span,
+)
+
+
+def to_html(report: Report) -> str:
+    """The report as the text of an HTML file."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dtensor_compile.report", "assets"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    assets = importlib.resources.files("dtensor_compile.report").joinpath("assets")
+    sides = [report.ours, *([report.stock] if report.stock else [])]
+    return environment.get_template("page.html.j2").render(
+        report=report,
+        sides=sides,
+        figures=_figures(sides),
+        meshes=sorted({r.mesh for r in report.ours.redistributions}),
+        data=_script_text(_payload(sides)),
+        style=assets.joinpath("page.css").read_text("utf-8"),
+        script=assets.joinpath("page.js").read_text("utf-8"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number at the top of the page: its text per side, and the change from stock to ours where there are both."""
+
+    name: str
+    texts: tuple[str, ...]
+    change: str
+    better: bool
+
+
+def _figures(sides: Sequence[Side]) -> list[Figure]:
+    def figure(name: str, values: Sequence[float], text: typing.Callable[[Any], str]) -> Figure:
+        ours, stock = values[0], values[-1]
+        percent = (ours / stock - 1) * 100 if stock else 0.0
+        change = f"{percent:+.1f}%" if abs(percent) >= 0.05 else ""
+        return Figure(name, tuple(text(value) for value in values), change, ours < stock)
+
+    totals = [side.totals.all for side in sides]
+    return [
+        figure("graph breaks", [len(side.breaks) for side in sides], str),
+        figure("collectives", [total.count for total in totals], str),
+        figure("bytes sent", [total.bytes for total in totals], lambda value: f"{value:,}"),
+        figure("communication", [total.seconds for total in totals], seconds_text),
+        figure("exposed", [total.exposed_seconds for total in totals], seconds_text),
+        figure("compute", [sum(g.compute_seconds for g in side.graphs) for side in sides], seconds_text),
+    ]
+
+
+def _script_text(data: Any) -> str:
+    """JSON that may stand in a script element: nothing in it can end that element."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+class _Texts:
+    """Texts and lines, each once, named by their place."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, int] = {}
+        self.sources: dict[Source, int] = {}
+
+    def text(self, value: str) -> int:
+        return self.texts.setdefault(value, len(self.texts))
+
+    def source(self, value: Source) -> int:
+        return self.sources.setdefault(value, len(self.sources))
+
+
+def _payload(sides: Sequence[Side]) -> dict[str, Any]:
+    texts = _Texts()
+    data: dict[str, Any] = {"sides": [_side(side, texts) for side in sides]}
+    files = excerpts(texts.sources)
+    data["files"] = [{"name": file, "excerpts": [[e.first, e.lines] for e in parts]} for file, parts in files.items()]
+    data["sources"] = _columns(Source, list(texts.sources), texts)
+    data["texts"] = list(texts.texts)
+    return data
+
+
+def _side(side: Side, texts: _Texts) -> dict[str, Any]:
+    graphs = [dataclasses.replace(graph, spans=()) for graph in side.graphs]
+    spans = _columns(Span, [span for graph in side.graphs for span in graph.spans], texts)
+    return {
+        "name": side.name,
+        "breaks": _columns(GraphBreak, side.breaks, texts),
+        "recompiles": _columns(Recompile, side.recompiles, texts),
+        "redistributions": _columns(Redistribution, side.redistributions, texts),
+        "collectives": _columns(Collective, side.collectives, texts),
+        "decisions": _columns(DecisionRow, side.decisions, texts),
+        "missed": _columns(DecisionRow, side.missed, texts),
+        "graphs": _columns(Graph, graphs, texts, skip={"spans"}),
+        "spans": spans,
+        "spans_of_graphs": [len(graph.spans) for graph in side.graphs],
+    }
+
+
+def _columns(form: type, rows: Sequence[Any], texts: _Texts, skip: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:
+    """Rows of one dataclass as columns. What a value stands for is told by the first letter of its column.
+
+    ``t`` a text, by its place; ``s`` a line of the program, by its place; ``n`` a number, -1 where there is none; ``d`` a duration or
+    a point in time in nanoseconds; ``b`` a truth value, as 0 or 1.
+    """
+    hints = typing.get_type_hints(form)
+    columns = {}
+    for field in dataclasses.fields(form):
+        if field.name in skip:
+            continue
+        hint, values = hints[field.name], [getattr(row, field.name) for row in rows]
+        if hint is Source:
+            columns[f"s:{field.name}"] = [texts.source(value) for value in values]
+        elif hint is float:
+            columns[f"d:{field.name}"] = [round(value * 1e9) for value in values]
+        elif hint is bool:
+            columns[f"b:{field.name}"] = [int(value) for value in values]
+        elif hint in (int, int | None):
+            columns[f"n:{field.name}"] = [-1 if value is None else value for value in values]
+        else:
+            columns[f"t:{field.name}"] = [texts.text(_joined(value)) for value in values]
+    return {"length": len(rows), "columns": columns}
+
+
+def _joined(value: str | tuple[str, ...] | tuple[int, ...]) -> str:
+    """A text; a shape as ``4 x 128``; texts one a line."""
+    if isinstance(value, str):
+        return value
+    return " x ".join(map(str, value)) if all(isinstance(item, int) for item in value) else "\n".join(map(str, value))

@@ -1,0 +1,67 @@
+"""The report as a trace in Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+In: a `Report`. Out: JSON text. A backend is a process, its streams are threads; the graphs run one after the other in the order in
+which they were compiled. Beside compute and communication there are the graphs themselves, and what compute waits for: the exposed
+part of a collective, which ends with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from dtensor_compile.report.model import Graph, Report, Side, Span
+
+#: Threads of a process, in the order in which they are shown.
+THREADS = ("graphs", "compute", "communication", "exposed")
+
+
+def to_trace(report: Report) -> str:
+    """The report as JSON text of the trace event format; times in it are microseconds, and estimates."""
+    sides = [report.ours, *([report.stock] if report.stock else [])]
+    about = {"target": report.target, "torch": report.torch, "world": report.world, "rank": report.rank, "cluster": report.cluster}
+    events = [event for process, side in enumerate(sides, 1) for event in _events(process, side)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}, separators=(",", ":"))
+
+
+def _events(process: int, side: Side) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": side.name}}
+    for thread, name in enumerate(THREADS):
+        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+    starts = itertools.accumulate((graph.seconds for graph in side.graphs), initial=0.0)
+    for graph, start in zip(side.graphs, starts):
+        about = {"nodes": graph.nodes, "phase": graph.phase, "exposed_us": _us(graph.exposed_seconds)}
+        yield _complete(process, "graphs", f"{graph.function} {graph.phase}".strip(), start, graph.seconds, about)
+        for span in graph.spans:
+            yield from _span(process, side, graph, span, start + span.start)
+
+
+def _span(process: int, side: Side, graph: Graph, span: Span, start: float) -> Iterator[dict[str, Any]]:
+    about: dict[str, Any] = {"line": span.where, "module": span.module, "phase": graph.phase}
+    if span.collective is None:
+        yield _complete(process, span.stream, span.name, start, span.seconds, about)
+        return
+    this = side.collectives[span.collective]
+    about |= {"code": this.source.code, "bytes": this.bytes, "mesh_dim": this.mesh_dim, "ranks": this.ranks}
+    about |= {"local_shape": list(this.shape), "dtype": this.dtype, "exposed_us": _us(this.exposed_seconds)}
+    if this.redistribution is not None:
+        cause = side.redistributions[this.redistribution]
+        about |= {"change": f"{cause.before}->{cause.after}", "plan": list(cause.plan)}
+        about |= {"why": "asked for" if cause.explicit else f"for {cause.operator}"}
+    name = f"{this.kind}[{this.mesh_dim}]"
+    yield _complete(process, span.stream, name, start, span.seconds, about)
+    if this.exposed_seconds > 0:
+        waits = start + span.seconds - this.exposed_seconds
+        yield _complete(process, "exposed", f"waits for {name}", waits, this.exposed_seconds, {"line": span.where})
+
+
+def _complete(process: int, thread: str, name: str, start: float, seconds: float, args: dict[str, Any]) -> dict[str, Any]:
+    event = {"ph": "X", "pid": process, "tid": THREADS.index(thread), "cat": thread, "name": name or "graph"}
+    return event | {"ts": _us(start), "dur": _us(seconds), "args": args}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 4)
