@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 
+from dtensor_compile.report import command
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.excerpts import AROUND, excerpts
 from dtensor_compile.report.html import to_html
@@ -138,6 +139,21 @@ class TestExcerpts:
         assert excerpts([Source()]) == {}
 
 
+def test_the_command_writes_both(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "look_at", lambda *args, **kwargs: sample_report())
+    page, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    assert command.main(["model.py:build", "--html", str(page), "--trace", str(trace)]) == 0
+    assert page.read_text(encoding="utf-8") == to_html(sample_report())
+    assert trace.read_text(encoding="utf-8") == to_trace(sample_report())
+    assert "graph breaks" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_is_one_clear_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "look_at", lambda *args, **kwargs: sample_report())
+    assert command.main(["model.py:build", "--html", str(tmp_path / "none" / "report.html")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 class TestTrace:
     def test_streams_are_threads_and_times_are_microseconds(self):
         events = json.loads(to_trace(sample_report()))["traceEvents"]
@@ -181,11 +197,54 @@ def opened(page: str, folder: pathlib.Path, state: str = "", *flags: str) -> str
     return done.stdout
 
 
+#: Does what a user does, and leaves in the document what came of it.
+ACTIONS = """\
+<script>
+const get = (selector) => document.querySelector(selector), seen = {}, canvas = get("canvas");
+const key = (name) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key: name, cancelable: true }));
+const header = (name) => get(`#redistributions th[data-column="${name}"]`);
+seen.sorted = [0, 0].map(() => { header("captured").querySelector("button").click(); return header("captured").getAttribute("aria-sort"); });
+seen.first = get("#redistributions tbody tr").children[[...header("captured").parentElement.children].indexOf(header("captured"))].textContent;
+const search = get("#redistributions input[type=search]");
+search.value = "block1 BACKWARD";
+search.dispatchEvent(new Event("input"));
+seen.found = get("#redistributions .count").textContent;
+const before = canvas.toDataURL();
+for (const name of ["n", "e", "n", "+", "ArrowRight"]) key(name);
+seen.zoomed = canvas.toDataURL() !== before;
+seen.chosen = get(".detail h3").textContent;
+seen.facts = [...document.querySelectorAll(".detail dt")].map((term) => term.textContent);
+key("0");
+const box = canvas.getBoundingClientRect();
+canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2, clientY: box.top + 110 }));
+seen.tip = !get("#tip").hidden && get("#tip").textContent;
+const place = get("#collectives tbody .place");
+place.click();
+seen.place = place.textContent;
+seen.line = get("tr.flash .at").textContent;
+seen.focus = document.activeElement.tagName;
+[...document.querySelectorAll("#bytes button")].find((button) => button.textContent === "phase").click();
+seen.bars = [...document.querySelectorAll(".bars .name")].map((name) => name.textContent).sort().reverse();
+[...document.querySelectorAll("nav button")].find((button) => button.textContent === "stock").click();
+seen.stock = document.querySelectorAll("#redistributions tbody tr").length;
+document.body.dataset.seen = JSON.stringify(seen);
+</script>
+"""
+
+
+def driven(report: Report, folder: pathlib.Path) -> dict:
+    """What `ACTIONS` saw on the page of a report."""
+    document = opened(to_html(report).replace("</body>", ACTIONS + "</body>"), folder)
+    found = re.search(r'data-seen="([^"]*)"', document)
+    assert found, "the actions did not end"
+    return json.loads(html.unescape(found[1]))
+
+
 def rows(document: str, table: str) -> list[str]:
     """Text of each row of one table of the document."""
     body = re.search(rf'<section id="{table}".*?</section>', document, re.S)[0]
     found = re.findall(r"<tr[ >].*?</tr>", body.partition("<tbody>")[2], re.S)
-    return [html.unescape(re.sub(r"<[^>]*>", " ", row)) for row in found]
+    return [html.unescape(re.sub(r"<[^>]*>", " ", row.replace("<wbr>", ""))) for row in found]
 
 
 @needs_browser
@@ -223,10 +282,24 @@ class TestInTheBrowser:
         (line,) = [row for row in rows(document, "source") if "x.redistribute" in row]
         assert line.split()[:6] == ["1.00", "kB", "2.00", "ms", "1.00", "ms"] and "breaks: value-of-data" in line
 
+    def test_answers_to_mouse_and_keyboard(self, tmp_path):
+        seen = driven(large_report(2), tmp_path)
+        assert seen["sorted"] == ["descending", "ascending"] and seen["first"] == "2.00 MB"
+        assert seen["found"].startswith("4 of 32 rows")
+        assert re.fullmatch(r"(all_gather|reduce_scatter)\[tp\]", seen["chosen"]) and "bytes" in seen["facts"]
+        assert seen["tip"] and seen["zoomed"]
+        assert seen["place"] == f"model.py:{seen['line']}" and seen["focus"] == "TR"
+        assert seen["bars"] == ["forward", "backward"]
+        assert seen["stock"] == 0
+
     def test_markup_stays_text(self, tmp_path):
         document = opened(to_html(with_markup()), tmp_path)
         assert "<script>alert" not in document.replace("\\u003c", "") and MARKUP in html.unescape(document)
         assert any(MARKUP in row for row in rows(document, "redistributions"))
+
+    def test_an_error_on_the_page_is_not_overlooked(self, tmp_path):
+        with pytest.raises(AssertionError, match="CONSOLE"):
+            opened(to_html(sample_report()).replace("</body>", "<script>throw new Error('made')</script></body>"), tmp_path)
 
     def test_a_report_of_nothing_opens(self, tmp_path):
         assert "each function is one graph" in opened(to_html(build_report(Recording())), tmp_path)
