@@ -51,7 +51,8 @@ def _excerpts_of(file: str, sources: dict[int, Source]) -> tuple[Excerpt, ...]:
 
 def _is_part(code: str, text: Sequence[str], line: int) -> bool:
     """Whether the file still says `code` at `line`. Of a statement over several lines the code may be all of them."""
-    return not code.strip() or code.split("\n")[0].strip() in text[line - 1] or text[line - 1].strip() in code
+    here = text[line - 1].strip()
+    return not code.strip() or (bool(here) and (code.split("\n")[0].strip() in here or here in code))
 
 
 def _functions(text: str) -> list[tuple[int, int]]:

@@ -128,8 +128,9 @@ class TestExcerpts:
         assert [part.first for part in parts] == [3, 30 - AROUND]
 
     def test_a_file_that_has_changed_is_not_trusted(self, file):
-        (excerpt,) = excerpts([Source(file, 4, "was_there()", ("def old():",), ("return",))])[file]
-        assert (excerpt.first, excerpt.lines) == (3, ("def old():", "was_there()", "return"))
+        for line in (4, 6):  # another line stands there; an empty one
+            (excerpt,) = excerpts([Source(file, line, "was_there()", ("def old():",), ("return",))])[file]
+            assert (excerpt.first, excerpt.lines) == (line - 1, ("def old():", "was_there()", "return"))
 
     def test_a_file_that_cannot_be_read(self):
         (excerpt,) = excerpts([LINE])[LINE.file]
@@ -170,6 +171,12 @@ class TestTrace:
         events = json.loads(to_trace(sample_report()))["traceEvents"]
         waits = next(e for e in events if e["name"] == "waits for all_gather[tp]" and e["pid"] == 1)
         assert (waits["ts"], waits["dur"]) == (1000.0, 1000.0)
+
+    def test_spans_of_a_stream_do_not_overlap(self):
+        events = [e for e in json.loads(to_trace(large_report(8)))["traceEvents"] if e["ph"] == "X"]
+        for stream in {(e["pid"], e["tid"]) for e in events}:
+            spans = sorted((round(e["ts"] * 1000), round(e["dur"] * 1000)) for e in events if (e["pid"], e["tid"]) == stream)
+            assert all(start + length <= following for (start, length), (following, _) in zip(spans, spans[1:]))
 
     def test_graphs_follow_each_other(self):
         report = sample_report(stock=False)
