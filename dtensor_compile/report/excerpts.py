@@ -1,8 +1,8 @@
 """The parts of the program that a page shows: the lines that cost something or break, with what stands around them.
 
-In: the lines of a report. Out: per file the excerpts that hold them. An excerpt ends where the function of its line does, so that a
-short function is there as a whole. Where a file cannot be read, or has changed since, the lines that the report itself holds are
-all there is.
+In: the lines of a report. Out: per file the excerpts that hold them. An excerpt ends where the function of its line does, so that
+a short function is there as a whole. Where a file cannot be read, or has changed since, the lines that the report itself holds
+are all there is.
 """
 
 from __future__ import annotations

@@ -32,6 +32,10 @@ from dtensor_compile.report.model import (
 )
 
 
+#: The parts of the page's script, in the order in which they use each other.
+SCRIPTS = ("data.js", "view.js", "grid.js", "tables.js", "bars.js", "source.js", "timeline.js", "page.js")
+
+
 def to_html(report: Report) -> str:
     """The report as the text of an HTML file."""
     environment = jinja2.Environment(
@@ -50,7 +54,7 @@ def to_html(report: Report) -> str:
         meshes=sorted({r.mesh for r in report.ours.redistributions}),
         data=_script_text(_payload(sides)),
         style=assets.joinpath("page.css").read_text("utf-8"),
-        script=assets.joinpath("page.js").read_text("utf-8"),
+        script="\n".join(['"use strict";', *(assets.joinpath(name).read_text("utf-8") for name in SCRIPTS)]),
     )
 
 
@@ -132,8 +136,8 @@ def _side(side: Side, texts: _Texts) -> dict[str, Any]:
 def _columns(form: type, rows: Sequence[Any], texts: _Texts, skip: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:
     """Rows of one dataclass as columns. What a value stands for is told by the first letter of its column.
 
-    ``t`` a text, by its place; ``s`` a line of the program, by its place; ``n`` a number, -1 where there is none; ``d`` a duration or
-    a point in time in nanoseconds; ``b`` a truth value, as 0 or 1.
+    ``t`` a text, by its place; ``s`` a line of the program, by its place; ``n`` a number, -1 where there is none; ``d`` a
+    duration or a point in time, in nanoseconds; ``b`` a truth value, as 0 or 1.
     """
     hints = typing.get_type_hints(form)
     columns = {}

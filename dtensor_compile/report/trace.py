@@ -1,8 +1,8 @@
 """The report as a trace in Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-In: a `Report`. Out: JSON text. A backend is a process, its streams are threads; the graphs run one after the other in the order in
-which they were compiled. Beside compute and communication there are the graphs themselves, and what compute waits for: the exposed
-part of a collective, which ends with it.
+In: a `Report`. Out: JSON text. A backend is a process, its streams are threads; the graphs run one after the other in the order
+in which they were compiled. Beside compute and communication there are the graphs themselves, and what compute waits for: the
+exposed part of a collective, which ends with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ THREADS = ("graphs", "compute", "communication", "exposed")
 def to_trace(report: Report) -> str:
     """The report as JSON text of the trace event format; times in it are microseconds, and estimates."""
     sides = [report.ours, *([report.stock] if report.stock else [])]
-    about = {"target": report.target, "torch": report.torch, "world": report.world, "rank": report.rank, "cluster": report.cluster}
+    about = {name: getattr(report, name) for name in ("target", "torch", "world", "rank", "cluster")}
     events = [event for process, side in enumerate(sides, 1) for event in _events(process, side)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}, separators=(",", ":"))
 
@@ -60,7 +60,8 @@ def _span(process: int, side: Side, graph: Graph, span: Span, start: float) -> I
 
 def _complete(process: int, thread: str, name: str, start: float, seconds: float, args: dict[str, Any]) -> dict[str, Any]:
     event = {"ph": "X", "pid": process, "tid": THREADS.index(thread), "cat": thread, "name": name or "graph"}
-    begin, end = round(start * 1e9), round((start + seconds) * 1e9)  # readers count nanoseconds: spans that touch must not overlap
+    # Readers count nanoseconds: spans that touch must not overlap by one.
+    begin, end = round(start * 1e9), round((start + seconds) * 1e9)
     return event | {"ts": begin / 1000, "dur": (end - begin) / 1000, "args": args}
 
 

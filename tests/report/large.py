@@ -1,8 +1,20 @@
-"""A report of many layers, made by hand: as many rows as a step of a large model has, for tests and benchmarks of what shows it."""
+"""A report of many layers, made by hand, with as many rows as a step of a large model has."""
 
 import dataclasses
 
-from dtensor_compile.report.model import VERSION, Collective, DecisionRow, Graph, Redistribution, Report, Side, Source, Span, Total, Totals
+from dtensor_compile.report.model import (
+    VERSION,
+    Collective,
+    DecisionRow,
+    Graph,
+    Redistribution,
+    Report,
+    Side,
+    Source,
+    Span,
+    Total,
+    Totals,
+)
 
 FILE = "/user/model.py"
 #: Per layer and phase: what a layer of the example has on a 2-D mesh.
@@ -30,7 +42,8 @@ def large_side(layers: int, name: str = "dtensor") -> Side:
                 redistributions.append(
                     Redistribution(
                         line, module, bool(i % 3), "" if i % 3 else "aten.mm.default", "S(0)", "R", (4096, 4096), "bfloat16",
-                        "cpu[dp=4:2,tp=2:1]@8", ("tp",), (f"{kind}[tp] S(0)->R",), phase, "sent", size, size, seconds, seconds / 2,
+                        "cpu[dp=4:2,tp=2:1]@8", ("tp",), (f"{kind}[tp] S(0)->R",), phase, "sent", size, size,
+                        seconds, seconds / 2,
                     )  # fmt: skip
                 )
                 collectives.append(

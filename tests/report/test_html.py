@@ -60,13 +60,15 @@ class TestPage:
         for kind in ("redistributions", "breaks"):
             rows = getattr(report.ours, kind)
             places = data["sides"][0][kind]["columns"]["s:source"]
-            assert [(texts[sources["t:file"][i]], sources["n:line"][i]) for i in places] == [(r.source.file, r.source.line) for r in rows]
+            found = [(texts[sources["t:file"][i]], sources["n:line"][i]) for i in places]
+            assert found == [(r.source.file, r.source.line) for r in rows]
         causes = data["sides"][0]["breaks"]["columns"]
         assert [texts[i] for i in causes["t:instead"]] == [b.instead for b in report.ours.breaks]
 
     def test_both_sides_stand_at_the_top(self):
         page = to_html(sample_report())
-        assert re.search(r"<dt>bytes sent</dt>\s*<dd class=\"now\">1,000</dd>\s*<dd class=\"than\">stock 2,000 <b class=\"better\">-50.0%", page)
+        now, than = '<dd class="now">1,000</dd>', '<dd class="than">stock 2,000 <b class="better">-50.0%'
+        assert re.search(rf"<dt>bytes sent</dt>\s*{now}\s*{than}", page)
         assert data_of(page)["sides"][1]["name"] == "stock"
 
     def test_without_stock(self):
@@ -210,8 +212,9 @@ ACTIONS = """\
 const get = (selector) => document.querySelector(selector), seen = {}, canvas = get("canvas");
 const key = (name) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key: name, cancelable: true }));
 const header = (name) => get(`#redistributions th[data-column="${name}"]`);
-seen.sorted = [0, 0].map(() => { header("captured").querySelector("button").click(); return header("captured").getAttribute("aria-sort"); });
-seen.first = get("#redistributions tbody tr").children[[...header("captured").parentElement.children].indexOf(header("captured"))].textContent;
+const sort = () => { header("captured").querySelector("button").click(); return header("captured").getAttribute("aria-sort"); };
+seen.sorted = [sort(), sort()];
+seen.first = get("#redistributions tbody tr").children[header("captured").cellIndex].textContent;
 const search = get("#redistributions input[type=search]");
 search.value = "block1 BACKWARD";
 search.dispatchEvent(new Event("input"));

@@ -2,8 +2,8 @@
 
     python tools/bench/report_html.py [--layers 80] [--repeats 3] [--report FILE]
 
-Without `--report` the report is a made one, with as many rows as a step of so many layers has on a 2-D mesh, under this backend and
-under stock. Needs Chromium. The time is the page's own: from the start of the navigation until all is drawn.
+Without `--report` the report is a made one, with as many rows as a step of so many layers has on a 2-D mesh, under this backend
+and under stock. Needs Chromium. The time is the page's own: from the start of the navigation until all is there and laid out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tests.report.large import large_report
 
 def open_seconds(browser: str, file: pathlib.Path, profile: str) -> float:
     """Seconds that the page says it took to open, in real time."""
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}", "--timeout=20000"]
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--timeout=20000"]
+    flags.append(f"--user-data-dir={profile}")
     done = subprocess.run([browser, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120)
     opened = re.search(r'data-opened-ms="(\d+)"', done.stdout)
     if opened is None:
@@ -49,7 +50,8 @@ def main() -> None:
     page = to_html(report)
     made = time.perf_counter() - began
     spans = sum(len(graph.spans) for side in (report.ours, report.stock) if side for graph in side.graphs)
-    print(f"{spans:,} spans, {len(report.ours.redistributions):,} redistributions: {len(page.encode()) / 1e6:.2f} MB, made in {made:.2f} s")
+    rows = f"{spans:,} spans, {len(report.ours.redistributions):,} redistributions"
+    print(f"{rows}: {len(page.encode()) / 1e6:.2f} MB, made in {made:.2f} s")
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "report.html")
         file.write_text(page, encoding="utf-8")
