@@ -1,8 +1,11 @@
 """Where Inductor by itself computes other numbers than eager, or none: the backend that goes through it gives eager's."""
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_compile.compat import counters
 from dtensor_compile.testing import make_mesh, on_ranks
@@ -83,3 +86,48 @@ def test_a_result_whose_placement_no_cache_can_keep():
         counters.reset()
         compiled = torch.compile(lambda i, w: F.embedding(i, w), backend="dtensor", fullgraph=True)
         assert str(compiled(indices, weight).placements) == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_a_matrix_product_that_is_added_with_a_factor(dtype):
+    """Inductor makes an addmm of it and forgets the factor: a step of SGD would add the whole gradient."""
+
+    def step(weight, x, y):
+        wide = weight.double().add(x.t() @ y, alpha=0.3)
+        weight.add_(x.t() @ y, alpha=-0.1)
+        return weight.add(x.t() @ y, alpha=0.5), (x.t() @ x).add(x.t() @ y, alpha=3), wide
+
+    torch.manual_seed(0)
+    weight, x, y = torch.randn(4, 4).to(dtype), torch.randn(6, 4).to(dtype), torch.randn(6, 4).to(dtype)
+    compiled_weight = weight.clone()
+    counters.reset()
+    got = torch.compile(step, backend="dtensor", fullgraph=True)(compiled_weight, x, y)
+    want = step(weight, x, y)
+    for value, wanted in zip((*got, compiled_weight), (*want, weight), strict=True):
+        torch.testing.assert_close(value, wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
+@on_ranks(2)
+def test_a_whole_step_of_sgd(options):
+    def run(backend):
+        counters.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        parallelize_module(model, make_mesh((2,), ("tp",)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        compiled = torch.compile(step, backend=backend, fullgraph=True) if backend else step
+        losses = [compiled(torch.randn(6, 4), torch.randn(6, 4)).detach() for _ in range(4)]
+        return losses + [p.detach().full_tensor() for p in model.parameters()]
+
+    for value, wanted in zip(run("dtensor"), run(None), strict=True):
+        torch.testing.assert_close(value, wanted)

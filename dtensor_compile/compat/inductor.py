@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 GraphFunction = Callable[[torch.fx.Graph], None]
@@ -112,12 +113,46 @@ def compile_with_inductor(
 
     def lower(graph: torch.fx.Graph) -> None:
         post_grad_pass(graph)
+        _spell_out_alpha(graph)
         _keep_draws_in_order(graph)
 
     patches = {**EAGER_NUMBERS, **settings}
     patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
     return compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def _spell_out_alpha(graph: torch.fx.Graph) -> None:
+    """``add(a, b, alpha=c)`` becomes ``add(a, mul(b, c))``.
+
+    Inductor 2.13 makes one ``addmm`` of an addition to a matrix product, without asking for its ``alpha``: the SGD step
+    ``weight.add_(mm(x, y), alpha=-lr)`` would add the whole gradient. Narrow types are added in float32, as eager's kernels do, of
+    which those for the CPU round the factor first (and where a row ends each product too, which no one formula follows).
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        alpha, value = node.kwargs.get("alpha", 1), node.meta["val"]
+        if alpha == 1 or not value.is_floating_point():
+            continue
+        narrow = value.dtype in (torch.bfloat16, torch.float16)
+        computed = torch.float32 if narrow else value.dtype
+        if narrow and value.device.type == "cpu" and isinstance(alpha, (int, float)):
+            with unset_fake_temporarily():
+                alpha = torch.tensor(alpha, dtype=value.dtype).item()
+        with graph.inserting_before(node):
+
+            def call(target: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:
+                made = graph.call_function(target, args)
+                made.meta = {**node.meta, "val": target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))}
+                return made
+
+            def cast(term: Any, dtype: torch.dtype) -> torch.fx.Node:
+                return term if term.meta["val"].dtype == dtype else call(torch.ops.prims.convert_element_type.default, term, dtype)
+
+            left, right = (cast(term, computed) for term in node.args)
+            result = cast(call(aten.add.Tensor, left, call(aten.mul.Tensor, right, alpha)), value.dtype)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
 
 
 def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
