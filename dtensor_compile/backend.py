@@ -61,6 +61,8 @@ def dtensor(
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
     log, tangents = GraphLog(), Tangents.of_frame()
+    writes = may_write(gm)
+    tangents.repeatable = not writes
     if recording():
         log.decided(cache_decisions(gm))
 
@@ -72,7 +74,7 @@ def dtensor(
         log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
         log.planned(graph)
         spread_by_mask(graph)
-        tangents.repeatable = not may_write(gm) and is_repeatable(graph)
+        tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)
 
     def lower_graph(graph: torch.fx.Graph) -> None:

@@ -28,7 +28,9 @@ from torch._dynamo import compiled_autograd, convert_frame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtensor_compile.capture.collectives import COMMUNICATION
 from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo import constant_source, fact_guard
 from dtensor_compile.compat.mesh import real_mesh
@@ -229,20 +231,37 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
         DTensor.__coerce_tangent_metadata__ = stock
 
 
+class _NotRepeatable(Exception):
+    """The program draws random numbers, or sends messages of its own."""
+
+
+class _Repeatable(TorchDispatchMode):
+    """Raises `_NotRepeatable` before the first operator that does not give the same again.
+
+    A graph that comes from a cache was not looked at when it was compiled.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags or func in COMMUNICATION:
+            raise _NotRepeatable(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def gradients_in_eager(
     program: Callable[..., Any], call: _Call, places: Sequence[int | None], tangents: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...] | None:
     """Gradients of the arguments at `places` for gradients of the results of the program.
 
-    None where the arguments are not what they were any more.
+    None where the arguments are not what they were any more, or where the program turns out not to give the same again.
     """
     args = call.arguments()
     if args is None:
         return None
-    with torch.enable_grad():
+    with torch.enable_grad(), contextlib.suppress(_NotRepeatable), _Repeatable():
         leaves = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg for arg in args]
         pairs = [(result, tangent) for result, tangent in zip(program(*leaves), tangents) if tangent is not None]
         wanted = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
         results, gradients = map(list, zip(*pairs))
         found = dict(zip(wanted, torch.autograd.grad(results, list(wanted.values()), gradients, allow_unused=True)))
-    return tuple(None if place is None else found.get(place) for place in places)
+        return tuple(None if place is None else found.get(place) for place in places)
+    return None
