@@ -201,6 +201,7 @@ def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_val
     want = {p for spec in schema.args_spec for p in spec.placements if isinstance(p, _MaskPartial)}
     if want and not want & have:
         fresh = {p: dataclasses.replace(p, mask_buffer=MaskBuffer()) for p in want}
+        _thread.decided = True  # no eager lookup may meet the mask of a traced one
         decision = info.output_sharding
         decision.output_spec = tree_map(functools.partial(_with_placements, fresh), decision.output_spec)
         values = tree_map(functools.partial(_with_placements, fresh), schema.args_schema)

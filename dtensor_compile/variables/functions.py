@@ -107,7 +107,7 @@ EXPERIMENTAL = table(
     breaks={"process-setting": "register_sharding context_parallel"},
 )
 
-DEBUG = table(breaks={"looks-at-execution": "CommDebugMode visualize_sharding"})
+DEBUG = table(inline="CommDebugMode", breaks={"looks-at-execution": "visualize_sharding"})
 
 #: Module -> its table. (A submodule of ``torch.distributed`` whose names are the package's shares the table.)
 TABLES: Mapping[types.ModuleType, Table] = {

@@ -50,7 +50,7 @@ def assert_says_the_same(function, *argument_sets, fullgraph=True):
     eager = _heard(function, *argument_sets)
     compiled = _heard(torch.compile(function, backend="dtensor_aten", fullgraph=fullgraph), *argument_sets)
     assert not compare_values("result", eager[0], compiled[0])
-    assert eager[1:] == compiled[1:]
+    assert eager[1:] == compiled[1:], (eager[1:], compiled[1:])
     assert any(eager[1:])
 
 
