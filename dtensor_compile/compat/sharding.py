@@ -11,7 +11,8 @@
 - A row-wise lookup has a mask of its own.
 
 torch keeps decisions in a cache, which traced and eager calls share. A decision by a rule of ours must not reach an eager call:
-after one, the cache is emptied where the scope ends.
+after one, the cache is emptied where the scope ends. Nor must the objects that stand for meshes while AOTAutograd traces: decisions
+name the meshes themselves.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import _utils as shard_utils
 from torch.distributed.tensor._dispatch import OpDispatcher
@@ -39,6 +41,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.utils._pytree import tree_leaves, tree_map
+
+from dtensor_compile.compat.mesh import real_mesh
 
 aten = torch.ops.aten
 
@@ -136,6 +140,26 @@ def _replicated(schema: OpSchema) -> Layouts:
 
 
 def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
+    """A decision by torch's rules and ours, over real meshes."""
+    decision = _decide(replicate, stock, self, op_schema)
+    decision.output_spec = tree_map(_over_real_mesh, decision.output_spec)
+    schema = decision.redistribute_schema
+    if schema is not None:
+        values = tree_map(_over_real_mesh, schema.args_schema)
+        decision.redistribute_schema = OpSchema(schema.op, values, schema.kwargs_schema, schema.schema_info)
+    return decision
+
+
+def _over_real_mesh(value: Any) -> Any:
+    """A spec over the mesh that stands behind what a tracer put in its place; other values as they are."""
+    if not isinstance(value, DTensorSpec) or type(value.mesh) is DeviceMesh:
+        return value
+    real = copy.copy(value)
+    real.mesh = real_mesh(value.mesh)
+    return real
+
+
+def _decide(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
     op_schema = _with_whole_slice(op_schema)
     op, layouts = op_schema.op, RULES.get(op_schema.op)
     if _is_whole_slice_backward(op_schema):
