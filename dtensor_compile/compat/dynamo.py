@@ -141,14 +141,19 @@ def unwrapped_backend(compiler_fn: Any) -> Any:
     return compiler_fn
 
 
-def _compiler_on_stack() -> Any:
-    """What the innermost compilation that is under way on this thread compiles with; None where there is none."""
+def of_compilation_on_stack(name: str) -> Any:
+    """An argument (``compiler_fn``, ``code``) of the innermost compilation that is under way on this thread; None where none is."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_globals is vars(convert_frame):
-            return frame.f_locals.get("compiler_fn")
+            return frame.f_locals.get(name)
         frame = frame.f_back
     return None
+
+
+def _compiler_on_stack() -> Any:
+    """What the innermost compilation that is under way on this thread compiles with; None where there is none."""
+    return of_compilation_on_stack("compiler_fn")
 
 
 def keep_ddp_graphs_whole() -> AbstractContextManager[None]:

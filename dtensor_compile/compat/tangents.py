@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo import compiled_autograd, convert_frame
+from torch._dynamo import compiled_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -32,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_compile.capture.collectives import COMMUNICATION
 from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
-from dtensor_compile.compat.dynamo import constant_source, fact_guard
+from dtensor_compile.compat.dynamo import constant_source, fact_guard, of_compilation_on_stack
 from dtensor_compile.compat.mesh import real_mesh
 
 log = logging.getLogger("dtensor_compile")
@@ -45,16 +44,6 @@ ENOUGH = 2
 
 #: What graphs of a frame (by its code) wait for, when they are compiled again.
 _learned: weakref.WeakKeyDictionary[Any, list[Placed]] = weakref.WeakKeyDictionary()
-
-
-def _code_on_stack() -> Any:
-    """The code of the frame whose compilation is under way on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_compile" and frame.f_globals is vars(convert_frame):
-            return frame.f_locals.get("code")
-        frame = frame.f_back
-    return None
 
 
 def expected_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -122,7 +111,7 @@ class Tangents:
     @classmethod
     def of_frame(cls) -> Tangents:
         """Those of the graph that is being compiled on this thread."""
-        code = _code_on_stack()
+        code = of_compilation_on_stack("code")
         waiting = _learned.get(code) if code is not None else None
         return cls(code, waiting.pop() if waiting else None)
 
