@@ -1,0 +1,170 @@
+"""`Mesh`: the devices of a job as a grid with named axes, as torch_xla writes it; to and from torch's ``DeviceMesh``."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_compile.capture.mesh import mesh_layout, mesh_text
+from dtensor_compile.errors import MeshError
+from dtensor_compile.spmd.op_sharding import DeviceShard, OpSharding, device_shards, op_sharding
+from dtensor_compile.spmd.partition_spec import Axes, check_rank, spec_axes
+
+
+class Mesh:
+    """A grid of devices. Device ids are global ranks.
+
+    Args:
+        device_ids: each of 0..n-1 once, in row-major order of the grid.
+        mesh_shape: size of each axis; the product is n.
+        axis_names: a name for each axis, each once; without them axes have indices alone.
+
+    Raises:
+        MeshError: a rule above is broken, or n is not the number of ranks of the job (where ``torch.distributed`` is initialized).
+    """
+
+    def __init__(
+        self, device_ids: Sequence[int] | np.ndarray, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None
+    ) -> None:
+        ids = tuple(int(i) for i in np.asarray(device_ids).flatten())
+        self.mesh_shape = tuple(int(size) for size in mesh_shape)
+        self.axis_names = tuple(axis_names) if axis_names is not None else None
+        self.device_ids = ids
+        self._device_mesh: DeviceMesh | None = None
+        _check(ids, self.mesh_shape, self.axis_names)
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else len(ids)
+        if len(ids) != world:
+            raise MeshError(f"the mesh has {len(ids)} devices, the job has {world} ranks: a mesh covers all of them")
+
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.mesh_shape)
+
+    def shape(self) -> collections.OrderedDict[Any, int]:
+        """Size of each axis by its name (by its index where the mesh has no names), in order."""
+        return collections.OrderedDict(zip(self.axis_names or range(len(self.mesh_shape)), self.mesh_shape))
+
+    def get_logical_mesh(self) -> np.ndarray:
+        """Device ids in the shape of the mesh."""
+        return np.array(self.device_ids).reshape(self.mesh_shape)
+
+    def get_axis_name_idx(self, name: str) -> int | None:
+        """Index of the axis of that name; None where there is none."""
+        names = self.axis_names or ()
+        return names.index(name) if name in names else None
+
+    def axes(self, spec: Any, tensor_ndim: int | None = None) -> Axes:
+        """The axes of a partition spec as indices, per tensor dim; raises `PlacementError` where the spec breaks a rule."""
+        axes = spec_axes(spec, self.mesh_shape, self.axis_names)
+        if tensor_ndim is not None:
+            check_rank(spec, tensor_ndim)
+        return axes
+
+    def op_sharding(self, spec: Any) -> OpSharding:
+        """What a partition spec means on this mesh, device by device."""
+        return op_sharding(self.get_logical_mesh(), self.axes(spec))
+
+    def device_shards(self, spec: Any, shape: Sequence[int]) -> list[DeviceShard]:
+        """What each device holds of a tensor of that shape."""
+        return device_shards(self.get_logical_mesh(), self.axes(spec, len(shape)), shape)
+
+    def to_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """torch's mesh of the same devices, made once. All ranks have to call it, as it makes process groups.
+
+        Raises:
+            MeshError: the ranks of an axis are not in ascending order. Process groups order their ranks by number, and torch's
+                DTensor takes that order for the mesh's: shards would change places.
+        """
+        if self._device_mesh is None:
+            names = self.axis_names or tuple(f"axis{i}" for i in range(len(self.mesh_shape)))
+            grid = self.get_logical_mesh()
+            for axis, name in enumerate(names):
+                if (np.diff(grid, axis=axis) < 0).any():
+                    raise MeshError(
+                        f"the ranks along mesh axis {name!r} are not in ascending order, and torch orders the ranks of a group by "
+                        "number: start the ranks in the order of the mesh (device_ids is then 0, 1, 2, ...)"
+                    )
+            kind = device_type or ("cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu")
+            self._device_mesh = DeviceMesh(kind, torch.tensor(grid), mesh_dim_names=names)
+        return self._device_mesh
+
+    @property
+    def text(self) -> str:
+        """Text form of the torch mesh (``capture/mesh.py``)."""
+        return mesh_text(self.to_device_mesh())
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
+        """The same grid of a torch mesh, which `to_device_mesh` gives back.
+
+        Raises:
+            MeshError: it does not cover all ranks of the job.
+        """
+        layout = mesh_layout(mesh)
+        this = cls(mesh.mesh.flatten().tolist(), layout.shape, mesh.mesh_dim_names)
+        this._device_mesh = mesh
+        return this
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.device_ids, self.mesh_shape, self.axis_names
+
+    def __repr__(self) -> str:
+        dims = ", ".join(f"{name}={size}" for name, size in self.shape().items())
+        return f"Mesh({dims})"
+
+
+def _check(ids: Sequence[int], shape: Sequence[int], names: Sequence[str] | None) -> None:
+    if any(size < 1 for size in shape):
+        raise MeshError(f"mesh shape {tuple(shape)}: sizes start at 1")
+    if math.prod(shape) != len(ids):
+        raise MeshError(f"{len(ids)} device ids do not fill a mesh of shape {tuple(shape)}, which has {math.prod(shape)} places")
+    if len(set(ids)) != len(ids):
+        twice = sorted({i for i in ids if ids.count(i) > 1})
+        raise MeshError(f"device ids have to be unique: {twice} are there more than once")
+    if any(not 0 <= i < len(ids) for i in ids):
+        raise MeshError(f"device ids have to be 0..{len(ids) - 1}: {sorted(i for i in ids if not 0 <= i < len(ids))} are not")
+    if names is None:
+        return
+    if len(names) != len(shape):
+        raise MeshError(f"{len(names)} axis names {tuple(names)} do not fit a mesh of {len(shape)} axes")
+    if len(set(names)) != len(names):
+        raise MeshError(f"axis names have to be unique: {tuple(names)}")
+
+
+_global_mesh: Mesh | None = None
+
+
+def set_global_mesh(mesh: Mesh | None) -> None:
+    """The mesh that is taken where a function of this package is given none."""
+    global _global_mesh
+    _global_mesh = mesh
+
+
+def get_global_mesh() -> Mesh | None:
+    """The mesh of `set_global_mesh`; None where there is none."""
+    return _global_mesh
+
+
+def get_1d_mesh(axis_name: str | None = None, size: int | None = None) -> Mesh:
+    """All ranks of the job along one axis. `size` is for programs without a process group.
+
+    Raises:
+        MeshError: neither a process group nor a size is there.
+    """
+    if size is None and not (dist.is_available() and dist.is_initialized()):
+        raise MeshError("get_1d_mesh needs the number of ranks: call torch.distributed.init_process_group() first")
+    n = dist.get_world_size() if size is None else size
+    return Mesh(range(n), (n,), (axis_name,) if axis_name else None)
