@@ -7,7 +7,7 @@ RANKS ?= 2
 LAYOUT ?= tp
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-report clean
+.PHONY: demo test examples bench-compile bench-report bench-call clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,9 @@ bench-compile: $(VENV)/.installed
 
 bench-report: $(VENV)/.installed
 	$(BIN)/python tools/bench/report_time.py
+
+bench-call: $(VENV)/.installed
+	$(BIN)/python tools/bench/call_overhead.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info
