@@ -1,0 +1,147 @@
+"""Logical axes onto networks: the tables, the rules, the choice explained."""
+
+import io
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dtensor_compile.errors import MeshError
+from dtensor_compile.topology.hybrid_mesh import HybridMesh, hosts_from_environment, nvlink_domains
+from dtensor_compile.topology.torus import assign_axes, lay_out
+from tests.spmd.tables import TABLES, needs_tables
+
+
+def torus(*shape, slices=1, start=0):
+    places = list(itertools.product(range(slices), *(range(size) for size in reversed(shape))))
+    return [
+        {"coords": list(reversed(place[1:])), "core_on_chip": 0, "slice_index": place[0], "name": f"TPU:{i + start}"}
+        for i, place in enumerate(places)
+    ]
+
+
+@needs_tables
+def test_every_row_of_the_table_agrees():
+    rows = TABLES["hybrid_mesh"] + [{**r, "logical_mesh": r["expect_logical_mesh"]} for r in TABLES["stated"]["C_hybrid_mesh"]]
+    assert len(rows) > 8
+    for row in rows:
+        shapes = {key: row[key] for key in ("ici_mesh_shape", "dcn_mesh_shape", "device_attributes")}
+        whole = row["ici_mesh_shape"] != [2, 2, 4]  # 4x4 devices: two of the axes share y
+        if not whole:
+            with pytest.raises(MeshError, match="allow_split_physical_axes"):
+                HybridMesh(**shapes)
+        mesh = HybridMesh(**shapes, allow_split_physical_axes=not whole)
+        assert mesh.get_logical_mesh().tolist() == row["logical_mesh"], row
+
+
+def test_two_axes_before_one_and_equal_ones_before_others():
+    assert assign_axes((4, 4, 16), (16, 16)) == ((1, 1, 16), (4, 4, 1))
+    assert assign_axes((2, 8, 4, 4), (16, 16)) == ((2, 8, 1, 1), (1, 1, 4, 4))
+    assert assign_axes((4, 2, 2), (4, 4)) == ((4, 1, 1), (1, 2, 2))
+    assert assign_axes((2, 2, 1), (1, 4)) == ((1, 1, 1), (2, 2, 1))
+
+
+def test_a_choice_that_leaves_no_fit_is_taken_back():
+    # Two axes (2, 6) would suit the last mesh axis better than 12 alone, but then 6 has no axis.
+    assert assign_axes((2, 6, 12), (6, 2, 12)) == ((1, 6, 1), (2, 1, 1), (1, 1, 12))
+    assert assign_axes((2, 3, 6), (6, 6)) in (((1, 1, 6), (2, 3, 1)), ((2, 3, 1), (1, 1, 6)))
+
+
+@pytest.mark.parametrize("shape, mesh", [((4, 4), (2, 8)), ((8,), (2, 4)), ((6, 4), (8, 3)), ((4, 4, 2), (2, 2, 2, 4))])
+def test_split_axes_keep_every_device_once_and_neighbours_near(shape, mesh):
+    with pytest.raises(MeshError, match="allow_split"):
+        assign_axes(shape, mesh)
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    out = lay_out(devices, assign_axes(shape, mesh, split=True))
+    assert out.shape == mesh and sorted(out.flatten()) == list(range(math.prod(shape)))
+
+
+def test_a_mesh_of_256_devices_is_laid_out_in_a_tenth_of_a_second():
+    devices = torus(4, 4, 16)
+    began = time.process_time()
+    mesh = HybridMesh(ici_mesh_shape=(16, 16), device_attributes=devices)
+    assert time.process_time() - began < 0.1
+    grid, place = mesh.get_logical_mesh(), {int(d["name"][4:]): d["coords"] for d in devices}
+    assert {place[i][2] for i in grid[5]} == {5} and {tuple(place[i][:2]) for i in grid[:, 7]} == {(1, 3)}
+
+
+def test_granules_are_outer_and_in_order():
+    hosts = [{"name": str(r), "slice_index": 1 - r // 4} for r in range(8)]
+    mesh = HybridMesh(ici_mesh_shape=(2, 2), dcn_mesh_shape=(1, 2), axis_names=("dp", "tp"), device_attributes=hosts)
+    assert mesh.get_logical_mesh().tolist() == [[4, 5, 0, 1], [6, 7, 2, 3]]
+
+
+def test_hosts_from_the_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [d["slice_index"] for d in hosts_from_environment()] == [0] * 4 + [1] * 4
+    mesh = HybridMesh(ici_mesh_shape=(1, 4), dcn_mesh_shape=(2, 1), axis_names=("dp", "tp"))
+    assert mesh.get_logical_mesh().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(MeshError, match="does not divide"):
+        hosts_from_environment()
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(MeshError, match="torchrun"):
+        hosts_from_environment()
+
+
+TOPOLOGY = """
+        GPU0    GPU1    GPU2    GPU3    NIC0    CPU Affinity
+GPU0     X      NV18    SYS     SYS     PIX     0-31
+GPU1    NV18     X      SYS     SYS     SYS     0-31
+GPU2    SYS     SYS      X      NV18    SYS     32-63
+GPU3    SYS     SYS     NV18     X      SYS     32-63
+NIC0    PIX     SYS     SYS     SYS      X
+
+Legend:
+  X    = Self
+"""
+
+
+def test_nvlink_domains():
+    assert nvlink_domains(TOPOLOGY) == [[0, 1], [2, 3]]
+    assert nvlink_domains(TOPOLOGY.replace("SYS", "NV4")) == [[0, 1, 2, 3]]
+
+
+def test_nvlink_without_the_tool(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MeshError, match="no nvidia-smi"):
+        nvlink_domains()
+
+
+def test_the_choice_is_explained():
+    mesh = HybridMesh(
+        ici_mesh_shape=(2, 8), dcn_mesh_shape=(2, 1), axis_names=("dp", "tp"), device_attributes=torus(4, 2, 2, slices=2)
+    )
+    out = io.StringIO()
+    Console(file=out, width=120).print(mesh.explain())
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines() if "us" in line]
+    assert rows[0][1:6] == ["dp", "4", "2", "z (2)", "2"] and rows[1][1:6] == ["tp", "8", "8", "x (4), y (2)", "1"]
+    # 64 MiB: inside 2 (n-1)/n B / 450 GB/s + 2 log2 n rounds of 3 us; between granules half of it at 50 GB/s, 2 rounds of 8 us.
+    size = 64 << 20
+    assert mesh.all_reduce_seconds(1, size) == pytest.approx(2 * size * 7 / 8 / 450e9 + 6 * 3e-6)
+    assert mesh.all_reduce_seconds(0, size) == pytest.approx(size / 450e9 + 2 * 3e-6 + size / 2 / 50e9 + 2 * 8e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2,)}, "differ in length"),
+        ({"ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)}, "counts 2 granules, there are 1"),
+        ({"ici_mesh_shape": (2, 4)}, "counts 8 devices, a granule has 4"),
+        ({"ici_mesh_shape": (4,), "device_attributes": []}, "needs devices"),
+        ({"ici_mesh_shape": (4,), "cluster": "x"}, "no cluster"),
+        ({"ici_mesh_shape": (4,), "axis_names": ("a", "b")}, "axis names"),
+        ({"ici_mesh_shape": (3,), "device_attributes": torus(2, 2)[:3]}, "do not fill"),
+        ({"ici_mesh_shape": (2,), "device_attributes": torus(1) * 2}, "same coordinates"),
+        ({"ici_mesh_shape": (2,), "device_attributes": [*torus(1), {"name": "1"}]}, "some have not"),
+        ({"ici_mesh_shape": (1,), "device_attributes": [{"name": "x"}]}, "ends in its number"),
+        ({"ici_mesh_shape": (2,), "dcn_mesh_shape": (2,), "device_attributes": torus(2, slices=2)[:3]}, "equal size"),
+    ],
+)
+def test_rule(arguments, says):
+    with pytest.raises(MeshError, match=says):
+        HybridMesh(**{"device_attributes": torus(2, 2), **arguments})
