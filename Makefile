@@ -7,7 +7,7 @@ RANKS ?= 2
 LAYOUT ?= tp
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-report bench-call clean
+.PHONY: demo test examples bench-compile bench-report bench-call bench-redistribution clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ bench-report: $(VENV)/.installed
 
 bench-call: $(VENV)/.installed
 	$(BIN)/python tools/bench/call_overhead.py
+
+bench-redistribution: $(VENV)/.installed
+	$(BIN)/python tools/bench/redistribution.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -26,6 +26,17 @@ stock_redistribute_local = _redistribute.redistribute_local_tensor
 RedistributeHook = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, Callable[[], torch.Tensor]], torch.Tensor]
 
 
+@contextlib.contextmanager
+def min_cost_plans() -> Iterator[None]:
+    """While it is entered, torch plans redistributions by cost and not greedily, in this process."""
+    _redistribute._gen_transform_infos.cache_clear()
+    try:
+        with _redistribute.use_min_cost_redistribution_plan():
+            yield
+    finally:
+        _redistribute._gen_transform_infos.cache_clear()
+
+
 def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> Spec:
     """A spec for a contiguous global tensor of that shape."""
     stride = [1] * len(shape)

@@ -12,13 +12,22 @@ from typing import Any
 import torch
 
 _clone = torch.ops.aten.clone.default
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 def behind_copies(node: Any) -> Any:
-    """The node whose values `node` has: itself, or what it is a copy of."""
-    while isinstance(node, torch.fx.Node) and node.target is _clone:
+    """The node whose values and shape `node` has: itself, or what it is a copy or a view of the same shape of."""
+    while isinstance(node, torch.fx.Node) and (node.target is _clone or is_same_view(node)):
         node = node.args[0]
     return node
+
+
+def is_same_view(node: Any) -> bool:
+    """Whether a node is a view of its input in the same shape and strides."""
+    if not isinstance(node, torch.fx.Node) or node.target not in _VIEWS:
+        return False
+    was, now = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    return was is not None and now is not None and was.shape == now.shape and was.stride() == now.stride()
 
 
 def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,11 +50,13 @@ def explain(
     return call
 
 
-def recorded(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None], *, kernels: str) -> Recording:
+def recorded(
+    model: Callable[..., Any], run: Callable[[Callable[..., Any]], None], *, kernels: str, options: Mapping[str, Any] = {}
+) -> Recording:
     """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten first."""
     counters.reset()
     with record() as recording:
-        run(torch.compile(model, backend="dtensor", options={"kernels": kernels}))
+        run(torch.compile(model, backend="dtensor", options={**options, "kernels": kernels}))
     return recording
 
 

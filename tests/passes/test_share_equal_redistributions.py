@@ -79,3 +79,17 @@ def test_equal_ones_of_equal_ones_are_shared():
 def test_equal_ones_that_are_returned_stay_two_tensors():
     rewritten(share_equal_redistributions, lambda x: (move(x, "S(0)", "R"), move(x, "S(0)", "R")), local(2, 6))
     rewritten(share_equal_redistributions, lambda x: (move(x, "S(0)", "R"), move(x, "S(0)", "R").view(24)), local(2, 6))
+
+
+@on_ranks(2)
+def test_equal_ones_behind_views_of_the_same_shape_are_shared():
+    def function(x):
+        return torch.sin(move(x.view(2, 6), "S(0)", "R")), torch.cos(move(x.detach(), "S(0)", "R"))
+
+    _, after, _ = rewritten(share_equal_redistributions, function, local(2, 6))
+    assert after.count("redistribute(") == 1
+
+
+@on_ranks(2)
+def test_equal_ones_of_views_of_other_strides_or_shapes_stay():
+    assert_unchanged(lambda x: (move(x.view(2, 2), "S(0)", "R", (4, 2)) + 1, move(x.view(1, 4), "S(0)", "R", (2, 4)) + 1), local(2, 2))

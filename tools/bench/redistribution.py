@@ -1,0 +1,110 @@
+"""What one forward and backward pass sends, stock torch against this backend, on small models of many layouts.
+
+    python tools/bench/redistribution.py [--only REGEX] [--json FILE] [--disable PASS,...]
+
+Per model and for one rank: collectives, bytes sent, their estimated time, and bytes that are copied to put what a collective takes
+or gives in order. Columns: stock with its default planner of redistributions (greedy), stock with its other one (min-cost), and
+this backend. The job is simulated in this process; the graphs are those that Inductor would get. On a CPU stock makes an all-gather
+where it makes an all-to-all on a GPU, and sends what that sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch._dynamo.exc import TorchRuntimeError
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import CASES, Case  # noqa: E402
+
+from dtensor_compile.compat.dtensor import min_cost_plans
+from dtensor_compile.report.build import build_side
+from dtensor_compile.report.explain import recorded, recorded_stock, run_backward
+from dtensor_compile.report.look import Job, running
+from dtensor_compile.topology.links import CLUSTERS
+
+VARIANTS = ("stock greedy", "stock min-cost", "ours")
+CLUSTER = "h100"
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank sends in a forward and a backward pass; seconds are estimated."""
+
+    collectives: int
+    bytes: int
+    seconds: float
+
+
+def measure(case: Case, variant: str, disabled: tuple[str, ...] = ()) -> Sent | None:
+    """Compiles a fresh model of the case, in a job of `RANKS` ranks, and counts what its graphs send.
+
+    Returns None where stock's min-cost planner fails on the model (it knows no masked partial, which a row-wise lookup makes).
+    """
+    torch.manual_seed(0)
+    model, inputs = case.build(init_device_mesh("cpu", case.shape, mesh_dim_names=case.dims))
+
+    def run(compiled: Any) -> None:
+        with case.around():
+            run_backward(compiled(*inputs))
+
+    if variant == "ours":
+        recording = recorded(model, run, kernels="aten", options={"disable_passes": disabled})
+    elif variant == "stock greedy":
+        recording = recorded_stock(model, run)
+    else:
+        try:
+            with min_cost_plans():
+                recording = recorded_stock(model, run)
+        except TorchRuntimeError:
+            return None
+    if recording.breaks:
+        raise RuntimeError(f"{case.name}, {variant}: {recording.breaks[0].message}")
+    totals = build_side(recording, CLUSTERS[CLUSTER], "").totals.all
+    return Sent(totals.count, totals.bytes, totals.seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX")
+    parser.add_argument("--disable", default="", metavar="PASS,...", help="passes that do not run")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    disabled = tuple(filter(None, args.disable.split(",")))
+    table = Table(title=f"one forward and backward, one rank; times estimated for {CLUSTER}")
+    table.add_column("")
+    for title in ("collectives", "bytes sent", "time"):
+        for variant in ("greedy", "min-cost", "ours"):
+            table.add_column(f"{title}\n{variant}", justify="right")
+    table.add_column("bytes\nsaved", justify="right")
+    results: dict[str, dict[str, Any]] = {}
+    for case in CASES:
+        if not re.search(args.only, case.name):
+            continue
+        with warnings.catch_warnings(), running(Job(world=RANKS)):
+            warnings.simplefilter("ignore")
+            sent = [measure(case, variant, disabled) for variant in VARIANTS]
+        results[case.name] = {variant: asdict(this) for variant, this in zip(VARIANTS, sent)}
+        least = min(this.bytes for this in sent[:2])
+        row = [f"{s.collectives}" for s in sent] + [f"{s.bytes:,}" for s in sent] + [f"{s.seconds * 1e6:.0f} us" for s in sent]
+        table.add_row(case.name, *row, f"{1 - sent[2].bytes / least:.0%}" if least else "")
+        print(case.name, *row, file=sys.stderr, flush=True)
+    Console(width=180).print(table)
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
