@@ -34,6 +34,8 @@ from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
+from dtensor_compile.topology.files import to_values
+from dtensor_compile.topology.network import plans_for
 from dtensor_compile.variables import install_trackers
 
 
@@ -66,6 +68,7 @@ def dtensor(
     if recording():
         log.decided(cache_decisions(gm))
 
+    @plans_for(opts.topology)
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
         check_gradients_of_hooks()
         bind_meshes_to_primals(graph)
@@ -77,14 +80,16 @@ def dtensor(
         tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)
 
+    @plans_for(opts.topology)
     def lower_graph(graph: torch.fx.Graph) -> None:
         split_nary(graph)
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
         log.lowered(graph)
 
-    key = (opts.disable_passes, opts.strict, opts.fallback, cache_key())
+    key = (opts.disable_passes, opts.strict, opts.fallback, str(opts.topology and to_values(opts.topology)), cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
+        plans_for(opts.topology),
         capture_redistributions(),
         dtensor_tangents(gm, tangents),
         tokens_from_inputs(),

@@ -33,3 +33,7 @@ class PlanError(DTensorCompileError):
 
 class SpecTextError(DTensorCompileError, ValueError):
     """The text form of a spec or of a mesh layout does not parse."""
+
+
+class TopologyError(DTensorCompileError, ValueError):
+    """A topology is neither a preset nor a file, or the file does not say what a topology is."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dtensor_compile.compat.inductor import inductor_config_error, inductor_keys, mode_options
-from dtensor_compile.errors import OptionError
+from dtensor_compile.errors import OptionError, TopologyError
+from dtensor_compile.topology.files import topology
+from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error")}
 _PASSES = ("cancel_inverse_pairs", "share_equal_redistributions")
@@ -28,6 +30,8 @@ class Options:
         strict: a pass that raises ends the compilation. Otherwise its change is dropped, with a warning.
         fallback: an operator without a sharding rule in torch runs on replicated tensors (``"replicate"``, reported as a decision),
             or raises as in eager (``"error"``).
+        topology: the links for which redistributions are planned: name of a preset or path of a file (`topology/files.py`). None: all
+            mesh dims are alike.
         inductor: settings handed to Inductor.
     """
 
@@ -36,6 +40,7 @@ class Options:
     disable_passes: tuple[str, ...] = ()
     strict: bool = False
     fallback: str = "replicate"
+    topology: Cluster | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -69,6 +74,11 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise OptionError(f"option {name!r} takes True or False, not {value!r}")
         return value
+    if name == "topology":
+        try:
+            return value if value is None or isinstance(value, Cluster) else topology(value)
+        except (TopologyError, TypeError) as error:
+            raise OptionError(f"option {name!r}: {error}") from error
     if name in _CHOICES:
         if value not in _CHOICES[name]:
             raise OptionError(f"option {name!r} takes one of {', '.join(map(repr, _CHOICES[name]))}, not {value!r}")

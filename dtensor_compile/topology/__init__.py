@@ -1,5 +1,24 @@
-"""What a job runs on: links between ranks, and the device of a rank."""
+"""What a job runs on: links between ranks, the device of a rank, the habits of the communication backend.
 
-from dtensor_compile.topology.links import CLUSTERS, Cluster, Device, Link, collective_seconds, compute_seconds
+- ``links``: links, devices, clusters of them with presets, and the times that follow.
+- ``files``: topologies by name or from a file, and into one.
+- ``backends``: what communication backends send beyond the textbook.
+- ``network``: the links along the dims of one mesh, and the topology for which plans are made.
+"""
 
-__all__ = ["CLUSTERS", "Cluster", "Device", "Link", "collective_seconds", "compute_seconds"]
+from dtensor_compile.topology.files import from_values, save, to_values, topology
+from dtensor_compile.topology.links import (
+    CLUSTERS,
+    LINKS,
+    Cluster,
+    Device,
+    Link,
+    collective_seconds,
+    compute_seconds,
+    seconds_over,
+)
+
+__all__ = [
+    "CLUSTERS", "LINKS", "Cluster", "Device", "Link", "collective_seconds", "compute_seconds", "from_values", "save", "seconds_over",
+    "to_values", "topology",
+]  # fmt: skip

@@ -2,12 +2,14 @@
 
 Collectives, with n ranks, B bytes that one rank sends, a link of bandwidth W (bytes/s) and start-up time a (s per message):
 
-    seconds = rounds(kind, n) a + B / W
+    seconds = rounds(kind, n) a + f B / W
 
     all_gather, reduce_scatter       log2 n rounds      recursive doubling, halving
     all_reduce                     2 log2 n             reduce_scatter, then all_gather
     all_to_all                       n - 1              pairwise exchange
     broadcast and the rest           log2 n             a tree
+
+f is what the communication backend sends beyond B (`topology/backends.py`), 1 for most.
 
 (R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is R.
 Hockney's, 1994. B is counted as in `dtensor_compile.lowering.plan`.) The link is the slowest that the ranks of the group share:
@@ -24,8 +26,10 @@ fuses, or of kernels that stay below the peak.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dtensor_compile.topology.backends import traffic
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,17 @@ class Link:
 
     Attributes:
         latency: seconds to start a message.
-        bandwidth: bytes per second that one rank sends.
+        bandwidth: bytes per second that one rank sends; all ranks of a host together, where the link is shared.
+        shared: whether the ranks of a host send over it together (one network card for all, main memory), or each has its own.
     """
 
     latency: float
     bandwidth: float
+    shared: bool = False
+
+    def share(self, ranks: int) -> Link:
+        """What is left for one of `ranks` that send at the same time."""
+        return Link(self.latency, self.bandwidth / ranks) if self.shared and ranks > 1 else self
 
 
 @dataclass(frozen=True)
@@ -63,38 +73,91 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of `ranks_per_host` ranks each, in order of rank."""
+    """Hosts of `ranks_per_host` ranks each, in order of rank: the topology of a job.
+
+    Attributes:
+        name: for reports and errors.
+        ranks_per_host: 0 where all ranks are on one host.
+        inside, between: links within a host and between hosts.
+        device: what a rank computes on.
+        mesh_dims: links along mesh dims by their names, where they were measured or are known; they go before the other two.
+        backend: communication backend whose habits count (``"gloo"``, ``"nccl"``; see `topology/backends.py`). Empty: none has any.
+    """
 
     name: str
     ranks_per_host: int
     inside: Link
     between: Link
     device: Device
+    mesh_dims: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    backend: str = ""
 
-    def link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link that a group of global ranks uses."""
-        return self.inside if len({rank // self.ranks_per_host for rank in ranks}) <= 1 else self.between
+    def link(self, ranks: Sequence[int], job: int = 0) -> Link:
+        """The slowest link that a group of global ranks uses.
+
+        Args:
+            job: ranks that send at the same time, over all groups; where it is not given, those of this group.
+        """
+        hosts = {rank // self.ranks_per_host for rank in ranks} if self.ranks_per_host else {0}
+        link = self.inside if len(hosts) <= 1 else self.between
+        return link.share(min(self.ranks_per_host or job or len(ranks), job or len(ranks)))
+
+    def dim_link(self, name: str | None, groups: Sequence[Sequence[int]]) -> Link:
+        """The link along a mesh dim: that of its name, else the slowest that any of its `groups` of global ranks uses.
+
+        The same on every rank, although a rank is part of one group only.
+        """
+        job = sum(map(len, groups))
+        if name in self.mesh_dims:
+            return self.mesh_dims[name].share(min(self.ranks_per_host or job, job))
+        return slowest([self.link(group, job) for group in groups])
 
 
-#: Makers' figures (NVLink and network per direction and device; dense matrix products), and a laptop-like pair of hosts.
+def slowest(links: Sequence[Link]) -> Link:
+    """What a collective over all these links at once sees: the longest latency, the narrowest bandwidth."""
+    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+
+
+#: Links by name. Bandwidth: makers' figures per device and direction (NVLink 2 to 5; PCIe with 16 lanes; InfiniBand and Ethernet
+#: per port, at line rate). Latency: typical of a collective's message through NCCL, for Ethernet through gloo over TCP. Loopback is
+#: a laptop's: copies through main memory, which all ranks share.
+LINKS: dict[str, Link] = {
+    "nvlink2": Link(3e-6, 150e9),
+    "nvlink3": Link(3e-6, 300e9),
+    "nvlink4": Link(3e-6, 450e9),
+    "nvlink5": Link(3e-6, 900e9),
+    "pcie3": Link(6e-6, 15.75e9),
+    "pcie4": Link(6e-6, 31.5e9),
+    "pcie5": Link(6e-6, 63e9),
+    "infiniband-edr": Link(8e-6, 12.5e9),
+    "infiniband-hdr": Link(8e-6, 25e9),
+    "infiniband-ndr": Link(8e-6, 50e9),
+    "ethernet-1g": Link(1e-4, 125e6, shared=True),
+    "ethernet-10g": Link(5e-5, 1.25e9, shared=True),
+    "ethernet-25g": Link(3e-5, 3.125e9, shared=True),
+    "ethernet-100g": Link(2e-5, 12.5e9, shared=True),
+    "loopback": Link(5e-5, 4e9, shared=True),
+}
+
+_CPU = Device(((4, 5e10), (8, 2.5e10)), 1e10, 2e-6)
+_V100 = Device(((2, 125e12), (4, 15.7e12), (8, 7.8e12)), 0.9e12, 5e-6)
+_A100 = Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6)
+_H100 = Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6)
+_B200 = Device(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6)
+
+#: Makers' figures (dense matrix products), and laptop-like hosts.
 CLUSTERS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        Cluster(
-            "h100",
-            8,
-            Link(3e-6, 450e9),
-            Link(8e-6, 50e9),
-            Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6),
-        ),
-        Cluster(
-            "a100",
-            8,
-            Link(3e-6, 300e9),
-            Link(8e-6, 25e9),
-            Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6),
-        ),
-        Cluster("cpu-1gbit", 1, Link(1e-4, 125e6), Link(1e-4, 125e6), Device(((4, 5e10), (8, 2.5e10)), 1e10, 2e-6)),
+        Cluster("h100", 8, LINKS["nvlink4"], LINKS["infiniband-ndr"], _H100, backend="nccl"),
+        Cluster("a100", 8, LINKS["nvlink3"], LINKS["infiniband-hdr"], _A100, backend="nccl"),
+        Cluster("b200", 8, LINKS["nvlink5"], LINKS["infiniband-ndr"], _B200, backend="nccl"),
+        Cluster("v100", 8, LINKS["nvlink2"], LINKS["infiniband-edr"], _V100, backend="nccl"),
+        Cluster("a100-pcie4", 8, LINKS["pcie4"], LINKS["ethernet-100g"], _A100, backend="nccl"),
+        Cluster("h100-pcie5", 8, LINKS["pcie5"], LINKS["ethernet-100g"], _H100, backend="nccl"),
+        Cluster("cpu-1gbit", 1, LINKS["loopback"], LINKS["ethernet-1g"], _CPU, backend="gloo"),
+        Cluster("cpu-10gbit", 1, LINKS["loopback"], LINKS["ethernet-10g"], _CPU, backend="gloo"),
+        Cluster("cpu-loopback", 0, LINKS["loopback"], LINKS["loopback"], _CPU, backend="gloo"),
     )
 }
 
@@ -107,10 +170,26 @@ def rounds(kind: str, n: int) -> int:
     return {"all_reduce": 2 * tree, "all_to_all": n - 1}.get(kind, tree)
 
 
-def collective_seconds(cluster: Cluster, kind: str, bytes_sent: int, ranks: Sequence[int]) -> float:
-    """Seconds of one collective over the global `ranks`, of which each sends `bytes_sent` bytes."""
-    link = cluster.link(ranks)
-    return rounds(kind, len(ranks)) * link.latency + bytes_sent / link.bandwidth
+def collective_seconds(cluster: Cluster, kind: str, bytes_sent: int, ranks: Sequence[int], job: int = 0) -> float:
+    """Seconds of one collective over the global `ranks`, of which each sends `bytes_sent` bytes.
+
+    Args:
+        job: as in `Cluster.link`.
+    """
+    return seconds_over(cluster.link(ranks, job), cluster.backend, kind, bytes_sent, len(ranks))
+
+
+def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int, messages: int | None = None) -> float:
+    """Seconds of one collective of `n` ranks over `link` (module docstring).
+
+    Args:
+        bytes_sent: by one rank, as `lowering/costs.py` counts them.
+        messages: that follow each other, where the collective is not the textbook's (an exchange in which few ranks meet).
+    """
+    if n <= 1:
+        return 0.0
+    follow = rounds(kind, n) if messages is None else messages
+    return follow * link.latency + traffic(backend, kind, n) * bytes_sent / link.bandwidth
 
 
 def compute_seconds(device: Device, operations: int, bytes_moved: int, itemsize: int, fused: bool = False) -> float:

@@ -1,0 +1,19 @@
+"""What communication backends really send, against what the textbook's algorithm sends.
+
+A table of factors: bytes on the wire of one rank, divided by the bytes of `lowering/costs.py` (ring algorithms). NCCL sends what
+the textbook says. gloo has no reduce_scatter: it reduces all and keeps a part, which is twice as much (measured on the wire, 2 ranks
+and a 16 MiB input: 16 MiB; all_gather and all_to_all send 8 MiB each, as the formulas say).
+"""
+
+from __future__ import annotations
+
+#: Backend, then kind of collective: bytes on the wire for one byte of the formula.
+TRAFFIC: dict[str, dict[str, float]] = {
+    "gloo": {"reduce_scatter": 2.0},
+    "nccl": {},
+}
+
+
+def traffic(backend: str, kind: str, n: int) -> float:
+    """Bytes on the wire for each byte of the formula, in a collective of `n` ranks; 1 for what the table does not list."""
+    return TRAFFIC.get(backend, {}).get(kind, 1.0) if n > 1 else 1.0

@@ -1,0 +1,152 @@
+"""Topologies in files: TOML or JSON in, JSON out. By hand, or written by a measurement.
+
+    name = "two racks"
+    ranks_per_host = 8                     # 0: all ranks on one host
+    backend = "nccl"                       # optional
+    inside = "nvlink4"                     # a preset by name, or a table
+    [between]
+    latency = 8e-6                         # seconds to start a message
+    bandwidth = 50e9                       # bytes per second
+    shared = false                         # optional: whether the ranks of a host send over it together
+    [mesh_dims.tp]                         # optional: the link along a mesh dim, by its name
+    latency = 4e-6
+    bandwidth = 400e9
+    [device]                               # optional: that of the h100 preset where left out
+    memory = 3.35e12                       # bytes per second
+    launch = 4e-6                          # seconds
+    peak = {2 = 989e12, 4 = 494e12}        # operations per second, by bytes of an element
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import pathlib
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from dtensor_compile.errors import TopologyError
+from dtensor_compile.topology.links import CLUSTERS, LINKS, Cluster, Device, Link
+
+_KEYS = {"name", "ranks_per_host", "inside", "between", "mesh_dims", "backend", "device"}
+
+
+def topology(name: str | os.PathLike[str]) -> Cluster:
+    """The preset of that name, or the topology in the file of that path.
+
+    Raises:
+        TopologyError: neither is there, or the file does not say what a topology is.
+    """
+    text = os.fspath(name)
+    if text in CLUSTERS:
+        return CLUSTERS[text]
+    path = pathlib.Path(text)
+    if path.is_file():
+        return _load(str(path.resolve()), path.stat().st_mtime_ns)
+    near = difflib.get_close_matches(text, CLUSTERS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(CLUSTERS)}"
+    raise TopologyError(f"topology {text!r} is neither a file nor a preset; {hint}")
+
+
+@functools.lru_cache(maxsize=64)
+def _load(path: str, changed: int) -> Cluster:
+    file = pathlib.Path(path)
+    try:
+        values = json.loads(file.read_text()) if file.suffix == ".json" else tomllib.loads(file.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise TopologyError(f"topology {path} does not parse: {error}") from error
+    return from_values(values, path)
+
+
+def from_values(values: Mapping[str, Any], where: str = "topology") -> Cluster:
+    """The topology that plain values describe, as they stand in a file.
+
+    Raises:
+        TopologyError: a key is unknown or missing, or a value is no number above zero.
+    """
+    if not isinstance(values, Mapping) or not {"inside", "between"} <= values.keys() <= _KEYS:
+        given = ", ".join(values) if isinstance(values, Mapping) else type(values).__name__
+        raise TopologyError(f"{where}: keys are {', '.join(sorted(_KEYS))}, of which inside and between are needed; given: {given}")
+    ranks = values.get("ranks_per_host", 0)
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 0:
+        raise TopologyError(f"{where}: ranks_per_host is a number of ranks, 0 for all of them, not {ranks!r}")
+    dims = values.get("mesh_dims", {})
+    if not isinstance(dims, Mapping):
+        raise TopologyError(f"{where}: mesh_dims is a table of links by the names of mesh dims, not {dims!r}")
+    return Cluster(
+        str(values.get("name", pathlib.Path(where).stem)),
+        ranks,
+        _link(values["inside"], f"{where}: inside"),
+        _link(values["between"], f"{where}: between"),
+        _device(values.get("device"), f"{where}: device"),
+        {str(name): _link(link, f"{where}: mesh_dims.{name}") for name, link in dims.items()},
+        str(values.get("backend", "")),
+    )
+
+
+def _link(value: Any, where: str) -> Link:
+    if isinstance(value, str):
+        if value not in LINKS:
+            raise TopologyError(f"{where}: no link is called {value!r}; presets: {', '.join(LINKS)}")
+        return LINKS[value]
+    if not isinstance(value, Mapping) or not {"latency", "bandwidth"} <= value.keys() <= {"latency", "bandwidth", "shared"}:
+        raise TopologyError(f"{where}: a link is latency (seconds), bandwidth (bytes per second) and shared (optional), not {value!r}")
+    shared = value.get("shared", False)
+    if not isinstance(shared, bool):
+        raise TopologyError(f"{where}.shared is true or false, not {shared!r}")
+    return Link(_number(value["latency"], f"{where}.latency", zero=True), _number(value["bandwidth"], f"{where}.bandwidth"), shared)
+
+
+def _device(value: Any, where: str) -> Device:
+    if value is None:
+        return CLUSTERS["h100"].device
+    if not isinstance(value, Mapping) or value.keys() != {"peak", "memory", "launch"} or not isinstance(value["peak"], Mapping):
+        raise TopologyError(f"{where}: a device is peak (operations per second by bytes of an element), memory and launch, not {value!r}")
+    try:
+        peak = tuple(sorted((int(size), _number(rate, f"{where}.peak")) for size, rate in value["peak"].items()))
+    except ValueError as error:
+        raise TopologyError(f"{where}.peak: {error}") from error
+    if not peak:
+        raise TopologyError(f"{where}.peak is empty")
+    return Device(peak, _number(value["memory"], f"{where}.memory"), _number(value["launch"], f"{where}.launch", zero=True))
+
+
+def _number(value: Any, where: str, *, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or zero and value == 0) or value == float("inf"):
+        raise TopologyError(f"{where} is a number {'not below' if zero else 'above'} zero, not {value!r}")
+    return float(value)
+
+
+def to_values(cluster: Cluster) -> dict[str, Any]:
+    """Plain values that `from_values` reads back."""
+
+    def link(value: Link) -> dict[str, Any]:
+        return {"latency": value.latency, "bandwidth": value.bandwidth, "shared": value.shared}
+
+    return {
+        "name": cluster.name,
+        "ranks_per_host": cluster.ranks_per_host,
+        "backend": cluster.backend,
+        "inside": link(cluster.inside),
+        "between": link(cluster.between),
+        "mesh_dims": {name: link(value) for name, value in cluster.mesh_dims.items()},
+        "device": {
+            "peak": {str(size): rate for size, rate in cluster.device.peak},
+            "memory": cluster.device.memory,
+            "launch": cluster.device.launch,
+        },
+    }
+
+
+def save(cluster: Cluster, path: str | os.PathLike[str]) -> None:
+    """Writes a topology as JSON; `topology` reads it back.
+
+    Raises:
+        TopologyError: the name does not end in ``.json``.
+    """
+    if pathlib.Path(path).suffix != ".json":
+        raise TopologyError(f"topologies are written as JSON: call the file {pathlib.Path(path).with_suffix('.json')}")
+    pathlib.Path(path).write_text(json.dumps(to_values(cluster), indent=2) + "\n")

@@ -1,0 +1,79 @@
+"""The network that the ranks of one mesh see, and the topology that plans of this thread are made for.
+
+A `Network` is what a plan depends on besides specs and sizes: a link per mesh dim and the habits of the communication backend. It
+follows from the mesh and the topology alone, never from the rank, so that all ranks choose the same plan. Where the user names no
+topology, all mesh dims are alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dtensor_compile.capture.mesh import MeshLayout
+from dtensor_compile.topology.links import Cluster, Link, seconds_over, slowest
+
+#: One link where nothing is known: about 10 Gbit/s. With equal links plans are chosen by bytes; this only weighs what sends the same.
+PLAIN = Link(2e-5, 1.25e9)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links along the mesh dims of one mesh.
+
+    Attributes:
+        links: one per mesh dim; empty where all are alike.
+        backend: communication backend whose habits count, empty for none.
+    """
+
+    links: tuple[Link, ...] = ()
+    backend: str = ""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all mesh dims are alike, so that bytes compare."""
+        return len(set(self.links)) <= 1 and not self.backend
+
+    def link(self, mesh_dims: Sequence[int]) -> Link:
+        """What a collective over these mesh dims together sees."""
+        return slowest([self.links[i] for i in mesh_dims]) if self.links else PLAIN
+
+    def seconds(self, kind: str, mesh_dims: Sequence[int], n: int, bytes_sent: float, messages: int | None = None) -> float:
+        """Seconds of one collective of `n` ranks over these mesh dims; as `seconds_over`."""
+        return seconds_over(self.link(mesh_dims), self.backend, kind, bytes_sent, n, messages)
+
+
+_topology: contextvars.ContextVar[Cluster | None] = contextvars.ContextVar("dtensor_compile_topology", default=None)
+
+
+@contextlib.contextmanager
+def plans_for(cluster: Cluster | None) -> Iterator[None]:
+    """While it is entered, this thread plans for that topology; None: for mesh dims that are all alike."""
+    token = _topology.set(cluster)
+    try:
+        yield
+    finally:
+        _topology.reset(token)
+
+
+def current_topology() -> Cluster | None:
+    """The topology for which this thread plans."""
+    return _topology.get()
+
+
+def network_of(layout: MeshLayout) -> Network:
+    """The network of a mesh in the topology for which this thread plans."""
+    cluster = _topology.get()
+    return Network() if cluster is None else _network(cluster, layout)
+
+
+@functools.lru_cache(maxsize=1024)
+def _network(cluster: Cluster, layout: MeshLayout) -> Network:
+    links = []
+    for i, dim in enumerate(layout.dims):
+        groups = sorted({layout.group(rank, i) for rank in layout.ranks})
+        links.append(cluster.dim_link(dim.name, groups))
+    return Network(tuple(links), cluster.backend)
