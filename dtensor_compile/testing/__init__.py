@@ -1,15 +1,24 @@
 """Testing programs on real ranks: the helpers that the tests of this package use, for use on other models too.
 
 - ``ranks``: a test body runs on every rank of a job of several processes on this machine.
+- ``compare``: two results, value by value.
 - ``parity``: one step eager and one compiled, from equal states, compared.
+- ``bisect``: which part of the compilation makes a difference.
+- ``check``: ``@parity(mesh=(2, 2))`` on a function that returns a model and its inputs.
+- ``minify``: the smallest part of a program that still differs, as a script.
 - ``graphs``: graphs as short text for golden tests.
+
+The decorator `parity` has the name of the module that it stands on; ``from dtensor_compile.testing.parity import ...`` is the module.
 """
 
-from dtensor_compile.testing.parity import Difference, assert_parity, compare_steps
+from dtensor_compile.testing.bisect import Culprit, bisect
+from dtensor_compile.testing.compare import Difference, compare_values
 from dtensor_compile.testing.graphs import captured_graph, graph_text
+from dtensor_compile.testing.parity import assert_parity, compare_steps
 from dtensor_compile.testing.ranks import RankError, make_mesh, on_ranks, run_on_ranks
+from dtensor_compile.testing.check import parity
 
 __all__ = [
-    "Difference", "RankError", "assert_parity", "captured_graph", "compare_steps", "graph_text", "make_mesh", "on_ranks",
-    "run_on_ranks",
+    "Culprit", "Difference", "RankError", "assert_parity", "bisect", "captured_graph", "compare_steps", "compare_values", "graph_text",
+    "make_mesh", "on_ranks", "parity", "run_on_ranks",
 ]  # fmt: skip

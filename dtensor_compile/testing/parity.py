@@ -1,134 +1,197 @@
-"""One step eager and one compiled, from equal states, compared value by value."""
+"""One step eager and one compiled, from equal states, compared value by value.
+
+Both start from copies of the same model and inputs and from the same seed. What is compared: results of every call, inputs (what was
+written to them), gradients, parameters and buffers (after the optimizer's steps, where there is an optimizer), what random operators
+drew and the state in which they leave torch's generator; of tensors also type, dtype, shape, stride, placements and mesh.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-#: Largest difference allowed, relative to the largest value of the tensor, per dtype in which it was computed.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+from dtensor_compile.testing.compare import TOLERANCE, Allowed, Difference, compare_values
+
+__all__ = [
+    "TOLERANCE", "Allowed", "Case", "Comparison", "Difference", "Settings", "assert_parity", "case_of", "compare_case", "compare_steps",
+    "compare_values", "of_all_ranks", "sum_of_squares",
+]  # fmt: skip
+
+Loss = Callable[[Any], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Where eager and compiled differ: what, how, and by how much (``nan`` where it is not a number that differs)."""
+class Settings:
+    """How the compiled run is compiled: arguments of ``torch.compile``.
 
-    what: str
-    eager: Any
-    compiled: Any
-    relative: float = float("nan")
+    Attributes:
+        eager: do not compile at all.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.what}: eager {self.eager}, compiled {self.compiled} (relative difference {self.relative:.2e})"
+    backend: str | Callable[..., Any] = "dtensor"
+    fullgraph: bool = True
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    eager: bool = False
 
+    def with_options(self, **options: Any) -> Settings:
+        """These, with `options` on top of theirs."""
+        return replace(self, options={**(self.options or {}), **options})
 
-def _facts(value: torch.Tensor) -> dict[str, Any]:
-    facts = {"type": "DTensor" if isinstance(value, DTensor) else "Tensor", "dtype": value.dtype, "shape": tuple(value.shape)}
-    facts["requires_grad"] = value.requires_grad
-    facts["stride"] = tuple(value.stride())
-    if isinstance(value, DTensor):
-        facts["placements"] = value.placements
-        facts["mesh"] = value.device_mesh
-        facts["local shape"] = tuple(value.to_local().shape)
-    return facts
-
-
-def compare_values(what: str, eager: Any, compiled: Any, computed_in: torch.dtype | None = None) -> list[Difference]:
-    """Every difference between two results: structure, type, placements, mesh, shape, stride, dtype, requires_grad, values."""
-    flat_eager, spec_eager = pytree.tree_flatten(eager)
-    flat_compiled, spec_compiled = pytree.tree_flatten(compiled)
-    if spec_eager != spec_compiled:
-        return [Difference(f"{what}: structure", spec_eager, spec_compiled)]
-    differences: list[Difference] = []
-    for i, (a, b) in enumerate(zip(flat_eager, flat_compiled)):
-        name = what if len(flat_eager) == 1 else f"{what}[{i}]"
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            if not (type(a) is type(b) and a == b):
-                differences.append(Difference(name, a, b))
-            continue
-        fa, fb = _facts(a), _facts(b)
-        wrong = [Difference(f"{name}.{key}", fa[key], fb.get(key)) for key in fa if fa[key] != fb.get(key)]
-        differences += wrong
-        if not wrong:
-            differences += _compare_numbers(name, a, b, TOLERANCE.get(computed_in or a.dtype, 1e-5))
-    return differences
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self.eager:
+            return function
+        torch._dynamo.reset()
+        options = dict(self.options) if self.options else None
+        return torch.compile(function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=options)
 
 
-def _compare_numbers(name: str, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> list[Difference]:
-    a = (a.to_local() if isinstance(a, DTensor) else a).detach()
-    b = (b.to_local() if isinstance(b, DTensor) else b).detach()
-    if torch.equal(a, b) or a.numel() == 0:
-        return []
-    if not (a.is_floating_point() or a.is_complex()):
-        return [Difference(name, a, b)]
-    if not torch.equal(torch.isnan(a), torch.isnan(b)):
-        return [Difference(f"{name} (nan)", a, b)]
-    a, b = torch.nan_to_num(a), torch.nan_to_num(b)
-    relative = ((a - b).abs().max() / a.abs().max().clamp_min(1e-6)).item()
-    if relative <= tolerance:
-        return []
-    index = (a - b).abs().flatten().argmax().item()
-    return [Difference(f"{name} at flat index {index}", a.flatten()[index].item(), b.flatten()[index].item(), relative)]
+@dataclass(frozen=True)
+class Case:
+    """A program to compare: makes its state anew for each run.
+
+    Attributes:
+        make: returns the model, and positional and keyword arguments; called once for each run, after the seed is set.
+        loss: makes a scalar of the output (or None), whose backward is compared too; None compares the forward alone.
+        optimizer: makes an optimizer of the parameters, which steps after each backward.
+        calls: how often the step runs, on the same inputs; without an optimizer gradients add up.
+        allowed: how far numbers may be apart.
+    """
+
+    make: Callable[[], tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]]
+    loss: Loss | None = None
+    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+    calls: int = 2
+    allowed: Allowed = field(default_factory=Allowed)
+
+    def run(self, settings: Settings) -> dict[str, Any]:
+        """What one run leaves behind, by name, in the order in which it is worth looking at."""
+        torch.manual_seed(0)
+        model, args, kwargs = self.make()
+        module = model if isinstance(model, torch.nn.Module) else None
+        optimizer = self.optimizer(module.parameters()) if self.optimizer and module is not None else None
+        function = settings.compile(model)
+        outputs = []
+        for call in range(self.calls):
+            torch.manual_seed(1 + call)
+            out = function(*args, **kwargs)
+            outputs.append(out if optimizer is None else pytree.tree_map(_kept, out))  # parameters change under their views
+            loss = self.loss(out) if self.loss is not None else None
+            if loss is not None:
+                loss.backward()
+            if optimizer is not None and call + 1 < self.calls:  # the last gradients stay, to be compared
+                optimizer.step()
+                optimizer.zero_grad()
+        parameters = dict(module.named_parameters()) if module is not None else {}
+        found: dict[str, Any] = {
+            "output": outputs,
+            "input": (args, dict(kwargs)),
+            "input.grad": [x.grad for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor) and x.is_leaf],
+            **{f"grad.{name}": _kept(p.grad) for name, p in parameters.items()},
+        }
+        if optimizer is not None:
+            optimizer.step()
+            found["optimizer state"] = optimizer.state_dict()["state"]
+        if module is not None:
+            found |= {f"state.{name}": value for name, value in module.state_dict(keep_vars=True).items()}
+        found["random state"] = torch.get_rng_state()
+        return found
 
 
-Step = Callable[[Callable[..., Any]], Any]
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing two runs showed.
+
+    Attributes:
+        differences: in the order of `Case.run`, rank by rank.
+        tensors: how many tensors were compared on this rank.
+    """
+
+    differences: list[Difference]
+    tensors: int
+
+
+def compare_case(case: Case, settings: Settings, *, everywhere: bool = False) -> Comparison:
+    """Runs a case eager and compiled and compares what they leave behind.
+
+    Args:
+        everywhere: the differences of all ranks, on every rank (a collective: call it on every rank).
+    """
+    eager, compiled = case.run(replace(settings, eager=True)), case.run(settings)
+    found = [d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=case.allowed)]
+    tensors = sum(isinstance(x, torch.Tensor) for key in eager if key != "random state" for x in pytree.tree_leaves(eager[key]))
+    return Comparison(of_all_ranks(found) if everywhere else found, tensors)
+
+
+def of_all_ranks(found: list[Difference]) -> list[Difference]:
+    """The differences that all ranks found, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return found
+    plain = [replace(d, eager=str(d.eager), compiled=str(d.compiled)) for d in found]  # meshes do not pickle
+    of_ranks: list[list[Difference]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, plain)
+    return [d for of_rank in of_ranks for d in of_rank]
+
+
+def sum_of_squares(out: Any) -> torch.Tensor | None:
+    """A loss for whatever a program returns: the sum of the squares of all that has a gradient; None where nothing has one."""
+    total = None
+    for x in pytree.tree_leaves(out):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            x = x.full_tensor() if isinstance(x, DTensor) else x
+            squares = x.abs().square().sum()
+            total = squares if total is None else total + squares
+    return total
+
+
+def case_of(
+    model: torch.nn.Module | Callable[..., Any], inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **settings: Any
+) -> Case:
+    """A case that copies `model` and `inputs` for each run; a model that is a function keeps what it captures."""
+
+    def make() -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+        args, named = _fresh((list(inputs), dict(kwargs or {})))
+        return copy.deepcopy(model) if isinstance(model, torch.nn.Module) else model, args, named
+
+    return Case(make, **settings)
 
 
 def compare_steps(
     model: torch.nn.Module | Callable[..., Any],
     inputs: Sequence[Any],
     *,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    options: dict[str, Any] | None = None,
-    backend: str = "dtensor",
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    options: Mapping[str, Any] | None = None,
+    backend: str | Callable[..., Any] = "dtensor",
     fullgraph: bool = True,
     dynamic: bool | None = None,
     calls: int = 2,
     computed_in: torch.dtype | None = None,
+    tolerance: float | None = None,
 ) -> list[Difference]:
-    """Runs `model` on `inputs` eager and compiled and compares outputs, gradients, mutated inputs, buffers and parameters.
+    """Runs `model` on `inputs` eager and compiled and compares what they leave behind (see the module).
 
     Args:
         model: a module or a function over tensors and DTensors.
-        inputs: positional arguments; copied for each run.
-        loss: makes a scalar of the output, whose backward is compared too; None compares the forward alone.
+        inputs, kwargs: arguments; copied for each run.
+        loss, optimizer, calls: as in `Case`.
         options, backend, fullgraph, dynamic: for ``torch.compile``.
-        calls: how often both run, on the same inputs; gradients accumulate.
         computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results (autocast).
+        tolerance: largest relative difference allowed, instead of `TOLERANCE`.
     """
-    results = []
-    for compiled in (False, True):
-        m = copy.deepcopy(model) if isinstance(model, torch.nn.Module) else model
-        args = [_fresh(x) for x in inputs]
-        run = m
-        if compiled:
-            torch._dynamo.reset()
-            run = torch.compile(m, backend=backend, fullgraph=fullgraph, dynamic=dynamic, options=options)
-        outputs = []
-        for _ in range(calls):
-            torch.manual_seed(1)
-            out = run(*args)
-            outputs.append(out)
-            if loss is not None:
-                loss(out).backward()
-        state = dict(m.state_dict(keep_vars=True)) if isinstance(m, torch.nn.Module) else {}
-        results.append(
-            {
-                "output": outputs,
-                "input": args,
-                "input.grad": [x.grad for x in args if isinstance(x, torch.Tensor) and x.is_leaf],
-                **{f"state.{k}": v for k, v in state.items()},
-                **{f"grad.{k}": v.grad for k, v in state.items()},
-            }
-        )
-    eager, compiled_ = results
-    return [d for key in eager for d in compare_values(key, eager[key], compiled_[key], computed_in)]
+    case = case_of(
+        model, inputs, kwargs, loss=loss, optimizer=optimizer, calls=calls, allowed=Allowed(computed_in, tolerance)
+    )  # fmt: skip
+    return compare_case(case, Settings(backend, fullgraph, dynamic, options)).differences
 
 
 def assert_parity(model: Any, inputs: Sequence[Any], **kwargs: Any) -> None:
@@ -138,8 +201,19 @@ def assert_parity(model: Any, inputs: Sequence[Any], **kwargs: Any) -> None:
         raise AssertionError("compiled differs from eager:\n" + "\n".join(f"  {d}" for d in differences[:20]))
 
 
-def _fresh(x: Any) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return x
-    with torch.no_grad():
-        return x.detach().clone().requires_grad_(x.requires_grad)
+def _kept(value: Any) -> Any:
+    """A copy of what later steps may write to."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _fresh(values: Any) -> Any:
+    """Copies of all tensors; what was one tensor stays one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in made:
+            with torch.no_grad():
+                made[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+        return made[id(x)]
+
+    return pytree.tree_map_only(torch.Tensor, copied, values)

@@ -1,0 +1,103 @@
+"""Which part of the compilation makes a difference: the one that, switched off, makes compiled equal to eager.
+
+The order is from the outside in: Inductor's kernels, the graph passes (all, then one by one), capture and lowering, and, where stock torch
+differs too, its stages. Each try compiles the program again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dtensor_compile.passes import PASSES
+from dtensor_compile.testing.parity import Settings
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What bisection found.
+
+    Attributes:
+        what: one sentence that names it.
+        differing: the simplest settings under which compiled still differs from eager.
+        equal: the nearest settings under which it does not; None where there are none.
+        tried: what each try said, in order.
+    """
+
+    what: str
+    differing: Settings
+    equal: Settings | None
+    tried: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"  {line}" for line in self.tried), self.what])
+
+
+def bisect(differs: Callable[[Settings], bool], settings: Settings) -> Culprit:
+    """Finds what makes a difference.
+
+    Args:
+        differs: whether compiled differs from eager under given settings; on ranks it has to say the same on all of them.
+        settings: under which it does.
+    """
+    tried: list[str] = []
+
+    def equal(what: str, tried_settings: Settings) -> bool:
+        is_equal = not differs(tried_settings)
+        tried.append(f"{'equal  ' if is_equal else 'differs'}  {what}")
+        return is_equal
+
+    def found(what: str, differing: Settings, good: Settings | None) -> Culprit:
+        return Culprit(what, differing, good, tuple(tried))
+
+    now = settings
+    if _ours(now):
+        aten = now.with_options(kernels="aten")
+        if now.backend == "dtensor" and (now.options or {}).get("kernels", "inductor") == "inductor":
+            if equal('options={"kernels": "aten"}', aten):
+                return found("Inductor's kernels make the difference: the same graph, run operator by operator, is equal", now, aten)
+            now = aten
+        names = [run.__name__ for run in PASSES if run.__name__ not in _disabled(now)]
+        without = _without(now, names)
+        if names and equal("without any graph pass", without):
+            return _pass(names, now, without, equal, found)
+        now = without if names else now
+        stock = replace(now, backend="dtensor").with_options(capture=False, kernels="inductor", disable_passes=())
+        if equal('options={"capture": False}', stock):
+            return found("capture or lowering of redistributions makes the difference: compiled as stock, it is equal", now, stock)
+        now = stock
+    for backend, what in (("aot_eager", "Inductor"), ("eager", "AOTAutograd")):
+        stage = replace(settings, backend=backend, options=None)
+        if equal(f'backend="{backend}"', stage):
+            return found(f"{what} makes the difference, with stock torch as well", now, stage)
+        now = stage
+    return found("Dynamo makes the difference, with stock torch as well (or the program itself does not repeat)", now, None)
+
+
+def _pass(
+    names: list[str], now: Settings, without: Settings, equal: Callable[[str, Settings], bool], found: Callable[..., Culprit]
+) -> Culprit:
+    for name in names:
+        good = _without(now, [name])
+        if equal(f"without {name}", good):
+            return found(f"the graph pass {name} makes the difference", now, good)
+    kept: list[str] = []  # more than one is wrong: the first after which it differs
+    for name in names:
+        kept.append(name)
+        some = _without(now, [n for n in names if n not in kept])
+        if not equal(f"with {', '.join(kept)} alone", some):
+            return found(f"several graph passes make a difference, the first of them {name}", some, without)
+    return found("the graph passes make the difference, and not every time", now, without)
+
+
+def _ours(settings: Settings) -> bool:
+    return settings.backend in ("dtensor", "dtensor_aten") and (settings.options or {}).get("capture", True)
+
+
+def _disabled(settings: Settings) -> tuple[str, ...]:
+    names = (settings.options or {}).get("disable_passes", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _without(settings: Settings, names: list[str]) -> Settings:
+    return settings.with_options(disable_passes=(*_disabled(settings), *names))

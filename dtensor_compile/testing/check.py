@@ -1,0 +1,131 @@
+"""``@parity(mesh=(2, 2))``: a function that returns a model and its inputs becomes a test on ranks; and `check_case`, which it runs there.
+
+    @parity(mesh=(2, 2))
+    def test_block(mesh):
+        return build(mesh), [torch.randn(4, 64)]
+
+Under pytest it is a test like any other and takes its parametrization; called as it is, it starts the ranks and raises where compiled
+differs from eager. What it raises names the first value that differs and, by bisection, the part of the compilation that makes it so.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtensor_compile.report.target import program_of
+from dtensor_compile.testing.bisect import Culprit, bisect
+from dtensor_compile.testing.parity import (
+    Allowed,
+    Case,
+    Difference,
+    Loss,
+    Settings,
+    compare_case,
+    of_all_ranks,
+    sum_of_squares,
+)
+from dtensor_compile.testing.ranks import make_mesh, on_ranks
+
+
+def parity(
+    mesh: Sequence[int],
+    *,
+    names: Sequence[str] | None = None,
+    loss: Loss | None = sum_of_squares,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    calls: int = 2,
+    computed_in: torch.dtype | None = None,
+    tolerance: float | None = None,
+    backend: str = "dtensor",
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    bisected: bool = True,
+    timeout: float = 240.0,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorator for a function that returns ``model, inputs`` (a tensor, a sequence of arguments, or a dict of them).
+
+    Args:
+        mesh, names: shape and dim names of the mesh that the function gets where it takes one of the name ``mesh``; as many gloo ranks
+            are started as it has places.
+        loss, optimizer, calls: as in `Case`.
+        computed_in, tolerance: as in `Allowed`.
+        backend, fullgraph, dynamic, options: for ``torch.compile``.
+        bisected: find out which part of the compilation makes a difference; costs nothing where there is none.
+        timeout: seconds after which the ranks are ended.
+
+    Raises (the test):
+        RankError: compiled differs from eager, or a rank raised, died or did not answer in time.
+    """
+    settings = Settings(backend, fullgraph, dynamic, options)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        takes_mesh = "mesh" in inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def on_rank(*args: Any, **kwargs: Any) -> None:
+            given = {"mesh": make_mesh(tuple(mesh), names and tuple(names))} if takes_mesh else {}
+            case = Case(
+                functools.partial(make_program, functools.partial(function, *args, **kwargs, **given)),
+                loss=loss, optimizer=optimizer, calls=calls, allowed=Allowed(computed_in, tolerance),
+            )  # fmt: skip
+            check_case(case, settings, bisected=bisected)
+
+        run = on_ranks(math.prod(mesh), timeout)(on_rank)
+        signature = inspect.signature(function)
+        shown = [p for name, p in signature.parameters.items() if name != "mesh"]
+        run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined] # pytest asks for no fixture `mesh`
+        return run
+
+    return decorate
+
+
+def make_program(function: Callable[[], Any]) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """What a function of the user's returned, as `Case` wants it.
+
+    Raises:
+        TypeError: it returned no program.
+    """
+    program = program_of(function())
+    if program is None:
+        raise TypeError("the function returns neither a model and its inputs nor a step to call")
+    return program.model, program.args, program.kwargs or {}
+
+
+def check_case(case: Case, settings: Settings, *, bisected: bool = True) -> None:
+    """Raises an AssertionError that tells the differences of all ranks, and what makes them; call it on every rank."""
+    comparison = compare_case(case, settings, everywhere=True)
+    if comparison.differences:
+        raise AssertionError(describe(comparison.differences, bisect_case(case, settings) if bisected else None))
+    if not comparison.tensors:
+        raise AssertionError("the program returns no tensor and leaves none behind: there is nothing to compare")
+
+
+def bisect_case(case: Case, settings: Settings) -> Culprit:
+    """`bisect` for a case; call it on every rank."""
+
+    def differs(tried: Settings) -> bool:
+        try:
+            found = compare_case(case, tried).differences
+        except Exception:  # noqa: BLE001 - settings under which it does not compile are not equal to eager
+            found = [Difference("compiling", "", traceback.format_exc())]
+        return bool(of_all_ranks(found))
+
+    return bisect(differs, settings)
+
+
+def describe(differences: Sequence[Difference], culprit: Culprit | None = None, limit: int = 20) -> str:
+    """Differences as text, the first one first, and what makes them."""
+    ranks = sorted({d.rank for d in differences})
+    lines = [f"compiled differs from eager in {len(differences)} places, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}:"]
+    lines += [f"  {d}" for d in differences[:limit]]
+    if len(differences) > limit:
+        lines.append(f"  and {len(differences) - limit} more")
+    return "\n".join([*lines, *([str(culprit)] if culprit else [])])

@@ -1,0 +1,131 @@
+"""Two results compared: structure, types, placements, meshes, shapes, strides, dtypes, values; the first value that differs is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+#: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was computed. About 100
+#: roundings of that dtype (for float64: 1e6): the order of sums may differ, a term may not.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+#: For complex numbers and whatever else has no entry.
+_OTHERWISE = 1e-5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where eager and compiled differ.
+
+    Attributes:
+        what: the value, ``grad.0.weight``, and what about it, ``.placements``; of numbers the place where they differ most.
+        eager, compiled: both values.
+        relative: size of the difference over the largest finite value of the tensor; ``nan`` where it is not a number that differs.
+        tolerance: what was allowed, and where that comes from; empty where nothing was.
+        rank: on which rank.
+    """
+
+    what: str
+    eager: Any
+    compiled: Any
+    relative: float = float("nan")
+    tolerance: str = ""
+    rank: int = 0
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank}: {self.what}: eager {self.eager}, compiled {self.compiled}"
+        if self.relative == self.relative:
+            text += f", relative difference {self.relative:.2e}"
+        return text + (f", allowed {self.tolerance}" if self.tolerance else "")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """How far numbers may be apart.
+
+    Attributes:
+        computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results (autocast).
+        relative: overrides `TOLERANCE`.
+    """
+
+    computed_in: torch.dtype | None = None
+    relative: float | None = None
+
+    def of(self, dtype: torch.dtype) -> tuple[float, str]:
+        """The tolerance for results of a dtype, and where it comes from."""
+        if self.relative is not None:
+            return self.relative, f"{self.relative:g} (as given)"
+        if self.computed_in is not None:
+            value = TOLERANCE.get(self.computed_in, _OTHERWISE)
+            return value, f"{value:g} (testing.compare.TOLERANCE, computed in {self.computed_in})"
+        value = TOLERANCE.get(dtype, _OTHERWISE)
+        return value, f"{value:g} (testing.compare.TOLERANCE of {dtype})"
+
+
+def compare_values(
+    what: str, eager: Any, compiled: Any, computed_in: torch.dtype | None = None, *, allowed: Allowed | None = None
+) -> list[Difference]:
+    """Every difference between two results, at most one for the numbers of each tensor."""
+    allowed = allowed or Allowed(computed_in)
+    flat_eager, spec_eager = pytree.tree_flatten(eager)
+    flat_compiled, spec_compiled = pytree.tree_flatten(compiled)
+    if spec_eager != spec_compiled:
+        return [_difference(f"{what}: structure", spec_eager, spec_compiled)]
+    differences: list[Difference] = []
+    for i, (a, b) in enumerate(zip(flat_eager, flat_compiled)):
+        name = what if len(flat_eager) == 1 else f"{what}[{i}]"
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            if not (type(a) is type(b) and (a == b or a != a and b != b)):
+                differences.append(_difference(name, a, b))
+            continue
+        fa, fb = _facts(a), _facts(b)
+        wrong = [_difference(f"{name}.{key}", fa[key], fb.get(key)) for key in fa if fa[key] != fb.get(key)]
+        differences += wrong or _compare_numbers(name, a, b, allowed)
+    return differences
+
+
+def _facts(value: torch.Tensor) -> dict[str, Any]:
+    facts: dict[str, Any] = {"type": "DTensor" if isinstance(value, DTensor) else "Tensor"}
+    facts |= {"dtype": value.dtype, "shape": tuple(value.shape), "device": value.device.type}
+    facts["requires_grad"] = value.requires_grad
+    facts["stride"] = tuple(value.stride())
+    if isinstance(value, DTensor):
+        facts["placements"] = value.placements
+        facts["mesh"] = value.device_mesh
+        facts["local shape"] = tuple(value.to_local().shape)
+    return facts
+
+
+def _compare_numbers(name: str, a: torch.Tensor, b: torch.Tensor, allowed: Allowed) -> list[Difference]:
+    a = (a.to_local() if isinstance(a, DTensor) else a).detach()
+    b = (b.to_local() if isinstance(b, DTensor) else b).detach()
+    if a.numel() == 0 or torch.equal(a, b):
+        return []
+    if not (a.is_floating_point() or a.is_complex()):
+        return [_at(name, a, b, (a != b).flatten().int().argmax())]
+    # What is not finite has to be the same thing in the same place, and says nothing about the size of the other numbers.
+    finite = a.isfinite() & b.isfinite()
+    odd = ~finite & ~((a == b) | (a.isnan() & b.isnan()))
+    if odd.any():
+        return [_at(name, a, b, odd.flatten().int().argmax())]
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    apart = (a.to(wide) - b.to(wide)).abs().masked_fill(~finite, 0)
+    largest = a.to(wide).abs().masked_fill(~finite, 0).max().clamp_min(1e-6)
+    relative = (apart.max() / largest).item()
+    tolerance, source = allowed.of(a.dtype)
+    return [] if relative <= tolerance else [_at(name, a, b, apart.flatten().argmax(), relative, source)]
+
+
+def _at(name: str, a: torch.Tensor, b: torch.Tensor, flat: torch.Tensor, relative: float = float("nan"), tolerance: str = "") -> Difference:
+    """The difference at a place of the local tensors, given as a flat index."""
+    index = tuple(int(i) for i in torch.unravel_index(flat, a.shape))
+    where = "" if a.dim() == 0 else f" at local index {index}"
+    return _difference(name + where, a[index].item(), b[index].item(), relative, tolerance)
+
+
+def _difference(what: str, eager: Any, compiled: Any, relative: float = float("nan"), tolerance: str = "") -> Difference:
+    return Difference(what, eager, compiled, relative, tolerance, dist.get_rank() if dist.is_initialized() else 0)
