@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -111,11 +112,8 @@ def handle_loggers(call: LogCall) -> Iterator[None]:
         result = call(tx, self, name, list(args), dict(kwargs)) if traces_for_us(tx) else None
         return stock(self, tx, name, args, kwargs) if result is None else result
 
-    LoggingLoggerVariable.call_method = call_method
-    try:
+    with mock.patch.object(LoggingLoggerVariable, "call_method", call_method):
         yield
-    finally:
-        LoggingLoggerVariable.call_method = stock
 
 
 @contextlib.contextmanager
@@ -131,11 +129,8 @@ def format_values_of_now() -> Iterator[None]:
         tx = InstructionTranslator.current_tx()
         return snapshot_or_same(tx, made) if isinstance(made, StringFormatVariable) and traces_for_us(tx) else made
 
-    StringFormatVariable.create = classmethod(create)
-    try:
+    with mock.patch.object(StringFormatVariable, "create", classmethod(create)):
         yield
-    finally:
-        StringFormatVariable.create = stock
 
 
 def snapshot_or_same(tx: Translator, variable: VariableTracker) -> VariableTracker:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._functorch._aot_autograd import graph_capture_wrappers, runtime_wrappers
@@ -48,11 +49,8 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
                 raise
             return tuple(gradients)
 
-    torch.autograd.grad = grad
-    try:
+    with mock.patch.object(torch.autograd, "grad", grad):
         yield
-    finally:
-        torch.autograd.grad = stock
 
 
 @contextlib.contextmanager
@@ -78,12 +76,8 @@ def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterato
             _take_gradients_as_they_come(compiled, program, tangents)
         return compiled
 
-    factory.build = build
-    try:
-        with assumed_tangents(tangents):
-            yield
-    finally:
-        factory.build = stock
+    with mock.patch.object(factory, "build", build), assumed_tangents(tangents):
+        yield
     if tangents.results and tangents.assumed is None:
         tangents.guard()
 

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo import compiled_autograd, config
@@ -117,15 +118,10 @@ def backward_in_the_region() -> Iterator[None]:
         OutputGraph: {"_validate_outputs_safe_for_autograd_nodes": validate},
     }
     stock = {name: vars(cls)[name] for cls, functions in ours.items() for name in functions}
-    try:
+    with contextlib.ExitStack() as stack:
         for cls, functions in ours.items():
-            for name, function in functions.items():
-                setattr(cls, name, function)
+            stack.enter_context(mock.patch.multiple(cls, **functions))
         yield
-    finally:
-        for cls, functions in ours.items():
-            for name in functions:
-                setattr(cls, name, stock[name])
 
 
 def _detach_used_up(graph: OutputGraph, results: list[VariableTracker], tx: Translator) -> None:

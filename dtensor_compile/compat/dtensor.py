@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed.tensor._api as _api
@@ -134,15 +135,10 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
             return stock()
         return hook(local_tensor, current_spec, target_spec, stock)
 
-    modules = (_redistribute, _dispatch, _api)
-    before = [module.redistribute_local_tensor for module in modules]
-    for module in modules:
-        module.redistribute_local_tensor = redistribute_local_tensor
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (_redistribute, _dispatch, _api):
+            stack.enter_context(mock.patch.object(module, "redistribute_local_tensor", redistribute_local_tensor))
         yield
-    finally:
-        for module, function in zip(modules, before):
-            module.redistribute_local_tensor = function
 
 
 __all__ = [

@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch._dynamo.exc import RequiresGradRestartAnalysis
@@ -292,11 +293,8 @@ def read_constant_tensors() -> Iterator[None]:
             return VariableTracker.build(tx, getattr(value, name)())
         return stock(self, tx, name, args, kwargs)
 
-    TensorVariable.call_method = call_method
-    try:
+    with mock.patch.object(TensorVariable, "call_method", call_method):
         yield
-    finally:
-        TensorVariable.call_method = stock
 
 
 @contextlib.contextmanager
@@ -316,13 +314,8 @@ def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[Non
 
         return asked
 
-    for name, method in stock.items():
-        setattr(TensorVariable, name, ask(method))
-    try:
+    with mock.patch.multiple(TensorVariable, **{name: ask(method) for name, method in stock.items()}):
         yield
-    finally:
-        for name, method in stock.items():
-            setattr(TensorVariable, name, method)
 
 
 # ---- small things that handlers need -----------------------------------------------------------------------------------------
@@ -461,11 +454,8 @@ def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
         tx.speculation_log.graph_break_on_requires_grad_ = True
         raise RequiresGradRestartAnalysis(restart_reason="a leaf made in the program is returned")
 
-    OutputGraph._check_requires_grad_intermediate_outputs = check
-    try:
+    with mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", check):
         yield
-    finally:
-        OutputGraph._check_requires_grad_intermediate_outputs = stock
 
 
 def is_ignored(function: Any) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.source import AttrSource, GetItemSource
@@ -44,11 +45,8 @@ def handle_functions(find: FindCall) -> Iterator[None]:
             return stock(self, tx, args, kwargs)
         return call(tx, self, [*self.self_args(), *args], dict(kwargs))
 
-    UserFunctionVariable.call_function = call_function
-    try:
+    with mock.patch.object(UserFunctionVariable, "call_function", call_function):
         yield
-    finally:
-        UserFunctionVariable.call_function = stock
 
 
 @contextlib.contextmanager
@@ -65,11 +63,8 @@ def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[
             raise SkipFrame(f"{self.f_code.co_qualname} runs in Python")
         stock(self)
 
-    InstructionTranslatorBase.run = run
-    try:
+    with mock.patch.object(InstructionTranslatorBase, "run", run):
         yield
-    finally:
-        InstructionTranslatorBase.run = stock
 
 
 def source_of(variable: VariableTracker) -> Source:

@@ -17,6 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo import compiled_autograd
@@ -359,8 +360,5 @@ def hooks_in_the_graph() -> Iterator[None]:
         with compiled_autograd._disable():
             return stock(self, tx, name, hook)
 
-    TensorVariable._method_register_hook = register
-    try:
+    with mock.patch.object(TensorVariable, "_method_register_hook", register):
         yield
-    finally:
-        TensorVariable._method_register_hook = stock

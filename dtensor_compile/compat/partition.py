@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import sympy
 import torch
@@ -26,11 +27,8 @@ def bind_shard_sizes() -> Iterator[None]:
         bindings = stock(graph)
         return {**_sizes_of_inputs(graph, set(bindings)), **bindings} if threading.get_ident() == owner else bindings
 
-    partitioners.find_symbol_binding_fx_nodes = find
-    try:
+    with mock.patch.object(partitioners, "find_symbol_binding_fx_nodes", find):
         yield
-    finally:
-        partitioners.find_symbol_binding_fx_nodes = stock
 
 
 def _sizes_of_inputs(graph: torch.fx.Graph, bound: set[sympy.Symbol]) -> dict[sympy.Symbol, torch.fx.Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo.bytecode_transformation import create_call_function
@@ -120,8 +121,5 @@ def handle_draws(call: DrawCall) -> Iterator[None]:
         result = call(tx, self, name, args, kwargs) if "generator" in kwargs and traces_for_us(tx) else None
         return stock(self, tx, name, args, kwargs) if result is None else result
 
-    TensorVariable.call_method = call_method
-    try:
+    with mock.patch.object(TensorVariable, "call_method", call_method):
         yield
-    finally:
-        TensorVariable.call_method = stock

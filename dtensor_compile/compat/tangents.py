@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo import compiled_autograd
@@ -213,11 +214,8 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
         local = self._local_tensor.new_empty(shape)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride())
 
-    DTensor.__coerce_tangent_metadata__ = coerce
-    try:
+    with mock.patch.object(DTensor, "__coerce_tangent_metadata__", coerce):
         yield
-    finally:
-        DTensor.__coerce_tangent_metadata__ = stock
 
 
 class _NotRepeatable(Exception):

@@ -35,10 +35,12 @@ def recompile_cause(reason: str) -> str:
 
 def graph_breaks(recording: Recording) -> tuple[GraphBreak, ...]:
     """The graph breaks of a recording, each place and cause once, in the order in which they were met first."""
-    groups: dict[tuple[Source, str, bool], list[Break]] = {}
+    groups: dict[tuple[Source, str], list[Break]] = {}
     for event in recording.breaks:
-        groups.setdefault((users_line(event.stack), cause_of(event).code, event.error), []).append(event)
-    return tuple(_row(source, events, cause_of(events[0]), recording.graphs) for (source, _, _), events in groups.items())
+        groups.setdefault((users_line(event.stack), cause_of(event).code), []).append(event)
+    for events in groups.values():  # where the whole program must be one graph, a break is told of first, and then raised
+        events[:] = [event for event in events if event.error] or events
+    return tuple(_row(source, events, cause_of(events[0]), recording.graphs) for (source, _), events in groups.items())
 
 
 def cause_of(event: Break) -> Cause:

@@ -90,6 +90,7 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
         graphs=tuple(_graph(graph, timing, start) for graph, timing, start in zip(graphs, schedules, first)),
         totals=_totals(collectives),
         compile_seconds=recording.seconds,
+        failed=recording.failed,
     )
 
 

@@ -112,6 +112,8 @@ def _run(args: argparse.Namespace) -> int:
     offending = broken(limits, report, base)
     for line in offending if report.rank == args.rank else ():
         print(line, file=sys.stderr)
+    if report.ours.failed:
+        raise TargetError(f"{args.target} raises: {report.ours.failed}")
     return BROKEN if offending else OK
 
 

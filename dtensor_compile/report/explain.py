@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch.utils import _pytree as pytree
 from dtensor_compile.compat import counters
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.observe import uncompiled
+from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.model import Report
 from dtensor_compile.report.recorder import Recording, record
+from dtensor_compile.report.target import one_line
 
 #: The ways to compile for a report: without kernels (fast; the same graphs and collectives), or with Inductor's.
 KERNELS = ("aten", "inductor")
@@ -27,6 +30,8 @@ def explain(
     function: Callable[..., Any], *, stock: bool = False, backward: bool = True, cluster: str = "h100", kernels: str = "aten"
 ) -> Callable[..., Report]:
     """A function that takes the arguments of `function`, calls it compiled, and returns the report.
+
+    A compilation that fails is part of the report (`Side.failed`, and a break with its cause); other errors are raised.
 
     Args:
         function: what to look at; one that is compiled already is taken as it was before.
@@ -55,7 +60,7 @@ def recorded(
 ) -> Recording:
     """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten first."""
     counters.reset()
-    with record() as recording:
+    with record() as recording, failures_recorded(recording):
         run(torch.compile(model, backend="dtensor", options={**options, "kernels": kernels}))
     return recording
 
@@ -63,13 +68,29 @@ def recorded(
 def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Recording:
     """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of ours."""
     counters.reset()
-    with record() as recording:
+    with record() as recording, failures_recorded(recording, all_errors=True):
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return compile_to_aten(gm, example_inputs, joint_pass=lambda graph: None, post_grad_pass=recording.observe)
 
         run(torch.compile(model, backend=stock))
     return recording
+
+
+@contextlib.contextmanager
+def failures_recorded(recording: Recording, *, all_errors: bool = False) -> Iterator[None]:
+    """An error that ended a compilation, of which `recording` has the cause, ends the block and is noted there.
+
+    Args:
+        all_errors: note every error: the same program ran before, so that it is not the program's.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not all_errors and not any(event.error for event in recording.breaks):
+            raise
+        raised = error.__cause__ if isinstance(error, DTensorCompileError) and error.__cause__ else error
+        recording.failed = f"{type(raised).__name__}: {one_line(raised)}"
 
 
 def run_backward(out: Any) -> None:

@@ -23,7 +23,7 @@ from dtensor_compile.compat import counters
 from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.compat.observe import uncompiled
 from dtensor_compile.report.build import build_report
-from dtensor_compile.report.explain import recorded, recorded_stock, run_backward
+from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
 from dtensor_compile.report.model import Report
 from dtensor_compile.report.recorder import Recording, record
 from dtensor_compile.report.target import (
@@ -150,7 +150,7 @@ def running(job: Job) -> Iterator[None]:
 
 def _script(target: str, arguments: Sequence[str]) -> Recording:
     counters.reset()
-    with record(others=True) as recording:
+    with record(others=True) as recording, failures_recorded(recording):
         run_script(target, arguments)
     if not recording.compilations:
         raise TargetError(_never(target))
@@ -184,7 +184,7 @@ def _function(
         return call
 
     counters.reset()
-    with record(others=True) as recording:
+    with record(others=True) as recording, failures_recorded(recording):
         program = program_of(call_target(function, target, mesh))
         if program is not None and not recording.compilations and uncompiled(program.model) is not program.model:
             run(program)(program.model)

@@ -18,7 +18,7 @@ from dtensor_compile.errors import DTensorCompileError
 
 #: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is
 #: added.
-VERSION = "1.0"
+VERSION = "1.1"
 
 Phase = Literal["forward", "backward"]
 #: What became of a redistribution: it is sent, the passes took it away, or it needs no message (a slice).
@@ -251,6 +251,7 @@ class Side:
         name: ``"dtensor"``, or what else the program was compiled with.
         missed: what did not happen, and why: a matmul that was not decomposed, a collective that is not hidden.
         compile_seconds: measured, all compilations together.
+        failed: the error with which the program ended; everything else is of what ran until then. Empty where it ran to its end.
     """
 
     name: str
@@ -263,6 +264,7 @@ class Side:
     graphs: tuple[Graph, ...]
     totals: Totals
     compile_seconds: float
+    failed: str = ""
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ class Recording:
         compilations: frames that Dynamo compiled, for whatever backend.
         breaks: graph breaks and errors, for whatever backend.
         lazy_seconds: measured, what compiling backward passes took when they first ran.
+        failed: the error that ended the program; empty where none did.
     """
 
     captured: list[str] = field(default_factory=list)
@@ -113,6 +114,7 @@ class Recording:
     compilations: list[Compilation] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     lazy_seconds: float = 0.0
+    failed: str = ""
 
     @property
     def collectives(self) -> list[Collective]:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dtensor_compile.report.compare import Comparison, bytes_text, seconds_text
+from dtensor_compile.report.compare import Comparison, bytes_text, describe_break, seconds_text
 from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution, Report, Side, Source, Total
 
 #: Rows of a long table that are shown, unless all are asked for.
@@ -55,6 +55,8 @@ def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[Rendera
     yield _summary(report, terminal)
     for this in ours.breaks:
         yield _break(this)
+    if report.stock and report.stock.breaks:
+        yield Text("under stock torch:\n" + "".join(f"  {describe_break(this)}\n" for this in report.stock.breaks))
     if ours.recompiles:
         table = _table("recompiles", terminal, "function", "cause", "guard that did not hold", "seconds (measured)")
         for r in ours.recompiles:
@@ -84,6 +86,7 @@ def _summary(report: Report, terminal: bool) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     rows: list[tuple[str, Callable[[Side], str]]] = [
+        *([("ended with an error", lambda s: s.failed or "-")] if any(side.failed for side in sides) else []),
         ("graph breaks", lambda s: str(len(s.breaks))),
         ("recompiles", lambda s: str(len(s.recompiles))),
         ("graphs", lambda s: str(len(s.graphs))),

@@ -186,8 +186,8 @@ def _users_errors(what: str) -> Iterator[None]:
         advice = _needs_gpu(error)
         where = _users_frame(error)
         if advice:
-            raise TargetError(f"{what}: it needs a device that is not there ({_line(error)}{where}); {advice}") from error
-        raise TargetError(f"{what}: {type(error).__name__}: {_line(error)}{where}; --verbose shows the traceback") from error
+            raise TargetError(f"{what}: it needs a device that is not there ({one_line(error)}{where}); {advice}") from error
+        raise TargetError(f"{what}: {type(error).__name__}: {one_line(error)}{where}; --verbose shows the traceback") from error
 
 
 #: What torch says where a device is missing.
@@ -204,7 +204,8 @@ def _needs_gpu(error: Exception) -> str:
     return 'make model and mesh on "cpu" where torch.cuda.is_available() is false: a report needs no GPU' if missing else ""
 
 
-def _line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
+    """The first line of what an error says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else "no message"
 

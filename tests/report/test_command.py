@@ -65,6 +65,24 @@ def breaks():
     return step, (x,)
 
 
+def only_ours():
+    def step(x, names):
+        dist.all_gather_object(names, dist.get_rank())
+        return x + 1
+
+    return step, (torch.ones(4), [None] * dist.get_world_size())
+
+
+def one_graph(mesh):
+    @torch.compile(backend="dtensor_aten", fullgraph=True)
+    def step(x):
+        if x.sum() > 0:
+            x = x + 1
+        return x
+
+    step(torch.ones(4))
+
+
 def step():
     model, x = build()
     torch.compile(model, backend="dtensor_aten")(x).sum().backward()
@@ -191,6 +209,27 @@ def test_graph_break_with_its_cause_and_what_it_splits(program, capsys):
     assert first == "--max-breaks 0: graph breaks 1, at most 0"
     assert re.search(r"a_program.py:\d+: \[value-of-data\] if y.sum\(\) > 0:", second)
     assert "graph break [value-of-data]" in said.out and "splits the function into 2 graphs" in said.out
+
+
+def test_stock_fails_where_this_backend_does_not(program, capsys):
+    status, report = report_of("a_program.py:only_ours")
+    (ours,), (stock,) = report.ours.breaks, report.stock.breaks
+    assert status == 0 and not report.ours.failed and "unregistered member" in report.stock.failed
+    assert (ours.cause, ours.error, stock.error) == ("object-collective", False, True)
+    assert ours.source == stock.source and ours.source.code == "dist.all_gather_object(names, dist.get_rank())"
+    out = capsys.readouterr().out
+    assert re.search(r"ended with an error +\| +- +\| +InternalTorchDynamoError", out)
+    assert "under stock torch:" in out and "error [member-not-registered]" in out
+
+
+def test_compilation_that_ends_with_an_error_is_shown_with_its_cause(program, capsys):
+    status, report = report_of("a_program.py:one_graph")
+    (this,) = report.ours.breaks
+    assert status == 2 and (this.cause, this.error, this.count) == ("value-of-data", True, 1)
+    assert this.source.code == "if x.sum() > 0:"
+    said = capsys.readouterr()
+    assert "error [value-of-data]" in said.out
+    assert said.err == f"dtensor-compile report: a_program.py:one_graph raises: {report.ours.failed}\n"
 
 
 @pytest.mark.parametrize("function", ["step", "makes_step"])
