@@ -44,12 +44,36 @@ def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
         copy = node.graph.call_function(_clone, (original,), {} if same else {"memory_format": torch.contiguous_format})
     copy.meta = dict(node.meta)
     node.replace_all_uses_with(copy)
-    erase_unused(node, original)
+    erase_dead(node)
 
 
-def erase_unused(node: Any, until: torch.fx.Node) -> None:
-    """Erases `node` and the redistributions and copies that it was made of, back to `until`, where nobody else reads them."""
-    while node is not until and not node.users:
-        source = node.args[0]
+def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) -> bool:
+    """Readers of `node` read `new`, in the strides of `node`; what nobody reads then goes away.
+
+    Args:
+        shared: `new`, or what it is a view of, has other readers.
+
+    Returns False where the strides cannot be had; then `new` goes away.
+    """
+    was, now = node.meta["val"], new.meta["val"]
+    assert (was.shape, was.dtype) == (now.shape, now.dtype), f"{node} is {was.shape} {was.dtype}, {new} is {now.shape} {now.dtype}"
+    if not shared and was.stride() == now.stride():
+        node.replace_all_uses_with(new)
+        erase_dead(node)
+        return True
+    if not can_copy(new, node):
+        erase_dead(new)
+        return False
+    replace_by_copy(node, new)
+    return True
+
+
+def erase_dead(node: torch.fx.Node) -> None:
+    """Erases a node that nobody reads, and those that it alone was made of; inputs, and what acts on more than its result, stay."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node.users or node.op != "call_function" or node._erased or node.is_impure():
+            continue
+        pending += node.all_input_nodes
         node.graph.erase_node(node)
-        node = source

@@ -1,15 +1,18 @@
-"""Reading redistribute nodes: the one place that knows the order of their arguments."""
+"""Reading and making redistribute nodes: the one place that knows the order of their arguments and what they send."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.node import map_arg
 
-from dtensor_compile.capture.redistribute import redistribute_op
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.redistribute import plan_of, redistribute_op
+from dtensor_compile.lowering.plan import bytes_sent, collectives
 
 #: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives.
 RECORDED_AS = "dtensor_compile_recorded_as"
@@ -41,6 +44,67 @@ def read(node: torch.fx.Node) -> Redistribution:
     """Arguments of a redistribute node."""
     local, source, target, mesh, shape = node.args
     return Redistribution(local, source, target, mesh, tuple(shape))  # type: ignore[arg-type]
+
+
+class Cost(NamedTuple):
+    """What one rank sends: number of collectives, bytes."""
+
+    collectives: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.bytes:,} bytes in {self.collectives}"
+
+    def is_less(self, other: Cost) -> bool:
+        """Whether this is at most as many bytes in at most as many collectives, and not both the same."""
+        return self.collectives <= other.collectives and self.bytes <= other.bytes and self != other
+
+
+NOTHING = Cost(0, 0)
+
+
+def cost(this: Redistribution, itemsize: int) -> Cost:
+    """What a redistribution of elements of `itemsize` bytes sends; symbolic sizes count with their hints.
+
+    Raises:
+        PlanError: nothing leads from the one spec to the other.
+    """
+    shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
+    steps = plan_of(this.source, this.target, parse_mesh(this.mesh), shape, itemsize)
+    return Cost(collectives(steps), bytes_sent(steps, itemsize))
+
+
+def cost_of(nodes: Iterable[torch.fx.Node]) -> Cost:
+    """What redistribute nodes send together."""
+    each = [cost(read(node), node.meta["val"].element_size()) for node in nodes]
+    return Cost(sum(c.collectives for c in each), sum(c.bytes for c in each))
+
+
+#: Keys of a node's ``meta`` that say in which graph of the two it runs, and whether it runs again.
+_WHEN = ("partitioner_tag", "recompute", "ac_graph_id")
+
+
+def when(node: torch.fx.Node) -> tuple[Any, ...]:
+    """In which graph a node runs, and whether it runs again: nodes that become one have to agree about it."""
+    return tuple(node.meta.get(key) for key in _WHEN)
+
+
+def call(
+    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: torch.fx.Node, before: torch.fx.Node
+) -> torch.fx.Node:
+    """A new node in front of `before`, with the origin of `like`, in the graph of `before`, and the fake value of its own."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, dict(kwargs or {}))
+    node.meta = {key: value for key, value in like.meta.items() if key not in ("tensor_meta", *_WHEN)}
+    node.meta |= {key: before.meta[key] for key in _WHEN if key in before.meta}
+    values, named = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    node.meta["val"] = target(*values, **named)
+    return node
+
+
+def redistribute(this: Redistribution, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+    """A new redistribute node in front of `before`, that stands for `like`."""
+    return call(redistribute_op, (this.local, *this[1:4], list(this.shape)), like=like, before=before)
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -1,0 +1,75 @@
+"""Two redistributions in a row become one, and one that nobody reads goes away.
+
+    redistribute(redistribute(x, A -> B), B -> C)  =  redistribute(x, A -> C)
+
+Right because every spec on the way describes the same global tensor. What A owes (a sum, an average, a minimum) is owed until it is
+reduced, on the way to B or on that to C; the order in which ranks are added may change. Where B or C owes what the spec before it
+did not, the pair stays: such a step divides, which rounds.
+
+It pays where the direct way sends less than what goes away: an all-reduce of which only a part is read becomes a reduce-scatter.
+Where the middle has other readers it stays, and the direct way has to send less than the second half alone.
+
+    before   a = redistribute(x, P(sum) -> R); b = redistribute(a, R -> S(0))
+    after    b = redistribute(x, P(sum) -> S(0))
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.dtensor import Partial
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.copies import behind_copies, erase_dead, replace
+from dtensor_compile.passes.nodes import NOTHING, cost, is_redistribution, read, redistribute, redistributions, source_line
+
+
+def compose_redistributions(graph: torch.fx.Graph) -> list[Decision]:
+    """Composes redistributions that follow each other in `graph`, and drops unused ones."""
+    decisions = []
+    for node in redistributions(graph):
+        made = _compose(node)
+        if made is not None:
+            decisions.append(made)
+    for node in reversed(list(redistributions(graph))):
+        if not node.users:
+            decisions.append(Decision("compose_redistributions", source_line(node), "nobody reads it", str(read(node)), "nothing"))
+            erase_dead(node)
+    return decisions
+
+
+def _compose(node: torch.fx.Node) -> Decision | None:
+    this, inner = read(node), behind_copies(read(node).local)
+    if not is_redistribution(inner):
+        return None
+    first = read(inner)
+    if (first.target, first.mesh, first.shape) != (this.source, this.mesh, this.shape):
+        return None
+    if not (_owes_no_more(first.source, first.target) and _owes_no_more(this.source, this.target)):
+        return None
+    direct = this._replace(local=first.local, source=first.source)
+    itemsize = node.meta["val"].element_size()
+    goes = _is_only_reader(node, inner)
+    half = cost(first, itemsize) if goes else NOTHING
+    before = type(half)(*(a + b for a, b in zip(half, cost(this, itemsize))))
+    after = cost(direct, itemsize)
+    if not (after.is_less(before) or after == before and goes):
+        return None
+    where, text = source_line(node), f"{first}->{this.target}"
+    reason = f"the direct way sends {after} and not {before}" if after != before else "one step and not two"
+    if not replace(node, redistribute(direct, like=node, before=node)):
+        return None
+    return Decision("compose_redistributions", where, reason, text, str(direct))
+
+
+def _owes_no_more(source: str, target: str) -> bool:
+    """Whether the target spec is partial only where the source spec is so in the same way."""
+    return all(a == b for a, b in zip(parse_spec(source), parse_spec(target)) if isinstance(b, Partial))
+
+
+def _is_only_reader(node: torch.fx.Node, inner: torch.fx.Node) -> bool:
+    """Whether `inner` goes away when `node` does: nobody else reads it or the copies and views between the two."""
+    between = node.args[0]
+    while len(between.users) == 1 and between is not inner:
+        between = between.args[0]
+    return between is inner and len(inner.users) == 1

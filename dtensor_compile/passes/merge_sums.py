@@ -1,0 +1,117 @@
+"""Terms of a sum that are redistributed alike are added first and redistributed once.
+
+    redistribute(x, A -> B) + redistribute(y, A -> B)  =  redistribute(x + y, A -> B)
+
+Right where A -> B is linear: what it moves is moved element by element, and what it reduces is summed or averaged. Where nothing
+is reduced the numbers are bitwise the same. Where something is, the same terms are added in another order: each rank's own first.
+Minima, maxima and products are left alone, and so is what becomes partial on the way. ``-`` and ``neg`` are exact and count as sums
+with a sign; factors are not looked through, because they would round every term where they rounded the sum.
+
+It pays wherever something is sent: one collective for several. The local sum is over tensors in spec A, which may be larger than
+those in spec B; it is fused into what makes them, or read at the speed of memory.
+
+    before   a = redistribute(x, P(sum) -> S(1)); b = redistribute(y, P(sum) -> S(1)); s = add(a, b)
+    after    z = add(x, y); s = redistribute(z, P(sum) -> S(1))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.dtensor import Partial
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.copies import is_same_view, replace
+from dtensor_compile.passes.nodes import Redistribution, call, cost_of, is_redistribution, read, redistribute, source_line, when
+
+aten = torch.ops.aten
+
+#: A term of a sum: the node, and whether it is subtracted.
+Term = tuple[torch.fx.Node, bool]
+
+
+def merge_sums(graph: torch.fx.Graph) -> list[Decision]:
+    """Merges redistributions of terms of one sum in `graph`."""
+    decisions: list[Decision] = []
+    inner: set[torch.fx.Node] = set()  # sums that are terms of a larger one, and views between them
+    for root in reversed(list(graph.nodes)):
+        if root in inner or not _is_sum(root):
+            continue
+        terms = list(_terms(root, root, False, inner))
+        decisions += _merge(root, terms)
+    return decisions
+
+
+def _is_sum(node: torch.fx.Node) -> bool:
+    """Whether a node adds or subtracts two tensors of the same shape and dtype as its result, with factor 1."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs.get("alpha", 1) != 1:
+        return False
+    value = node.meta.get("val")
+    others = [argument.meta.get("val") if isinstance(argument, torch.fx.Node) else None for argument in node.args]
+    return len(others) == 2 and all(
+        isinstance(x, torch.Tensor) and isinstance(value, torch.Tensor) and (x.shape, x.dtype) == (value.shape, value.dtype) for x in others
+    )
+
+
+def _terms(node: torch.fx.Node, root: torch.fx.Node, negative: bool, inner: set[torch.fx.Node]) -> Iterator[Term]:
+    """The terms of the sum that ends in `root`, from left to right; nodes with other readers are terms, whatever they are."""
+    pending = [(node, negative)]
+    while pending:
+        node, negative = pending.pop()
+        if node is root or len(node.users) == 1 and when(node) == when(root):
+            inner.add(node)
+            if _is_sum(node):
+                pending += [(node.args[1], negative != (node.target is aten.sub.Tensor)), (node.args[0], negative)]
+                continue
+            if node.target is aten.neg.default:
+                pending.append((node.args[0], not negative))
+                continue
+            if is_same_view(node):
+                pending.append((node.args[0], negative))
+                continue
+        yield node, negative
+
+
+def is_linear(this: Redistribution) -> bool:
+    """Whether the redistribution of a sum is the sum of the redistributions."""
+    source, target = parse_spec(this.source), parse_spec(this.target)
+    reduces = all(p.reduce_op in ("sum", "avg") for p in source if isinstance(p, Partial))
+    return reduces and all(a == b for a, b in zip(source, target) if isinstance(b, Partial))
+
+
+def _merge(root: torch.fx.Node, terms: list[Term]) -> list[Decision]:
+    groups: dict[tuple, list[Term]] = {}
+    for node, negative in terms:
+        if is_redistribution(node) and len(node.users) == 1 and when(node) == when(root) and is_linear(read(node)):
+            groups.setdefault((*read(node)[1:], read(node).local.meta["val"].dtype), []).append((node, negative))
+    merged = {node: group for group in groups.values() if len({n for n, _ in group}) > 1 for node, _ in group}
+    merged = {node: group for node, group in merged.items() if cost_of([node]).bytes}
+    if not merged:
+        return []
+    decisions, total, done = [], None, set()
+    for node, negative in terms:
+        if node in done:
+            continue
+        if node in merged:
+            nodes = list(dict.fromkeys(n for n, _ in merged[node]))
+            done.update(nodes)
+            local = _sum([(read(n).local, sign) for n, sign in merged[node]], root)
+            one = redistribute(read(node)._replace(local=local), like=node, before=root)
+            reason = f"{len(nodes)} terms of one sum are sent as one: {cost_of(nodes)} become {cost_of([one])}"
+            decisions += [Decision("merge_sums", source_line(n), reason, str(read(n)), f"one with {node.name}") for n in nodes]
+            node, negative = one, False
+        total = _sum([(node, negative)] if total is None else [(total, False), (node, negative)], root)
+    assert total is not None
+    return decisions if replace(root, total) else []
+
+
+def _sum(terms: list[Term], before: torch.fx.Node) -> torch.fx.Node:
+    """The sum of the terms, from left to right."""
+    total, negative = terms[0]
+    if negative:
+        total = call(aten.neg.default, (total,), like=before, before=before)
+    for node, negative in terms[1:]:
+        total = call(aten.sub.Tensor if negative else aten.add.Tensor, (total, node), like=before, before=before)
+    return total

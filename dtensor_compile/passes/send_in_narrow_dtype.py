@@ -1,0 +1,118 @@
+"""What is sent and then cast to a narrower dtype, or was cast from one, is sent in the narrower dtype.
+
+    cast(redistribute(x, A -> B), narrow)  =  redistribute(cast(x, narrow), A -> B)
+    redistribute(cast(y, wide), A -> B)    =  cast(redistribute(y, A -> B), wide)
+
+Bitwise the same where nothing is reduced, because a cast is made element by element: `send_in_narrow_dtype`. Where A owes a sum, it
+would be added up in the narrow dtype, which rounds more: `reduce_in_narrow_dtype`, for those who ask for it. Views between the
+redistribution and the casts move along.
+
+It pays where something is sent. A redistribution that somebody reads in the wide dtype stays as it is.
+
+    before   w = redistribute(shard, S(0) -> R); v = view(w, [64, 64]); b = _to_copy(v, bfloat16)
+    after    s = _to_copy(shard, bfloat16); w = redistribute(s, S(0) -> R); b = view(w, [64, 64])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.copies import behind_copies, replace
+from dtensor_compile.passes.nodes import Redistribution, call, cost, read, redistribute, redistributions, source_line
+
+aten = torch.ops.aten
+
+
+def send_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
+    """Moves casts in `graph` across redistributions that reduce nothing."""
+    return [made for node in redistributions(graph) if not _owes(read(node)) for made in _narrow("send_in_narrow_dtype", node)]
+
+
+def reduce_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
+    """Moves casts in `graph` across redistributions that add: sums are rounded in the narrower dtype."""
+    return [made for node in redistributions(graph) if _owes(read(node)) for made in _narrow("reduce_in_narrow_dtype", node)]
+
+
+def _owes(this: Redistribution) -> bool:
+    return "P(" in this.source + this.target
+
+
+def _narrow(name: str, node: torch.fx.Node) -> list[Decision]:
+    return _cast_before(name, node) or _cast_after(name, node)
+
+
+def _cast_before(name: str, node: torch.fx.Node) -> list[Decision]:
+    """Where all that is made of the result is cast to one narrower dtype."""
+    ends = [(user, path) for user, path in _readers(node, ())]
+    dtypes = {user.meta["val"].dtype if _is_cast(user) else None for user, _ in ends}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if dtype is None or not _is_narrower(dtype, node.meta["val"].dtype):
+        return []
+    this = read(node)
+    decision = _decision(name, node, dtype)
+    if decision is None:
+        return []
+    cast = call(aten._to_copy.default, (this.local,), {"dtype": dtype}, like=ends[0][0], before=node)
+    sent = redistribute(this._replace(local=cast), like=node, before=node)
+    for user, path in ends:
+        new = sent
+        for view in path:
+            new = call(view.target, (new, *view.args[1:]), view.kwargs, like=view, before=user)
+        if not replace(user, new, shared=len(ends) > 1):
+            raise ValueError(f"{user.name} has strides that a copy cannot have")
+    return [decision]
+
+
+def _cast_after(name: str, node: torch.fx.Node) -> list[Decision]:
+    """Where what is sent was cast from a narrower dtype."""
+    this = read(node)
+    cast = behind_copies(this.local)
+    if not _is_cast(cast) or not _is_narrower(cast.args[0].meta["val"].dtype, node.meta["val"].dtype):
+        return []
+    decision = _decision(name, node, cast.args[0].meta["val"].dtype)
+    if decision is None:
+        return []
+    sent = redistribute(this._replace(local=cast.args[0]), like=node, before=node)
+    wide = call(aten._to_copy.default, (sent,), {"dtype": node.meta["val"].dtype}, like=cast, before=node)
+    return [decision] if replace(node, wide) else []
+
+
+def _readers(node: torch.fx.Node, path: tuple[torch.fx.Node, ...]) -> Iterator[tuple[torch.fx.Node, tuple[torch.fx.Node, ...]]]:
+    """The readers of a node behind views of it, and the views on the way."""
+    for user in node.users:
+        if _is_view(user) and user.args[0] is node:
+            yield from _readers(user, (*path, user))
+        else:
+            yield user, path
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """Whether a node is one view of one tensor, for elements of any dtype."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return (target.is_view or target is aten._unsafe_view.default) and target is not aten.view.dtype
+
+
+def _is_cast(node: object) -> bool:
+    """Whether a node does nothing but change the dtype."""
+    if not isinstance(node, torch.fx.Node) or node.target is not aten._to_copy.default:
+        return False
+    was, now = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return (was.device, was.layout, was.stride()) == (now.device, now.layout, now.stride()) and not node.kwargs.get("pin_memory")
+
+
+def _is_narrower(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    return narrow.itemsize < wide.itemsize and narrow.is_floating_point and wide.is_floating_point
+
+
+def _decision(name: str, node: torch.fx.Node, dtype: torch.dtype) -> Decision | None:
+    this, wide = read(node), node.meta["val"].dtype
+    before, after = cost(this, wide.itemsize), cost(this, dtype.itemsize)
+    if not after.is_less(before):
+        return None
+    narrow = str(dtype).removeprefix("torch.")
+    return Decision(name, source_line(node), f"sent as {narrow}: {after} and not {before}", str(this), f"{this} in {narrow}")
