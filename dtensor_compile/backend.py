@@ -74,7 +74,7 @@ def dtensor(
         bind_meshes_to_primals(graph)
         make_tokens_real(graph)
         log.captured(graph)
-        log.decided(run_passes(graph, disabled=opts.disable_passes, strict=opts.strict))
+        log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
         spread_by_mask(graph)
         tangents.repeatable = not writes and is_repeatable(graph)
@@ -87,7 +87,8 @@ def dtensor(
         lower_collectives(graph)
         log.lowered(graph)
 
-    key = (opts.disable_passes, opts.strict, opts.fallback, str(opts.topology and to_values(opts.topology)), cache_key())
+    planned_for = str(opts.topology and to_values(opts.topology))
+    key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),
         capture_redistributions(),

@@ -12,11 +12,15 @@ from typing import Any
 
 from dtensor_compile.compat.inductor import inductor_config_error, inductor_keys, mode_options
 from dtensor_compile.errors import OptionError, TopologyError
+from dtensor_compile.passes import OPTIONAL, PASSES
 from dtensor_compile.topology.files import topology
 from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error")}
-_PASSES = ("cancel_inverse_pairs", "share_equal_redistributions")
+_PASSES = {
+    "disable_passes": tuple(dict.fromkeys(run.__name__ for run in PASSES)),
+    "enable_passes": OPTIONAL,
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Options:
             stock Inductor does; for finding out whether a difference comes from us.
         kernels: ``"inductor"`` generates kernels; ``"aten"`` runs the lowered graph operator by operator.
         disable_passes: names of graph passes that do not run.
+        enable_passes: names of graph passes that do, of those that run only where they are asked for.
         strict: a pass that raises ends the compilation. Otherwise its change is dropped, with a warning.
         fallback: an operator without a sharding rule in torch runs on replicated tensors (``"replicate"``, reported as a decision),
             or raises as in eager (``"error"``).
@@ -38,6 +43,7 @@ class Options:
     capture: bool = True
     kernels: str = "inductor"
     disable_passes: tuple[str, ...] = ()
+    enable_passes: tuple[str, ...] = ()
     strict: bool = False
     fallback: str = "replicate"
     topology: Cluster | None = None
@@ -84,7 +90,7 @@ def _checked(name: str, value: Any) -> Any:
             raise OptionError(f"option {name!r} takes one of {', '.join(map(repr, _CHOICES[name]))}, not {value!r}")
         return value
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else None
-    unknown = [n for n in names if n not in _PASSES] if names is not None else [value]
+    unknown = [n for n in names if n not in _PASSES[name]] if names is not None else [value]
     if unknown:
-        raise OptionError(f"option {name!r} takes a list of pass names, not {unknown[0]!r}; the passes are: {', '.join(_PASSES)}")
+        raise OptionError(f"option {name!r} takes a list of pass names, not {unknown[0]!r}; the passes are: {', '.join(_PASSES[name])}")
     return names

@@ -31,10 +31,11 @@ def test_mode_is_inductors():
     [
         (None, {"strickt": True}, "unknown option 'strickt': did you mean 'strict'"),
         (None, {"max_autotun": True}, "did you mean 'max_autotune'"),
-        (None, {"qqqq": 1}, "options of this backend: capture, kernels, disable_passes, strict"),
+        (None, {"qqqq": 1}, "options of this backend: capture, kernels, disable_passes, enable_passes, strict"),
         (None, {"kernels": "cuda"}, "option 'kernels' takes one of 'inductor', 'aten', not 'cuda'"),
         (None, {"strict": 1}, "option 'strict' takes True or False, not 1"),
-        (None, {"disable_passes": ["nope"]}, "not 'nope'; the passes are: cancel_inverse_pairs, share_equal_redistributions"),
+        (None, {"disable_passes": ["nope"]}, "not 'nope'; the passes are: share_equal_redistributions, cancel_inverse_pairs, "),
+        (None, {"enable_passes": "merge_sums"}, "not 'merge_sums'; the passes are: reduce_in_narrow_dtype"),
         (None, {"disable_passes": 3}, "takes a list of pass names, not 3"),
         (None, {"max_autotune": "yes"}, "takes bool, not 'yes'"),
         ("fastest", None, "unknown mode 'fastest'; modes: default, "),

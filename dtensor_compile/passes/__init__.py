@@ -14,6 +14,9 @@ import torch
 from dtensor_compile.compat.fx import copy_of_graph, put_back
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
+from dtensor_compile.passes.compose_redistributions import compose_redistributions
+from dtensor_compile.passes.merge_sums import merge_sums
+from dtensor_compile.passes.send_in_narrow_dtype import reduce_in_narrow_dtype, send_in_narrow_dtype
 from dtensor_compile.passes.share_equal_redistributions import share_equal_redistributions
 
 Pass = Callable[[torch.fx.Graph], list[Decision]]
@@ -21,20 +24,37 @@ Pass = Callable[[torch.fx.Graph], list[Decision]]
 PASSES: tuple[Pass, ...] = (
     share_equal_redistributions,
     cancel_inverse_pairs,
+    compose_redistributions,
+    send_in_narrow_dtype,
+    reduce_in_narrow_dtype,
+    merge_sums,
+    compose_redistributions,
 )
+
+#: Those that run only where the user asks for them: they may round more than another order of additions does.
+OPTIONAL: tuple[str, ...] = (reduce_in_narrow_dtype.__name__,)
 
 
 def run_passes(
-    graph: torch.fx.Graph, passes: Sequence[Pass] = PASSES, *, disabled: Sequence[str] = (), strict: bool = False
+    graph: torch.fx.Graph,
+    passes: Sequence[Pass] = PASSES,
+    *,
+    disabled: Sequence[str] = (),
+    enabled: Sequence[str] = (),
+    strict: bool = False,
 ) -> list[Decision]:
     """Runs the passes in order and returns what they decided.
+
+    Args:
+        disabled: names of passes that do not run.
+        enabled: names of `OPTIONAL` ones that do.
 
     A pass that raises is dropped with a warning and a decision that says so; with `strict` its exception goes on.
     """
     decisions: list[Decision] = []
     for run in passes:
         name = run.__name__
-        if name in disabled:
+        if name in disabled or name in OPTIONAL and name not in enabled:
             continue
         saved = None if strict else copy_of_graph(graph)
         try:

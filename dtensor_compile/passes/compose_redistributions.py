@@ -20,7 +20,7 @@ import torch
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.dtensor import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.copies import behind_copies, erase_dead, replace
+from dtensor_compile.passes.copies import behind_copies, is_view, replace
 from dtensor_compile.passes.nodes import NOTHING, cost, is_redistribution, read, redistribute, redistributions, source_line
 
 
@@ -31,10 +31,12 @@ def compose_redistributions(graph: torch.fx.Graph) -> list[Decision]:
         made = _compose(node)
         if made is not None:
             decisions.append(made)
-    for node in reversed(list(redistributions(graph))):
-        if not node.users:
+    for node in reversed(list(graph.nodes)):
+        if node.users or not (is_redistribution(node) or is_view(node)):
+            continue
+        if is_redistribution(node):
             decisions.append(Decision("compose_redistributions", source_line(node), "nobody reads it", str(read(node)), "nothing"))
-            erase_dead(node)
+        graph.erase_node(node)
     return decisions
 
 

@@ -30,6 +30,14 @@ def is_same_view(node: Any) -> bool:
     return was is not None and now is not None and was.shape == now.shape and was.stride() == now.stride()
 
 
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether a node is one view of one tensor, its first argument."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return (target.is_view or target is torch.ops.aten._unsafe_view.default)
+
+
 def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
     """Whether a copy of `original` can have the strides of `node`, for which its readers were traced."""
     was, now = node.meta.get("val"), original.meta.get("val")

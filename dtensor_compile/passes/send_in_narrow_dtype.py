@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.copies import behind_copies, replace
+from dtensor_compile.passes.copies import behind_copies, is_view, replace
 from dtensor_compile.passes.nodes import Redistribution, call, cost, read, redistribute, redistributions, source_line
 
 aten = torch.ops.aten
@@ -83,18 +83,10 @@ def _cast_after(name: str, node: torch.fx.Node) -> list[Decision]:
 def _readers(node: torch.fx.Node, path: tuple[torch.fx.Node, ...]) -> Iterator[tuple[torch.fx.Node, tuple[torch.fx.Node, ...]]]:
     """The readers of a node behind views of it, and the views on the way."""
     for user in node.users:
-        if _is_view(user) and user.args[0] is node:
+        if is_view(user) and user.target is not aten.view.dtype:
             yield from _readers(user, (*path, user))
         else:
             yield user, path
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    """Whether a node is one view of one tensor, for elements of any dtype."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
-        return False
-    return (target.is_view or target is aten._unsafe_view.default) and target is not aten.view.dtype
 
 
 def _is_cast(node: object) -> bool:

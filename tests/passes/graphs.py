@@ -21,6 +21,11 @@ def move(x, source, target, shape=SHAPE, on=None):
     return redistribute_op(x, source, target, on or mesh(), list(shape))
 
 
+def unchanged(run_pass, function, *args):
+    before, after, decisions = rewritten(run_pass, function, *args)
+    assert before == after and decisions == []
+
+
 def local(*sizes):
     return torch.arange(torch.Size(sizes).numel()).reshape(sizes).float() + 100 * dist.get_rank()
 
