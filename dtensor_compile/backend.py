@@ -34,6 +34,7 @@ from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
+from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.topology.files import to_values
 from dtensor_compile.topology.network import plans_for
 from dtensor_compile.variables import install_trackers
@@ -60,9 +61,10 @@ def dtensor(
     opts = Options.parse(mode, options)
     check_program(gm, example_inputs)
     check_counts(gm)
+    log, tangents = GraphLog(), Tangents.of_frame()
+    spread_annotations(gm, example_inputs, log.decided)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
-    log, tangents = GraphLog(), Tangents.of_frame()
     writes = may_write(gm)
     tangents.repeatable = not writes
     if recording():

@@ -27,3 +27,8 @@ def report_fallbacks(decided: Callable[[list[Decision]], None]) -> Iterator[None
 
     with fallback_reports(tell):
         yield
+
+
+def rules_anywhere() -> contextlib.AbstractContextManager[None]:
+    """The rules for questions that are asked outside of tracing (which dims of an operator's tensors belong together)."""
+    return sharding_rules(lambda: True, lambda: True)

@@ -38,6 +38,7 @@ class Mesh:
         self.axis_names = tuple(axis_names) if axis_names is not None else None
         self.device_ids = ids
         self._device_mesh: DeviceMesh | None = None
+        self.text = ""  # of the torch mesh (capture/mesh.py); empty as long as there is none
         _check(ids, self.mesh_shape, self.axis_names)
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else len(ids)
         if len(ids) != world:
@@ -92,13 +93,12 @@ class Mesh:
                         "number: start the ranks in the order of the mesh (device_ids is then 0, 1, 2, ...)"
                     )
             kind = device_type or ("cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu")
-            self._device_mesh = DeviceMesh(kind, torch.tensor(grid), mesh_dim_names=names)
+            self._take(DeviceMesh(kind, torch.tensor(grid), mesh_dim_names=names))
+        assert self._device_mesh is not None
         return self._device_mesh
 
-    @property
-    def text(self) -> str:
-        """Text form of the torch mesh (``capture/mesh.py``)."""
-        return mesh_text(self.to_device_mesh())
+    def _take(self, mesh: DeviceMesh) -> None:
+        self._device_mesh, self.text = mesh, mesh_text(mesh)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
@@ -109,7 +109,7 @@ class Mesh:
         """
         layout = mesh_layout(mesh)
         this = cls(mesh.mesh.flatten().tolist(), layout.shape, mesh.mesh_dim_names)
-        this._device_mesh = mesh
+        this._take(mesh)
         return this
 
     def __eq__(self, other: object) -> bool:

@@ -20,6 +20,7 @@ from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
+from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
 from dtensor_compile.variables import (
     collectives,
     comm_debug_mode,
@@ -75,6 +76,7 @@ ENTRIES = Entries(
         *hooks.CONTEXTS,
         *random.CONTEXTS,
         *data_parallel.CONTEXTS,
+        plain_tensors_are_replicated,
     ),
 )
 

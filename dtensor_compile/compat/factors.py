@@ -1,0 +1,101 @@
+"""How an operator carries a sharding from one tensor to the others, read off DTensor's own rules.
+
+A *factor* of an operator is a loop that it runs over: rows, columns and the summed dim of a matrix product are three. Cutting a
+factor cuts one dim of each tensor that has it. To find them, one argument at a time is given as sharded along one dim, all others as
+replicated, over a mesh of one dim, and DTensor says what it would make of that: the argument stays sharded (a factor) or not (none).
+
+    mm(x[i,k], w[k,j]) -> y[i,j]     ask x: S(0)  ->  x: S(0), w: R,    y: S(0)       the factor i
+                                     ask x: S(1)  ->  x: S(1), w: S(0), y: P          the factor k, summed
+                                     ask w: S(1)  ->  x: R,    w: S(1), y: S(1)       the factor j
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Factor:
+    """
+    Attributes:
+        inputs, outputs: the dim of each tensor argument and of each result that has it; None where one has not.
+        summed: a result owes a sum over its pieces.
+    """
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    summed: bool
+
+
+def tensor_leaves(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments or results, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def operator_factors(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[torch.Tensor], mesh: DeviceMesh
+) -> list[Factor]:
+    """The factors of one call that can be cut over `mesh`, of one dim; its tensors are plain ones of global shape."""
+    tensors = tensor_leaves((args, kwargs))
+    factors: dict[Factor, None] = {}
+    for i, tensor in enumerate(tensors):
+        for dim in range(tensor.ndim):
+            if tensor.shape[dim] % mesh.size() == 0 and not any(f.inputs[i] == dim for f in factors):
+                factor = _ask(op, args, kwargs, tensors, results, i, dim, mesh)
+                if factor is not None:
+                    factors[factor] = None
+    return list(factors)
+
+
+def _ask(
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    index: int,
+    dim: int,
+    mesh: DeviceMesh,
+) -> Factor | None:
+    """The factor along `dim` of tensor argument `index`; None where the operator cannot run with it cut."""
+    asked = tensors[index]
+
+    def spec(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        placement: Placement = Shard(dim) if value is asked else Replicate()
+        return DTensorSpec(mesh, (placement,), TensorMeta(value.shape, value.stride(), value.dtype))
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    info = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
+    schema = OpSchema(op, tuple(tree_map(spec, tuple(args))), tree_map(spec, dict(kwargs)), schema_info=info)
+    try:
+        decision = propagator.propagate_op_sharding_non_cached(schema)
+    except (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError):
+        return None  # DTensor refuses it: nothing is carried
+    used = decision.redistribute_schema if decision.needs_redistribute else schema
+    inputs = [leaf for leaf in tree_leaves((used.args_schema, used.kwargs_schema or schema.kwargs_schema)) if isinstance(leaf, DTensorSpec)]
+    outputs = [leaf for leaf in tree_leaves(decision.output_spec) if isinstance(leaf, DTensorSpec)]
+    if len(inputs) != len(tensors) or len(outputs) != len(results):
+        return None
+    cut = [_dim(leaf) for leaf in inputs]
+    if cut[index] != dim:
+        return None
+    return Factor(tuple(cut), tuple(map(_dim, outputs)), any(leaf.placements[0].is_partial() for leaf in outputs))
+
+
+def _dim(spec: DTensorSpec) -> int | None:
+    placement = spec.placements[0]
+    return placement.dim % spec.ndim if type(placement) is Shard else None
+
+
+__all__ = ["Factor", "operator_factors", "tensor_leaves"]

@@ -1,0 +1,169 @@
+"""`mark_sharding` and its family: which tensors lie where, said in partition specs.
+
+A mark is a note on a plain tensor, which every rank has whole. The program means what it means without marks, in eager and under
+other backends; ``backend="dtensor"`` shards its computation as the marks say (`spmd.spread`), and `spmd.shard_module` the storage of
+parameters as well. In a compiled function a mark is a constraint on the value from there on; it does not break the graph.
+
+    mark_sharding(model.up.weight, mesh, ("tp", None))        # a parameter or a buffer
+    mark_sharding(x, mesh, ("dp", None))                      # an input
+    h = model.up(x); mark_sharding(h, mesh, ("dp", "tp"))     # in a compiled function: an intermediate
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from dtensor_compile.compat.dynamo import fact_guard
+from dtensor_compile.errors import MeshError, PlacementError
+from dtensor_compile.spmd.constraint import agree, as_dtensor, constrain
+from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
+from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placements
+from dtensor_compile.spmd.propagate import Mark
+
+_NOTE = "_dtensor_compile_mark"
+#: Meshes that something was marked on: programs over them may mix plain tensors, which are equal on all ranks, with DTensors.
+_marked_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class MarkOn:
+    """A mark and the mesh that it speaks of."""
+
+    mesh: Mesh
+    mark: Mark
+
+
+def mark_of(t: Any) -> MarkOn | None:
+    """What `mark_sharding` noted on a tensor."""
+    return getattr(t, _NOTE, None) if isinstance(t, torch.Tensor) else None
+
+
+_guard_mark = fact_guard("MARK", mark_of)
+
+
+def guard_marks(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """The code that is being compiled holds for inputs with these marks, if anything was marked in this process."""
+    if not _marked_meshes:
+        return
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and "grapharg" in node.meta:
+            _guard_mark(node.meta["grapharg"].source)
+
+
+def is_marked_mesh(mesh: DeviceMesh) -> bool:
+    """Whether something was marked on that mesh."""
+    return mesh in _marked_meshes
+
+
+def plain_tensors_are_replicated() -> contextlib.AbstractContextManager[None]:
+    """For the time of tracing: operators take plain tensors beside DTensors, if anything was marked in this process."""
+    return implicit_replication() if len(_marked_meshes) > 0 else contextlib.nullcontext()
+
+
+def mark_sharding(
+    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec, *, open_dims: Sequence[int] = (), priority: int = 0
+) -> torch.Tensor:
+    """Says which mesh axes cut which dim of a tensor; returns the tensor. Sends nothing.
+
+    Args:
+        t: a plain tensor that is equal on all ranks; in a compiled function any tensor.
+        partition_spec: see `spmd.partition_spec`.
+        open_dims: dims that the propagation may cut further. Not in a compiled function.
+        priority: marks of a smaller number spread first. Not in a compiled function.
+
+    Raises:
+        PlacementError: the spec breaks a rule or does not fit the tensor; outside of a compiled function: `t` is a DTensor, whose
+            placements are what they are.
+        MeshError: there is no torch mesh for `mesh`.
+    """
+    axes = mesh.axes(partition_spec, t.dim())
+    if torch.compiler.is_compiling():
+        return constrain(t, _text_while_tracing(mesh), axes, False)
+    if isinstance(t, DTensor):
+        raise PlacementError(f"a DTensor {tuple(t.placements)} is placed already: use redistribute, or mark the plain tensor")
+    for dim in open_dims:
+        if not 0 <= dim < t.dim():
+            raise PlacementError(f"open dim {dim}: the tensor has the dims 0 to {t.dim() - 1}")
+    _use(mesh, t)
+    setattr(t, _NOTE, MarkOn(mesh, Mark(axes, tuple(open_dims), priority)))
+    return t
+
+
+def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
+    """In a compiled function: the value is cut along mesh axes on its way forward, and its gradient on its way back.
+
+    Use the result. Outside of a compiled function it is the value itself.
+    """
+    axes = mesh.axes(partition_spec, t.dim())
+    if not torch.compiler.is_compiling():
+        _use(mesh, t)
+    return constrain(t, _text_while_tracing(mesh), axes, True)
+
+
+def clear_sharding(t: torch.Tensor) -> torch.Tensor:
+    """Takes the mark off a tensor, and returns it."""
+    if hasattr(t, _NOTE):
+        delattr(t, _NOTE)
+    return t
+
+
+def wrap_as_sharded_tensor(t: torch.Tensor, mesh: Mesh | None = None, partition_spec: PartitionSpec | None = None) -> DTensor:
+    """The tensor as a DTensor: cut as the spec says, else as it is marked, else replicated over `mesh` or the global mesh.
+
+    Raises:
+        MeshError: no mesh is given, marked or set.
+    """
+    if isinstance(t, DTensor):
+        return t
+    note = mark_of(t)
+    mesh = mesh or (note.mesh if note else get_global_mesh())
+    if mesh is None:
+        raise MeshError("wrap_as_sharded_tensor needs a mesh: give one, mark the tensor, or call set_global_mesh first")
+    if partition_spec is not None:
+        axes = mesh.axes(partition_spec, t.dim())
+    else:
+        axes = note.mark.axes if note and note.mesh == mesh else ((),) * t.dim()
+    device_mesh = _use(mesh, t)
+    return as_dtensor(t, device_mesh).redistribute(device_mesh, axes_to_placements(axes, mesh.mesh_shape))
+
+
+def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
+    """The whole value of a DTensor as a plain tensor, on every rank; other tensors as they are."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def wrap_if_sharded(x: Any) -> Any:
+    """`wrap_as_sharded_tensor` of what is marked; anything else as it is."""
+    return wrap_as_sharded_tensor(x) if mark_of(x) is not None else x
+
+
+def shard_as(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors, placed alike: in a compiled function as the propagation finds, otherwise as the first. Use the results.
+
+    Raises:
+        PlacementError: they differ in shape.
+    """
+    if len({tuple(t.shape) for t in tensors}) > 1:
+        raise PlacementError(f"shard_as takes tensors of one shape, not {[list(t.shape) for t in tensors]}")
+    return agree(*tensors)
+
+
+def _use(mesh: Mesh, t: torch.Tensor) -> DeviceMesh:
+    device_mesh = mesh.to_device_mesh(t.device.type)
+    _marked_meshes.add(device_mesh)
+    return device_mesh
+
+
+def _text_while_tracing(mesh: Mesh) -> str:
+    if not mesh.text:
+        raise MeshError("a mesh is used in a compiled function for the first time: call mesh.to_device_mesh() before it")
+    return mesh.text

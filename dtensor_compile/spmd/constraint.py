@@ -1,0 +1,76 @@
+"""Annotations inside of a compiled function: calls that Dynamo leaves whole in its graph.
+
+A constraint is one node of text and integers, as a redistribution is: the tensor, the mesh in text form, the axes that cut each dim.
+
+    constrain(x, "cpu[dp=2:2,tp=2:1]@4", ((0,), ()), False)        x is S(0)R from here on
+
+A plain tensor means the same value on all ranks, and stays that: to Dynamo, to eager and to other backends the call is the identity.
+`spmd.spread` gives it its meaning: there the tensor becomes a DTensor, and the constraint a redistribution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from dtensor_compile.capture.mesh import mesh_named, parse_mesh
+from dtensor_compile.errors import MeshError
+from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
+
+
+def device_mesh_of(text: str) -> DeviceMesh:
+    """The torch mesh of that text; raises `MeshError` where it is gone."""
+    mesh = mesh_named(text)
+    if mesh is None:
+        raise MeshError(f"the mesh {text} of an annotation is gone: keep it as long as the compiled program is used")
+    return mesh
+
+
+class _PlacedBothWays(torch.autograd.Function):
+    """The placements for the tensor on its way forward, and for its gradient on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+        ctx.where = mesh, placements
+        return x.redistribute(mesh, placements) if x.placements != placements else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:  # type: ignore[override]
+        return gradient.redistribute(*ctx.where), None, None
+
+
+@torch._dynamo.allow_in_graph
+def constrain(x: torch.Tensor, mesh_text: str, axes: Axes, gradients: bool) -> torch.Tensor:
+    """`x` cut along `axes` of a mesh (per tensor dim), with `gradients` also its gradient."""
+    if not isinstance(x, DTensor):
+        return x.view_as(x)
+    mesh = device_mesh_of(mesh_text)
+    placements = axes_to_placements(axes, parse_mesh(mesh_text).shape)
+    return _PlacedBothWays.apply(x, mesh, placements) if gradients else x.redistribute(mesh, placements)
+
+
+@torch._dynamo.allow_in_graph
+def agree(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors, all placed as the first DTensor among them."""
+    first = next((x for x in tensors if isinstance(x, DTensor)), None)
+    if first is None:
+        return tuple(x.view_as(x) for x in tensors)
+    return tuple(as_dtensor(x, first.device_mesh).redistribute(first.device_mesh, first.placements) for x in tensors)
+
+
+def as_dtensor(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A plain tensor, equal on all ranks, as a replicated DTensor; a DTensor as it is."""
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def replicated(x: torch.Tensor, mesh_text: str) -> DTensor:
+    """`as_dtensor` as a node of a graph."""
+    return as_dtensor(x, device_mesh_of(mesh_text))
+
+
+def whole(x: DTensor) -> torch.Tensor:
+    """The whole value as a plain tensor; its gradient comes in whole."""
+    return x.redistribute(x.device_mesh, [Replicate()] * x.device_mesh.ndim).to_local()

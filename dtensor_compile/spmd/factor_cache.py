@@ -1,0 +1,51 @@
+"""Factors of operators, asked of DTensor once for each operator, shapes and mesh axis size: layers of a model share them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_compile.capture.sharding_rules import rules_anywhere
+from dtensor_compile.compat.factors import Factor, operator_factors
+from dtensor_compile.compat.record import Operator
+from dtensor_compile.spmd.constraint import agree
+
+
+class FactorCache:
+    """``cache(operator, size)``: the factors that an axis of `size` devices can cut.
+
+    Args:
+        mesh: the mesh whose axes cut; each of its sizes is asked about over one of its dims.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names
+        assert names is not None  # meshes of `spmd.mesh.Mesh` have names
+        self._meshes = {mesh.size(dim): mesh[name] for dim, name in enumerate(names)}
+        self._found: dict[Any, Sequence[Factor]] = {}
+
+    def __call__(self, operator: Operator, size: int) -> Sequence[Factor]:
+        if operator.op is agree:
+            n = len(operator.args)
+            return [Factor((dim,) * n, (dim,) * n, False) for dim in range(operator.args[0].ndim)]
+        key = (operator.op, size, _facts(operator.args), _facts(operator.kwargs))
+        if key not in self._found:
+            with rules_anywhere():
+                self._found[key] = operator_factors(
+                    operator.op, operator.args, operator.kwargs, operator.results, self._meshes[size]
+                )
+        return self._found[key]
+
+
+def _facts(value: Any) -> Any:
+    """What the rule of an operator can depend on, hashable."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_facts, value))
+    if isinstance(value, dict):
+        return tuple((key, _facts(item)) for key, item in value.items())
+    return type(value), str(value)

@@ -1,0 +1,118 @@
+"""`shard_module`: parameters and buffers stored as they are marked, and those that are not marked as the marks imply.
+
+Marks alone leave every tensor whole on every rank, and shard the computation. Here each parameter and buffer becomes a DTensor: in
+shards where it is marked, in shards where the propagation over one call of the module cuts it (`spmd.propagate`), replicated
+otherwise. Optimizer states follow their parameters, so make the optimizer after.
+
+    mark_sharding(block.attention.wq.weight, mesh, ("tp", None))
+    print(shard_module(model, tokens).table())                    # wk, wv follow wq: the heads of attention belong together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dtensor_compile.capture.spec import spec_text
+from dtensor_compile.compat.record import record_module
+from dtensor_compile.errors import MeshError
+from dtensor_compile.spmd.annotate import mark_of
+from dtensor_compile.spmd.constraint import as_dtensor
+from dtensor_compile.spmd.factor_cache import FactorCache
+from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
+from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
+from dtensor_compile.spmd.propagate import Mark, propagate
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How one parameter or buffer is stored, and why: ``"marked"``, ``"follows"`` from marks, or ``"replicated"``."""
+
+    name: str
+    spec: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ShardedModule:
+    """What `shard_module` did."""
+
+    placed: tuple[Placed, ...]
+
+    def table(self) -> Table:
+        """For ``rich``."""
+        table = Table("tensor", "placements", "why")
+        for row in self.placed:
+            table.add_row(row.name, row.spec, row.why)
+        return table
+
+
+def find_shardings(module: nn.Module, inputs: Sequence[Any], mesh: Mesh) -> dict[str, Axes]:
+    """The axes of each parameter and buffer that follow from the marks on them and on `inputs`. Computes and sends nothing.
+
+    Raises:
+        Whatever the module raises on tensors without values.
+    """
+    marks: list[tuple[torch.Tensor, Mark]] = []
+
+    def given(real: torch.Tensor, fake: torch.Tensor) -> None:
+        note = mark_of(real)
+        if note is not None:
+            marks.append((fake, note.mark))
+
+    program, fakes = record_module(module, inputs, given)
+    shardings = propagate(program, marks, mesh.mesh_shape, FactorCache(mesh.to_device_mesh()))
+    return {name: shardings[id(fake)].axes for name, fake in fakes.items() if id(fake) in shardings}
+
+
+def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | None = 0) -> ShardedModule:
+    """Makes DTensors of the parameters and buffers of a module; see the module's docstring. All ranks have to call it.
+
+    Args:
+        example_inputs: one call, marked as the real inputs will be; without them unmarked tensors are replicated.
+        src_data_rank: the rank whose values count; None sends nothing, where all ranks have the same.
+
+    Raises:
+        MeshError: nothing is marked and no global mesh is set, or the marks speak of several meshes.
+    """
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    mesh = _mesh_of([*tensors.values(), *example_inputs])
+    device_mesh = mesh.to_device_mesh()
+    found = find_shardings(module, example_inputs, mesh) if example_inputs else {}
+    made: dict[int, torch.Tensor] = {}
+    rows = []
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            continue
+        note = mark_of(tensor)
+        axes = found.get(name, note.mark.axes if note else ((),) * tensor.dim())
+        placements = axes_to_placements(axes, mesh.mesh_shape)
+        with torch.no_grad():
+            value = tensor.detach().contiguous().clone()
+            if src_data_rank is not None:
+                dist.broadcast(value, src_data_rank)
+            placed = as_dtensor(value, device_mesh).redistribute(device_mesh, placements)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made[id(tensor)] = nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_parameter else placed
+        rows.append(Placed(name, spec_text(placements), "marked" if note else "follows" if any(axes) else "replicated"))
+    for owner in module.modules():
+        for held in (owner._parameters, owner._buffers):
+            held.update({name: made[id(tensor)] for name, tensor in held.items() if id(tensor) in made})
+    return ShardedModule(tuple(rows))
+
+
+def _mesh_of(values: Sequence[Any]) -> Mesh:
+    meshes = {note.mesh for note in map(mark_of, values) if note is not None}
+    if len(meshes) > 1:
+        raise MeshError(f"the marks speak of several meshes: {', '.join(map(repr, meshes))}; use one")
+    mesh = meshes.pop() if meshes else get_global_mesh()
+    if mesh is None:
+        raise MeshError("nothing is marked: call mark_sharding on some parameters or inputs, or set_global_mesh")
+    return mesh

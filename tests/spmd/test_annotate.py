@@ -1,0 +1,224 @@
+"""Marks on parameters, inputs and intermediates: same numbers as the plain program, in one graph."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dtensor_compile import record
+from dtensor_compile.errors import MeshError, PlacementError
+from dtensor_compile.spmd import (
+    Mesh,
+    clear_sharding,
+    mark_sharding,
+    mark_sharding_with_gradients,
+    shard_as,
+    shard_module,
+    unwrap_sharded_tensor,
+    wrap_as_sharded_tensor,
+    wrap_if_sharded,
+)
+from dtensor_compile.testing import on_ranks
+
+
+class Mlp(nn.Module):
+    def __init__(self, inside=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.inside = inside
+
+    def forward(self, x):
+        h = torch.relu(self.up(x))
+        if self.inside is not None:
+            h = self.inside(h)
+        return self.down(h)
+
+
+def step(model, x):
+    for p in (x, *model.parameters()):
+        p.grad = None
+    y = model(x)
+    y.square().sum().backward()
+    return y, [None if p.grad is None else p.grad for p in (x, *model.parameters())]
+
+
+def compare(model, *inputs, backend="dtensor_aten", calls=2, rtol=1e-5):
+    """The redistributions of the compiled model, whose results and gradients are those of the plain one."""
+    torch._dynamo.reset()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with record() as recording:
+        for _ in range(calls):
+            for x in inputs:
+                want, wanted = step(eager, x)
+                y, grads = step(compiled, x)
+                assert type(y) is torch.Tensor
+                torch.testing.assert_close(y, want, rtol=rtol, atol=1e-5)
+                for grad, other in zip(grads, wanted, strict=True):
+                    torch.testing.assert_close(grad, other, rtol=rtol, atol=1e-5)
+    return recording.report().ours
+
+
+def follows(ours):
+    return {d.reason.split()[0].removeprefix("L_self_modules_"): d.after for d in ours.decisions if d.kind == "spread_annotations"}
+
+
+def mesh22():
+    return Mesh(range(4), (2, 2), ("dp", "tp"))
+
+
+# ---- in a compiled program -----------------------------------------------------------------------------------------------------
+
+
+def _parameters_and_input():
+    model, x = Mlp(), torch.randn(4, 8)
+    mark_sharding(model.up.weight, mesh22(), ("tp", None))
+    mark_sharding(x, mesh22(), ("dp", None))
+    want = {"up_parameters_bias": "RS(0)", "down_parameters_weight": "RS(1)"}
+    assert follows(compare(model, x)) == want
+
+
+def _input_with_a_gradient():
+    model, x = Mlp(), torch.randn(4, 8, requires_grad=True)
+    mark_sharding(x, mesh22(), (("tp", "dp"), None))
+    compare(model, x)
+
+
+def _uneven_and_other_sizes():
+    model, x = Mlp(), torch.randn(5, 8)
+    mark_sharding(x, mesh22(), (("dp", "tp"), None))
+    compare(model, x, torch.randn(3, 8), torch.randn(1, 8), torch.randn(8, 8))
+
+
+def _intermediate(mark):
+    mesh = mesh22()
+    mesh.to_device_mesh("cpu")
+
+    def inside(h):
+        if mark == "in place":
+            mark_sharding(h, mesh, ("dp", "tp"))
+        elif mark == "result":
+            h = mark_sharding(h, mesh, ("dp", "tp"))
+        else:
+            h = mark_sharding_with_gradients(h, mesh, ("dp", "tp"))
+        return h * 2
+
+    model, x = Mlp(inside), torch.randn(4, 8)
+    found = follows(compare(model, x))
+    want = {"up_parameters_weight": "RS(0)", "up_parameters_bias": "RS(0)", "down_parameters_weight": "RS(1)", "L_x": "S(0)R"}
+    assert found == want, found
+
+
+def _values_that_agree():
+    mesh = mesh22()
+
+    def inside(h):
+        a, b = shard_as(h, torch.ones_like(h) * 3)
+        return a * b
+
+    model, x = Mlp(inside), torch.randn(4, 8)
+    mark_sharding(model.down.weight, mesh, (None, "tp"))
+    assert follows(compare(model, x))["up_parameters_weight"] == "RS(0)"
+
+
+def _closed_and_open_dims():
+    model, x = Mlp(), torch.randn(4, 8)
+    mark_sharding(model.up.weight, mesh22(), ("tp", None))
+    mark_sharding(model.down.weight, mesh22(), (None, None))
+    assert "down_parameters_weight" not in follows(compare(model, x))
+    mark_sharding(model.down.weight, mesh22(), (None, None), open_dims=(1,))
+    rows = {row.name: (row.spec, row.why) for row in shard_module(model, x).placed}
+    assert rows["down.weight"] == ("RS(1)", "marked") and rows["up.bias"] == ("RS(0)", "follows")
+
+
+def _priorities_decide():
+    # Both marks want the rows of the product on axis tp: the hidden dim from up, the batch from x.
+    for first, rows in ((0, {"up.bias": "RS(0)"}), (2, {"up.bias": "RR"})):
+        model, x = Mlp(), torch.randn(4, 8)
+        mark_sharding(model.up.bias, mesh22(), ("tp",), priority=first)
+        mark_sharding(x, mesh22(), ("tp", None), priority=1)
+        clear = {row.name: row.spec for row in shard_module(model, x).placed}
+        assert clear["up.weight"] == ("RS(0)" if first == 0 else "RR"), clear
+
+
+def _sharded_module_trains():
+    torch.manual_seed(3)
+    model, x = Mlp(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    mark_sharding(model.up.weight, mesh22(), ("tp", None))
+    mark_sharding(x, mesh22(), ("dp", None))
+    placed = shard_module(model, x)
+    assert [row.spec for row in placed.placed] == ["RS(0)", "RS(0)", "RS(1)", "RR"]
+    compiled = torch.compile(model, backend="dtensor_aten", fullgraph=True)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+    for _ in range(3):
+        losses = []
+        for run, optimizer in zip((compiled, plain), optimizers):
+            optimizer.zero_grad()
+            loss = run(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(unwrap_sharded_tensor(loss.detach()))
+        torch.testing.assert_close(*losses)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        assert isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements == p.placements, name
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+@on_ranks(4, timeout=280)
+def test_marks_in_compiled_programs():
+    _parameters_and_input()
+    _input_with_a_gradient()
+    _uneven_and_other_sizes()
+    for mark in ("in place", "result", "both ways"):
+        _intermediate(mark)
+    _values_that_agree()
+    _closed_and_open_dims()
+    _priorities_decide()
+    _sharded_module_trains()
+    _outside_of_programs()
+    _errors()
+
+
+# ---- outside -------------------------------------------------------------------------------------------------------------------
+
+
+def _outside_of_programs():
+    mesh = mesh22()
+    t = torch.arange(24.0).reshape(6, 4)
+    assert mark_sharding(t, mesh, (("tp", "dp"), None)) is t and type(t) is torch.Tensor
+    d = wrap_if_sharded(t)
+    assert isinstance(d, DTensor) and torch.equal(unwrap_sharded_tensor(d), t) and wrap_as_sharded_tensor(d) is d
+    shard = mesh.device_shards((("tp", "dp"), None), (6, 4))[torch.distributed.get_rank()]
+    (begin, end), _ = shard.index
+    assert torch.equal(d.to_local(), t[begin:end])
+    assert wrap_if_sharded(clear_sharding(t)) is t and wrap_if_sharded(3) == 3
+    assert wrap_as_sharded_tensor(t, mesh, (None, "dp")).placements == (Shard(1), Replicate())
+    a, b = shard_as(wrap_as_sharded_tensor(t, mesh, ("dp", None)), t)
+    assert a.placements == b.placements and torch.equal(b.full_tensor(), t)
+    assert all(torch.equal(x, t) for x in shard_as(t, t)) and mark_sharding_with_gradients(t, mesh, ("dp", None)).equal(t)
+
+
+def _errors():
+    mesh, t = mesh22(), torch.ones(4, 4)
+    with pytest.raises(PlacementError, match="1 entries, the tensor has 2 dims"):
+        mark_sharding(t, mesh, ("dp",))
+    with pytest.raises(PlacementError, match="open dim 2"):
+        mark_sharding(t, mesh, ("dp", None), open_dims=(2,))
+    with pytest.raises(PlacementError, match="placed already"):
+        mark_sharding(wrap_as_sharded_tensor(t, mesh), mesh, ("dp", None))
+    with pytest.raises(PlacementError, match="one shape"):
+        shard_as(t, torch.ones(2))
+    with pytest.raises(MeshError, match="needs a mesh"):
+        wrap_as_sharded_tensor(t)
+    with pytest.raises(MeshError, match="nothing is marked"):
+        shard_module(Mlp())
+    model = Mlp()
+    mark_sharding(model.up.weight, mesh, ("dp", None))
+    mark_sharding(model.down.weight, Mesh(range(4), (4,), ("x",)), ("x", None))
+    with pytest.raises(MeshError, match="several meshes"):
+        shard_module(model)
+    with pytest.raises(Exception, match="several meshes"):
+        torch.compile(model, backend="dtensor_aten")(torch.ones(4, 8))
