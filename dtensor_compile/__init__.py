@@ -10,6 +10,7 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 """
 
 from dtensor_compile.errors import (
+    AgreementError,
     DTensorCompileError,
     MeshError,
     NoProcessGroupError,
@@ -25,6 +26,7 @@ from dtensor_compile.report.recorder import record
 
 __version__ = "0.1.0"
 __all__ = [
+    "AgreementError",
     "DTensorCompileError",
     "MeshError",
     "NoProcessGroupError",

@@ -34,6 +34,7 @@ from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
+from dtensor_compile.runtime.agree import Agreement
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.topology.files import to_values
 from dtensor_compile.topology.network import plans_for
@@ -57,11 +58,12 @@ def dtensor(
     Raises:
         OptionError: an unknown option or a wrong value.
         NoProcessGroupError, MeshError: the program cannot run in this process.
+        AgreementError: it calls other collectives on another rank.
     """
     opts = Options.parse(mode, options)
     check_program(gm, example_inputs)
     check_counts(gm)
-    log, tangents = GraphLog(), Tangents.of_frame()
+    log, tangents, agreement = GraphLog(), Tangents.of_frame(), Agreement.of_frame()
     spread_annotations(gm, example_inputs, log.decided)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
@@ -88,6 +90,7 @@ def dtensor(
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
         log.lowered(graph)
+        agreement.note(graph)
 
     planned_for = str(opts.topology and to_values(opts.topology))
     key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
@@ -116,6 +119,7 @@ def dtensor(
                 key=None if recording() or tangents.assumed or not survives_caches(gm) else key,
                 settings=opts.inductor,
             )
+    agreement.reach()
     return restore_spent_graphs(gm, heed_aliases(gm, remember_arguments(compiled, tangents)))
 
 

@@ -37,3 +37,7 @@ class SpecTextError(DTensorCompileError, ValueError):
 
 class TopologyError(DTensorCompileError, ValueError):
     """A topology is neither a preset nor a file, or the file does not say what a topology is."""
+
+
+class AgreementError(DTensorCompileError):
+    """Ranks compiled graphs that cannot run together: they call different collectives over the same process group."""

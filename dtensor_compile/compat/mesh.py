@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_process_group_name, _resolve_process_group, _world
+from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group, _world
 
 from dtensor_compile.errors import NoProcessGroupError
 
@@ -43,6 +43,11 @@ def group_name(mesh: DeviceMesh, mesh_dim: int) -> str:
 def is_member(mesh: DeviceMesh) -> bool:
     """Whether this rank is part of the mesh."""
     return mesh.get_coordinate() is not None
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group."""
+    return _get_default_store()
 
 
 def group_exists(name: str) -> bool:

@@ -154,7 +154,7 @@ def _flops(node: torch.fx.Node) -> int:
 def _collective(node: torch.fx.Node, name: str) -> Collective:
     inputs = [value for source in node.all_input_nodes for value in _values(source.meta.get("val"))]
     kind = _KINDS.get(name) or _LISTS.get(name)
-    group = _group(node)
+    group = group_of(node)
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
     sent = 0
     if kind is not None:
@@ -173,7 +173,7 @@ def _collective(node: torch.fx.Node, name: str) -> Collective:
     )
 
 
-def _group(node: torch.fx.Node) -> dist.ProcessGroup | None:
+def group_of(node: torch.fx.Node) -> dist.ProcessGroup | None:
     """The process group of a collective: the argument that its schema calls so."""
     for argument, value in zip(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
         if argument.name in ("group", "group_name", "groups"):

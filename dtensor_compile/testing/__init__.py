@@ -8,7 +8,8 @@
 - ``minify``: the smallest part of a program that still differs, as a script.
 - ``graphs``: graphs as short text for golden tests.
 
-The decorator `parity` has the name of the module that it stands on; ``from dtensor_compile.testing.parity import ...`` is the module.
+The decorator `parity` has the name of the module that it stands on; ``from dtensor_compile.testing.parity import ...`` is the
+module.
 """
 
 from dtensor_compile.testing.bisect import Culprit, bisect
@@ -19,6 +20,6 @@ from dtensor_compile.testing.ranks import RankError, make_mesh, on_ranks, run_on
 from dtensor_compile.testing.check import parity
 
 __all__ = [
-    "Culprit", "Difference", "RankError", "assert_parity", "bisect", "captured_graph", "compare_steps", "compare_values", "graph_text",
-    "make_mesh", "on_ranks", "parity", "run_on_ranks",
+    "Culprit", "Difference", "RankError", "assert_parity", "bisect", "captured_graph", "compare_steps", "compare_values",
+    "graph_text", "make_mesh", "on_ranks", "parity", "run_on_ranks",
 ]  # fmt: skip

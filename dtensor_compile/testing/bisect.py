@@ -1,7 +1,7 @@
 """Which part of the compilation makes a difference: the one that, switched off, makes compiled equal to eager.
 
-The order is from the outside in: Inductor's kernels, the graph passes (all, then one by one), capture and lowering, and, where stock torch
-differs too, its stages. Each try compiles the program again.
+The order is from the outside in: Inductor's kernels, the graph passes (all, then one by one), capture and lowering, and, where
+stock torch differs too, its stages. Each try compiles the program again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def bisect(differs: Callable[[Settings], bool], settings: Settings) -> Culprit:
         aten = now.with_options(kernels="aten")
         if now.backend == "dtensor" and (now.options or {}).get("kernels", "inductor") == "inductor":
             if equal('options={"kernels": "aten"}', aten):
-                return found("Inductor's kernels make the difference: the same graph, run operator by operator, is equal", now, aten)
+                return found("Inductor's kernels make the difference: the same graph, operator by operator, is equal", now, aten)
             now = aten
         names = [run.__name__ for run in PASSES if run.__name__ not in _disabled(now)]
         without = _without(now, names)
@@ -64,7 +64,7 @@ def bisect(differs: Callable[[Settings], bool], settings: Settings) -> Culprit:
         now = without if names else now
         stock = replace(now, backend="dtensor").with_options(capture=False, kernels="inductor", disable_passes=())
         if equal('options={"capture": False}', stock):
-            return found("capture or lowering of redistributions makes the difference: compiled as stock, it is equal", now, stock)
+            return found("capture or lowering of redistributions makes the difference: stock's way is equal", now, stock)
         now = stock
     for backend, what in (("aot_eager", "Inductor"), ("eager", "AOTAutograd")):
         stage = replace(settings, backend=backend, options=None)

@@ -1,11 +1,13 @@
-"""``@parity(mesh=(2, 2))``: a function that returns a model and its inputs becomes a test on ranks; and `check_case`, which it runs there.
+"""``@parity(mesh=(2, 2))``: a function that returns a model and its inputs becomes a test on ranks; and `check_case`, which it
+runs there.
 
     @parity(mesh=(2, 2))
     def test_block(mesh):
         return build(mesh), [torch.randn(4, 64)]
 
-Under pytest it is a test like any other and takes its parametrization; called as it is, it starts the ranks and raises where compiled
-differs from eager. What it raises names the first value that differs and, by bisection, the part of the compilation that makes it so.
+Under pytest it is a test like any other and takes its parametrization; called as it is, it starts the ranks and raises where
+compiled differs from eager. What it raises names the first value that differs and, by bisection, the part of the compilation
+that makes it so.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def parity(
     """Decorator for a function that returns ``model, inputs`` (a tensor, a sequence of arguments, or a dict of them).
 
     Args:
-        mesh, names: shape and dim names of the mesh that the function gets where it takes one of the name ``mesh``; as many gloo ranks
-            are started as it has places.
+        mesh, names: shape and dim names of the mesh that the function gets where it takes one of the name ``mesh``; as many gloo
+            ranks are started as it has places.
         loss, optimizer, calls: as in `Case`.
         computed_in, tolerance: as in `Allowed`.
         backend, fullgraph, dynamic, options: for ``torch.compile``.
@@ -124,7 +126,8 @@ def bisect_case(case: Case, settings: Settings) -> Culprit:
 def describe(differences: Sequence[Difference], culprit: Culprit | None = None, limit: int = 20) -> str:
     """Differences as text, the first one first, and what makes them."""
     ranks = sorted({d.rank for d in differences})
-    lines = [f"compiled differs from eager in {len(differences)} places, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}:"]
+    on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    lines = [f"compiled differs from eager in {len(differences)} places, on {on}:"]
     lines += [f"  {d}" for d in differences[:limit]]
     if len(differences) > limit:
         lines.append(f"  and {len(differences) - limit} more")

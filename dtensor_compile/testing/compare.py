@@ -1,4 +1,5 @@
-"""Two results compared: structure, types, placements, meshes, shapes, strides, dtypes, values; the first value that differs is named."""
+"""Two results compared: structure, types, placements, meshes, shapes, strides, dtypes, values; the first value that differs is
+named."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-#: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was computed. About 100
-#: roundings of that dtype (for float64: 1e6): the order of sums may differ, a term may not.
+#: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was computed: the
+#: order of sums may differ, a term may not.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 #: For complex numbers and whatever else has no entry.
 _OTHERWISE = 1e-5
@@ -24,7 +25,7 @@ class Difference:
     Attributes:
         what: the value, ``grad.0.weight``, and what about it, ``.placements``; of numbers the place where they differ most.
         eager, compiled: both values.
-        relative: size of the difference over the largest finite value of the tensor; ``nan`` where it is not a number that differs.
+        relative: size of the difference over the largest finite value of the tensor; ``nan`` where no number differs.
         tolerance: what was allowed, and where that comes from; empty where nothing was.
         rank: on which rank.
     """
@@ -120,7 +121,9 @@ def _compare_numbers(name: str, a: torch.Tensor, b: torch.Tensor, allowed: Allow
     return [] if relative <= tolerance else [_at(name, a, b, apart.flatten().argmax(), relative, source)]
 
 
-def _at(name: str, a: torch.Tensor, b: torch.Tensor, flat: torch.Tensor, relative: float = float("nan"), tolerance: str = "") -> Difference:
+def _at(
+    name: str, a: torch.Tensor, b: torch.Tensor, flat: torch.Tensor, relative: float = float("nan"), tolerance: str = ""
+) -> Difference:
     """The difference at a place of the local tensors, given as a flat index."""
     index = tuple(int(i) for i in torch.unravel_index(flat, a.shape))
     where = "" if a.dim() == 0 else f" at local index {index}"

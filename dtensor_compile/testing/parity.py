@@ -1,8 +1,9 @@
 """One step eager and one compiled, from equal states, compared value by value.
 
-Both start from copies of the same model and inputs and from the same seed. What is compared: results of every call, inputs (what was
-written to them), gradients, parameters and buffers (after the optimizer's steps, where there is an optimizer), what random operators
-drew and the state in which they leave torch's generator; of tensors also type, dtype, shape, stride, placements and mesh.
+Both start from copies of the same model and inputs and from the same seed. What is compared: results of every call, inputs
+(what was written to them), gradients, parameters and buffers (after the optimizer's steps, where there is an optimizer), what
+random operators drew and the state in which they leave torch's generator; of tensors also type, dtype, shape, stride,
+placements and mesh.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.utils import _pytree as pytree
 from dtensor_compile.testing.compare import TOLERANCE, Allowed, Difference, compare_values
 
 __all__ = [
-    "TOLERANCE", "Allowed", "Case", "Comparison", "Difference", "Settings", "assert_parity", "case_of", "compare_case", "compare_steps",
-    "compare_values", "of_all_ranks", "sum_of_squares",
+    "TOLERANCE", "Allowed", "Case", "Comparison", "Difference", "Settings", "assert_parity", "case_of", "compare_case",
+    "compare_steps", "compare_values", "of_all_ranks", "sum_of_squares",
 ]  # fmt: skip
 
 Loss = Callable[[Any], torch.Tensor | None]

@@ -1,0 +1,293 @@
+"""Ranks tell each other which collectives a new graph calls, before it runs; where two graphs cannot run together, each rank
+raises.
+
+In: the lowered graphs of one compilation. Out: nothing, or an `AgreementError` that names the first collective that differs.
+
+What has to agree is, for every process group, the kinds of collectives over it in their order, with dtypes and, where a
+collective wants the same number of elements of everyone, that number. Local shapes need not agree (uneven shards), nor whole
+programs (stages of a pipeline, sub-meshes), nor messages between two ranks, which are left out.
+
+The exchange never becomes the hang that it is to prevent. It goes through the store of the process group, not through a
+collective, and no rank waits for another longer than `PATIENCE`: a rank that does not compile at this point, because its own
+graph still serves or because it runs other code, has nothing to say. A rank whose graph calls what it has announced before, a
+recompilation for another local shape for instance, says and waits for nothing. So the cost is at compile time, and there is
+none for a call.
+
+    rank 0: graph 0 of step (train.py:12)  all_gather, all_reduce  -> store; reads rank 1's, raises
+    rank 1: graph 0 of step (train.py:12)  all_gather              -> store; reads rank 0's, raises
+
+Which announcements belong together: those of the same function, the same group, and the same place in the order in which that
+function's announcements over that group differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.compat.dynamo import of_compilation_on_stack
+from dtensor_compile.compat.mesh import default_store
+from dtensor_compile.errors import AgreementError
+from dtensor_compile.passes.nodes import source_line
+from dtensor_compile.report.graphs import group_of
+
+log = logging.getLogger("dtensor_compile")
+
+#: Seconds that a rank waits for the others' announcements. Ranks that run the same program announce theirs when they have
+#: compiled, and would wait for each other in the first collective anyway.
+PATIENCE = 10.0
+
+#: Collectives whose members all bring as many elements.
+_EQUAL_SIZES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+_NO_COLLECTIVE = ("wait_tensor", "c10d_exchange", "c10d_isend", "c10d_irecv")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of a graph.
+
+    Attributes:
+        kind: operator, reduction and dtype: ``all_reduce sum float32``.
+        elements: that each member brings; None where they may differ or are not known before the graph runs.
+        where: the user's line.
+    """
+
+    kind: str
+    elements: int | None
+    where: str
+
+    def __str__(self) -> str:
+        size = "" if self.elements is None else f" of {self.elements} elements"
+        return f"{self.kind}{size}" + (f" at {self.where}" if self.where else "")
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The collectives of one graph over one group: digests to compare, and the calls for the message.
+
+    Attributes:
+        kinds: digest of the kinds in order.
+        sizes: digest of the sizes; ``"?"`` where one of them is symbolic, which agrees with any.
+    """
+
+    kinds: str
+    sizes: str
+    calls: tuple[Call, ...]
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], symbolic: bool) -> Announcement:
+        kinds = _digest([c.kind for c in calls])
+        return cls(kinds, "?" if symbolic else _digest([c.elements for c in calls]), tuple(calls))
+
+    @property
+    def digest(self) -> str:
+        return f"{self.kinds}:{self.sizes}"
+
+    def agrees(self, digest: str) -> bool:
+        kinds, _, sizes = digest.partition(":")
+        return kinds == self.kinds and (sizes == self.sizes or "?" in (sizes, self.sizes))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def collectives_by_group(graph: torch.fx.Graph) -> dict[tuple[int, ...], list[Call]]:
+    """The collectives of a lowered graph in their order, by the ranks that take part."""
+    calls: dict[tuple[int, ...], list[Call]] = {}
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        namespace, name = node.target._schema.name.split("::")
+        ours = namespace == "dtensor_compile" and name.startswith("c10d_")
+        if name in _NO_COLLECTIVE or not (namespace == "_c10d_functional" or ours):
+            continue
+        group = group_of(node)
+        if group is not None and group.size() > 1:
+            calls.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), []).append(_call(node, name))
+    return calls
+
+
+def _call(node: torch.fx.Node, name: str) -> Call:
+    value = next((v for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), torch.Tensor)), None)
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = [value for value, argument in zip(node.args, schema) if argument.name in ("reduce_op", "op")]
+    dtype = [] if value is None else [str(value.dtype).removeprefix("torch.")]
+    name = name.removeprefix("c10d_")
+    elements = value.numel() if value is not None and name.rstrip("_") in _EQUAL_SIZES else None
+    known = elements if isinstance(elements, int) else None
+    return Call(" ".join([name, *map(str, arguments), *dtype]), known, source_line(node))
+
+
+class _Book:
+    """What this rank has announced on the process group that is there now.
+
+    Attributes:
+        store: of the default process group.
+        epoch: counts the process groups that this rank had on that store, which may outlive them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.store = group, default_store()
+        self.announced: dict[tuple[tuple[int, ...], str], list[Announcement]] = {}
+        self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
+
+    def key(self, ranks: tuple[int, ...], *parts: object) -> str:
+        return "/".join(map(str, ("dtensor_compile", self.epoch, _digest(ranks), *parts)))
+
+
+_book: _Book | None = None
+
+
+def _current_book() -> _Book | None:
+    """None where there is nobody to agree with."""
+    global _book
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    group = dist.group.WORLD
+    if _book is None or _book.group is not group:
+        assert group is not None
+        _book = _Book(group)
+    return _book
+
+
+@dataclass
+class Agreement:
+    """The exchange for one compilation.
+
+    Attributes:
+        function: what is compiled, named alike on every rank.
+        graphs: number of graphs noted.
+        noted: those that have not been announced yet.
+        compiled: whether the forward is compiled, so that a graph that is noted now runs at once.
+    """
+
+    function: str
+    graphs: int = 0
+    noted: list[tuple[str, tuple[int, ...], Announcement]] = field(default_factory=list)
+    compiled: bool = False
+
+    @classmethod
+    def of_frame(cls) -> Agreement:
+        """For the frame that is being compiled on this thread."""
+        code = of_compilation_on_stack("code")
+        if code is None:
+            return cls("")
+        return cls(f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})")
+
+    def note(self, graph: torch.fx.Graph) -> None:
+        """Takes in a lowered graph; one that is compiled when it first runs, as some backward passes are, is announced at once.
+
+        Raises:
+            AgreementError: as `reach`.
+        """
+        book = _current_book()
+        if book is None:
+            return
+        name = f"graph {self.graphs} of {self.function}"
+        self.graphs += 1
+        symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.find_nodes(op="placeholder"))
+        for ranks, calls in collectives_by_group(graph).items():
+            self.noted.append((name, ranks, Announcement.of(calls, symbolic)))
+        if self.compiled:
+            self.reach()
+
+    def reach(self) -> None:
+        """Announces what was noted, and compares it with what the others announce.
+
+        Raises:
+            AgreementError: another rank's graph calls other collectives over the same group.
+        """
+        self.compiled, noted, self.noted = True, self.noted, []
+        book = _current_book()
+        if book is None:
+            return
+        if not self.graphs:  # from a cache, which keeps what an earlier compilation agreed on
+            book.store.set(book.key((), self.function, dist.get_rank()), "1")
+            return
+        try:
+            waiting = [e for name, ranks, mine in noted for e in _announce(book, self.function, name, ranks, mine)]
+            _compare(book, waiting)
+        except AgreementError:
+            raise
+        except RuntimeError as error:
+            log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and with it the job
+
+
+@dataclass
+class _Waiting:
+    """What one other rank has to say to one announcement.
+
+    Attributes:
+        same_place: key of its announcement in the same place.
+        enough: keys of which each says that there is nothing to compare: it has announced the same for whatever function, or
+            takes this one from a cache.
+    """
+
+    name: str
+    mine: Announcement
+    rank: int
+    same_place: str
+    enough: tuple[str, ...]
+
+
+def _announce(book: _Book, function: str, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[_Waiting]:
+    before = book.announced.setdefault((ranks, name), [])
+    if any(mine.agrees(other.digest) for other in before):
+        return
+    place, rank = len(before), dist.get_rank()
+    before.append(mine)
+    text = json.dumps([mine.digest, [str(call) for call in mine.calls]])
+    book.store.set(book.key(ranks, name, place, rank), text)
+    for sizes in {mine.sizes, "?"}:
+        book.store.set(book.key(ranks, f"{mine.kinds}:{sizes}", rank), "1")
+    for other in ranks:
+        if other != rank:
+            enough = (book.key(ranks, mine.digest, other), book.key((), function, other))
+            yield _Waiting(name, mine, other, book.key(ranks, name, place, other), enough)
+
+
+def _compare(book: _Book, waiting: list[_Waiting]) -> None:
+    deadline, pause = time.monotonic() + PATIENCE, 0.002
+    while True:
+        still = []
+        for entry in waiting:
+            if book.store.check([entry.same_place]):
+                digest, calls = json.loads(book.store.get(entry.same_place))
+                if not entry.mine.agrees(digest):
+                    raise AgreementError(_difference(entry, digest, calls))
+            elif not any(book.store.check([key]) for key in entry.enough):
+                still.append(entry)
+        waiting = still
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    for entry in waiting:
+        log.warning(
+            "%s calls collectives that rank %d has not compiled within %g s (%s): it runs other code, or a graph from before. If "
+            "the job now hangs, this is where ranks do not call the same collectives.",
+            entry.name, entry.rank, PATIENCE, ", ".join(map(str, entry.mine.calls[:3])),
+        )  # fmt: skip
+
+
+def _difference(entry: _Waiting, digest: str, theirs: list[str]) -> str:
+    mine = [str(call) for call in entry.mine.calls]
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+    here, there = (calls[at] if at < len(calls) else "no further collective" for calls in (mine, theirs))
+    return (
+        f"ranks {dist.get_rank()} and {entry.rank} compiled {entry.name} to different collectives over the same process group, "
+        f"and would wait for each other for ever. Collective {at + 1} of {len(mine)}: rank {dist.get_rank()} has {here}; rank "
+        f"{entry.rank} (of {len(theirs)}) has {there}. Digests {entry.mine.digest} and {digest}. Every rank of a group has to "
+        "call the same collectives in the same order: look for a branch on the rank or on a value that differs between ranks."
+    )

@@ -1,0 +1,138 @@
+"""Ranks whose graphs cannot run together raise before they hang; ranks that legitimately differ go on, and do not wait."""
+
+import time
+import unittest.mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dtensor_compile.runtime import agree
+from dtensor_compile.runtime.agree import Announcement, Call
+from dtensor_compile.testing import make_mesh, on_ranks
+
+
+def compiled(function, **kwargs):
+    return torch.compile(function, backend="dtensor_aten", fullgraph=True, **kwargs)
+
+
+def seconds(run):
+    begin = time.monotonic()
+    run()
+    return time.monotonic() - begin
+
+
+def patience(value):
+    return unittest.mock.patch.object(agree, "PATIENCE", value)
+
+
+# ---- digests -----------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_count_where_both_are_known():
+    one, two = Call("all_reduce sum float32", 8, ""), Call("all_reduce sum float32", 9, "")
+    a, b = Announcement.of([one], False), Announcement.of([two], False)
+    assert not a.agrees(b.digest) and a.agrees(Announcement.of([two], True).digest)
+    assert Announcement.of([one], True).agrees(b.digest)
+    assert not a.agrees(Announcement.of([one, one], True).digest)
+    assert not a.agrees(Announcement.of([Call("all_reduce max float32", 8, "")], False).digest)
+
+
+# ---- ranks that cannot run together ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_branch_on_the_rank_is_an_error_on_every_rank():
+    rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
+
+    def step(x, first):
+        y = x.redistribute(placements=[Replicate()]) if first else x
+        return y.to_local().sum() + x.sum().full_tensor()
+
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    there = "all_gather_into_tensor float32 of 4 elements" if rank else "all_reduce sum float32 of 1 elements"
+    with pytest.raises(Exception, match="compiled graph 0 of step") as error:
+        compiled(step)(x, rank == 0)
+    text = str(error.value)
+    assert f"ranks {rank} and {1 - rank}" in text and f"rank {1 - rank} (of {1 + rank}) has {there}" in text
+    assert "Collective 1" in text and "test_agree.py" in text and "branch on the rank" in text
+    x = x + 1  # the job still runs
+    assert compiled(lambda x: x.full_tensor())(x).sum() == 16
+
+
+@on_ranks(2)
+def test_a_rank_that_recompiles_to_more_is_not_stopped_by_those_that_do_not():
+    rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
+    run = compiled(lambda x, more: x.full_tensor() + (x.sum().full_tensor() if more else 0))
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    run(x, False)
+    with patience(0.5):  # rank 1 runs what it has, with fewer collectives; rank 0 says so and goes on
+        ran = run(x, rank == 0)
+        if rank == 1:  # what rank 0 still waits for
+            x.sum().full_tensor()
+    assert ran.sum() == (8 + 8 * 8 if rank == 0 else 8)
+
+
+# ---- ranks that differ and go on ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_only_one_rank_recompiles_and_nobody_waits():
+    rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
+
+    def step(x, own):
+        return x.redistribute(placements=[Replicate()]).to_local() * own.sum()
+
+    run = compiled(step, dynamic=False)
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    run(x, torch.ones(3))
+    for size in (3, 4, 5):  # rank 1 runs what it has
+        own = torch.ones(size if rank == 0 else 3)
+        assert seconds(lambda: run(x, own)) < agree.PATIENCE
+        assert run(x, own).sum() == 8 * len(own)
+
+
+@on_ranks(2)
+def test_other_functions_with_the_same_collectives_do_not_wait():
+    mesh = make_mesh((2,), ("tp",))
+    x = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    run = compiled((lambda x: x.full_tensor() + 1) if dist.get_rank() else (lambda x: x.full_tensor().relu() + 1))
+    assert seconds(lambda: run(x)) < agree.PATIENCE
+    assert run(x).sum() == 20
+
+
+@on_ranks(2)
+def test_a_rank_that_runs_eager_is_not_waited_for_long():
+    mesh = make_mesh((2,), ("tp",))
+    x = distribute_tensor(torch.ones(7, 2), mesh, [Shard(0)])
+    run = (lambda x: x.full_tensor() * 3) if dist.get_rank() else compiled(lambda x: x.full_tensor() * 3)
+    with patience(0.3):
+        assert run(x).sum() == 42
+
+
+@on_ranks(4)
+def test_rows_of_a_mesh_run_different_programs():
+    mesh = make_mesh((2, 2), ("pp", "tp"))
+    stage, tp = mesh.get_local_rank("pp"), mesh["tp"]
+
+    def first(x):
+        return x.redistribute(placements=[Replicate()]).to_local() + 1
+
+    def second(x):
+        return x.sum().full_tensor() + x.redistribute(placements=[Replicate()]).to_local()
+
+    x = DTensor.from_local(torch.ones(2, 2), tp, [Shard(0)], run_check=False)
+    run = compiled(second if stage else first)
+    assert seconds(lambda: run(x)) < agree.PATIENCE
+    assert run(x).sum() == (8 * 9 if stage else 16)
+
+
+@on_ranks(2)
+def test_uneven_shards_and_their_backward_agree():
+    mesh = make_mesh((2,), ("tp",))
+    run = compiled(lambda x: (x * 2).redistribute(placements=[Replicate()]).redistribute(placements=[Shard(1)]))
+    for rows in (5, 3, 1):
+        x = distribute_tensor(torch.ones(rows, 3), mesh, [Shard(0)]).requires_grad_()
+        assert seconds(lambda: run(x).to_local().sum().backward()) < agree.PATIENCE
+        assert x.grad.full_tensor().tolist() == [[2.0] * 3] * rows
