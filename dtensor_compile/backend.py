@@ -24,12 +24,15 @@ from dtensor_compile.compat.effects import tokens_from_inputs
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes
+from dtensor_compile.compat.scheduler import rearrange
 from dtensor_compile.compat.shapes import split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.views import views_of_dtensors
+from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import is_repeatable, lower_collectives, order_collectives
+from dtensor_compile.lowering.schedule_graph import schedule_graph
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
@@ -89,10 +92,23 @@ def dtensor(
         split_nary(graph)
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
+        if opts.schedule:
+            log.decided(run_passes(graph, (schedule,), strict=opts.strict))
         log.lowered(graph)
         agreement.note(graph)
 
-    planned_for = str(opts.topology and to_values(opts.topology))
+    def schedule(graph: torch.fx.Graph) -> list[Decision]:
+        return schedule_graph(graph, opts.topology, opts.overlap_memory)
+
+    def order_kernels(kernels: list[Any]) -> list[Any]:
+        return rearrange(
+            kernels,
+            topology=opts.topology,
+            overlap_memory=opts.overlap_memory,
+            told=lambda text: log.decided([Decision("schedule_kernels", "", text)]),
+        )
+
+    planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory
     key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),
@@ -116,6 +132,7 @@ def dtensor(
                 example_inputs,
                 joint_pass=plan_joint_graph,
                 post_grad_pass=lower_graph,
+                kernel_pass=order_kernels if opts.schedule else None,
                 key=None if recording() or tangents.assumed or not survives_caches(gm) else key,
                 settings=opts.inductor,
             )

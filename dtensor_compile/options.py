@@ -37,6 +37,8 @@ class Options:
             or raises as in eager (``"error"``).
         topology: the links for which redistributions are planned: name of a preset or path of a file (`topology/files.py`). None: all
             mesh dims are alike.
+        schedule: order what is lowered so that collectives run beside compute (`lowering/schedule.py`).
+        overlap_memory: part of the peak of live tensors that the order may add to it; infinity for no bound.
         inductor: settings handed to Inductor.
     """
 
@@ -47,6 +49,8 @@ class Options:
     strict: bool = False
     fallback: str = "replicate"
     topology: Cluster | None = None
+    schedule: bool = True
+    overlap_memory: float = 0.05
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -76,10 +80,14 @@ class Options:
 
 
 def _checked(name: str, value: Any) -> Any:
-    if name in ("capture", "strict"):
+    if name in ("capture", "strict", "schedule"):
         if not isinstance(value, bool):
             raise OptionError(f"option {name!r} takes True or False, not {value!r}")
         return value
+    if name == "overlap_memory":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            raise OptionError(f"option {name!r} takes a part of the peak, a number not below 0 (0.05 for 5%), not {value!r}")
+        return float(value)
     if name == "topology":
         try:
             return value if value is None or isinstance(value, Cluster) else topology(value)

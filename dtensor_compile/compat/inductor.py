@@ -98,6 +98,7 @@ def compile_with_inductor(
     *,
     joint_pass: GraphFunction,
     post_grad_pass: GraphFunction,
+    kernel_pass: Callable[[list[Any]], list[Any]] | None,
     key: tuple[Any, ...] | None,
     settings: Mapping[str, Any],
 ) -> Callable[..., Any]:
@@ -106,7 +107,8 @@ def compile_with_inductor(
     Args:
         joint_pass: runs on the joint graph (on the forward graph where there is no backward).
         post_grad_pass: runs on the forward and on the backward graph before Inductor's own post-grad passes.
-        key: what decides the work of both passes besides the graph; part of the cache keys. None: no cache is used.
+        kernel_pass: puts Inductor's kernels in order after fusion (`compat/scheduler.py`); None leaves it to Inductor.
+        key: what decides the work of the passes besides the graph; part of the cache keys. None: no cache is used.
         settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
     """
     from torch._inductor.compile_fx import compile_fx
@@ -119,6 +121,12 @@ def compile_with_inductor(
     patches = {**EAGER_NUMBERS, **settings}
     patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
+    if kernel_pass is not None:
+        from dtensor_compile.compat.scheduler import SchedulerPass, loosen
+
+        for place, run in (("_pre_fusion_custom_pass", loosen), ("_post_fusion_custom_pass", kernel_pass)):
+            patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
+        patches["reorder_for_peak_memory"] = False  # part of the kernel pass
     return compile_fx(gm, example_inputs, config_patches=patches)
 
 

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from dtensor_compile.capture.redistribute import carry_out
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.nodes import RECORDED_AS, read, redistributions, source_line
+from dtensor_compile.passes.nodes import RECORDED_AS, REDISTRIBUTES, read, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (
@@ -72,6 +72,7 @@ def lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
                 break
             copy = graph.node_copy(inner, lambda n: values[n])
             copy.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
+            copy.meta[REDISTRIBUTES] = True
             if again:  # two values of a graph never share a fake tensor: passes read from it which ones share memory
                 args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
                 copy.meta["val"] = copy.target(*args, **kwargs)

@@ -12,10 +12,15 @@ from torch.fx.node import map_arg
 
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
+from dtensor_compile.compat.collectives import wait_tensor
 from dtensor_compile.lowering.plan import bytes_sent, collectives
 
 #: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives.
 RECORDED_AS = "dtensor_compile_recorded_as"
+
+#: Key of a node's ``meta``: it is part of a redistribution, which all ranks of its mesh run alike (what a program sends itself
+#: need not be so: stages of a pipeline run different programs).
+REDISTRIBUTES = "dtensor_compile_redistributes"
 
 
 class Redistribution(NamedTuple):
@@ -38,6 +43,29 @@ def redistributions(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
 
 def is_redistribution(node: Any) -> bool:
     return isinstance(node, torch.fx.Node) and node.op == "call_function" and node.target is redistribute_op
+
+
+def is_start(node: torch.fx.Node) -> bool:
+    """Whether a node of a lowered graph starts a functional collective, for whose result a `wait_tensor` waits."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "_c10d_functional"
+        and target is not wait_tensor
+        and not target._schema.is_mutable
+    )
+
+
+def is_wait(node: torch.fx.Node) -> bool:
+    return node.target is wait_tensor
+
+
+def is_fixed(node: torch.fx.Node) -> bool:
+    """Whether a node of a lowered graph stays where it is: it writes to memory, has effects, or communicates where it stands."""
+    if node.op != "call_function" or is_start(node) or is_wait(node):
+        return False
+    namespace = getattr(node.target, "namespace", "")
+    return namespace in ("dtensor_compile", "_c10d_functional", "_dtensor") or node.is_impure(impure_random=False)
 
 
 def read(node: torch.fx.Node) -> Redistribution:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ _LISTS: dict[str, StepKind] = {
     "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }
+
+#: Operators that are matrix products.
+MATMULS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
 
 
 @dataclass(frozen=True)
@@ -118,15 +121,46 @@ def operations_of(graph: torch.fx.Graph) -> tuple[list[Collective], list[Operati
             operations.append(Operation(**here, starts=len(collectives) - 1))
             if namespace == "dtensor_compile" and name != "c10d_exchange":  # runs to its end where it stands
                 operations.append(Operation(**here, waits_for=len(collectives) - 1))
-        elif not node.target.is_view:
-            fused = torch.Tag.pointwise in node.target.tags and not computed.isdisjoint(node.all_input_nodes)
-            moved = sum(map(_bytes, _values(node.meta.get("val"))))
-            if not fused:
-                moved += sum(_bytes(value) for source in node.all_input_nodes for value in _values(source.meta.get("val")))
-            if moved:
-                computed.add(node)
-                operations.append(Operation(**here, flops=_flops(node), bytes=moved, itemsize=_itemsize(node), fused=fused))
+        elif (work := work_of(node, computed)) is not None:
+            operations.append(Operation(**here, **work._asdict()))
     return collectives, operations
+
+
+class Work(NamedTuple):
+    """What an operator does; as in `Operation`."""
+
+    flops: int
+    bytes: int
+    itemsize: int
+    fused: bool
+
+
+def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> Work | None:
+    """What an operator does; None for one that takes no time (a view, a size).
+
+    Args:
+        computed: the operators before it that take time; it is added to them.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.is_view:
+        return None
+    fused = torch.Tag.pointwise in node.target.tags and not computed.isdisjoint(node.all_input_nodes)
+    moved = result_bytes(node)
+    if not fused:
+        moved += sum(map(result_bytes, node.all_input_nodes))
+    if not moved:
+        return None
+    computed.add(node)
+    return Work(flops_of(node), moved, itemsize_of(node), fused)
+
+
+def result_bytes(node: torch.fx.Node) -> int:
+    """Bytes of the tensors that a node returns; symbolic sizes by their hints."""
+    return sum(map(_bytes, _values(node.meta.get("val"))))
+
+
+def collective_of(node: torch.fx.Node) -> Collective:
+    """The record of a node that starts a functional collective."""
+    return _collective(node, node.target._schema.name.split("::")[1])  # type: ignore[union-attr]
 
 
 def _values(value: Any) -> Iterator[torch.Tensor]:
@@ -139,11 +173,13 @@ def _bytes(value: torch.Tensor) -> int:
     return math.prod(size_hints(value.shape)) * value.element_size()
 
 
-def _itemsize(node: torch.fx.Node) -> int:
+def itemsize_of(node: torch.fx.Node) -> int:
+    """Bytes of an element of what a node returns."""
     return next((value.element_size() for value in _values(node.meta.get("val"))), 4)
 
 
-def _flops(node: torch.fx.Node) -> int:
+def flops_of(node: torch.fx.Node) -> int:
+    """Floating-point operations of a node, by torch's formulas; 0 where it has none."""
     formula = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
     if formula is None:
         return 0

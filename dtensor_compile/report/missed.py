@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.report.graphs import Collective, Operation
+from dtensor_compile.report.graphs import MATMULS, Collective, Operation
 from dtensor_compile.report.recorder import GraphRecord
 from dtensor_compile.report.schedule import Schedule
 
-#: Operators that are matrix products.
-MATMULS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
 #: Operators between a collective and a matmul that still count as beside it: copies and elementwise work.
 NEAR = 5
 #: A collective that sends less spends most of its time on starting, so that sending it with others pays.

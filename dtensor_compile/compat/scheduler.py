@@ -1,0 +1,180 @@
+"""Inductor's kernels after fusion, in the order that `dtensor_compile.lowering.schedule` finds for them.
+
+Inductor ties every collective to the one before it, so that their order stays; where a wait stood between the two it ties it to
+that wait, because the wait renames the buffer that is meant. A collective could then never start before the wait of the one
+before it. `loosen` runs before fusion and ties starts to starts only; `rearrange` runs after fusion and puts kernels in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+
+from dtensor_compile.lowering.schedule import Buffer, Task, arrange, excess, simulate
+from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
+from dtensor_compile.passes.nodes import REDISTRIBUTES, is_start, is_wait
+from dtensor_compile.report.graphs import collective_of, flops_of, itemsize_of
+from dtensor_compile.topology.links import Cluster, compute_seconds
+
+Nodes = list[Any]
+
+
+class SchedulerPass(CustomSchedulerPass):
+    """A function on scheduler nodes that Inductor calls.
+
+    Args:
+        run: returns the nodes in another order.
+        key: everything besides the graph that decides what `run` does; None keeps the graph out of the caches.
+        then: a pass of the user's own for the same place, which runs after ours.
+    """
+
+    def __init__(self, run: Callable[[Nodes], Nodes], key: Any, then: Any = None) -> None:
+        self.run, self.key, self.then = run, key, then
+
+    def __call__(self, nodes: Nodes) -> Nodes:
+        nodes = self.run(nodes)
+        return nodes if self.then is None else self.then(nodes)
+
+    def uuid(self) -> Any:
+        follower = self.then.uuid() if hasattr(self.then, "uuid") else None
+        return None if self.key is None or self.then is not None and follower is None else (self.key, follower)
+
+
+def loosen(nodes: Nodes) -> Nodes:
+    """Ties each collective to the one before it and to no wait."""
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import contains_collective
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    starts = [node for node in nodes if contains_collective(node)]
+    if not _only_redistributions(starts):
+        return nodes
+    for before, node in zip(starts, starts[1:]):
+        own = next(iter(node.get_buffer_names()))
+        if any(buffer.get_name() == own and buffer.get_mutations() for buffer in node.get_outputs()):
+            continue  # the same kind of dependency says what it writes over
+        kept = OrderedSet(
+            dep for dep in node.read_writes.reads if not (isinstance(dep, WeakDep) and dep.is_fake and dep.mutating_buf == own)
+        )
+        node.set_read_writes(dataclasses.replace(node.read_writes, reads=kept))
+        node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
+    if len(starts) > 1:
+        V.graph.scheduler.compute_ancestors()
+    return nodes
+
+
+def rearrange(nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, told: Callable[[str], None]) -> Nodes:
+    """The kernels in an order in which collectives run beside compute.
+
+    Args:
+        nodes: scheduler nodes after fusion, in an order in which they may run.
+        topology: what the seconds are of; None for the default of the device.
+        overlap_memory: part of the peak of Inductor's own order that may be added to it.
+        told: is told in a sentence what is predicted.
+    """
+    from torch._inductor.utils import contains_collective
+
+    nodes, buffers = _order_for_memory(nodes)
+    starts = [node for node in nodes if contains_collective(node)]
+    if not starts or not _only_redistributions(starts):
+        return nodes
+    tasks = _tasks(nodes, buffers, topology or default_cluster(next(iter(starts[0].get_outputs())).node.get_device().type))
+    given = len(tasks) - len(nodes)
+    before = simulate(tasks, range(len(tasks)))
+    order = arrange(tasks, excess(overlap_memory, before.peak))
+    after = simulate(tasks, order)
+    told(
+        f"{len(nodes)} kernels, {len(after.exposed)} collectives: {after.seconds * 1e3:.2f} ms, of which "
+        f"{sum(after.exposed.values()) * 1e3:.2f} ms exposed, and {after.peak:,} bytes at most; in Inductor's order "
+        f"{before.seconds * 1e3:.2f} ms, {sum(before.exposed.values()) * 1e3:.2f} ms and {before.peak:,} bytes"
+    )
+    return [nodes[index - given] for index in order if index >= given]
+
+
+def _order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
+    """Inductor's own last pass, which would otherwise run after ours, and what it found out about inputs that can be freed."""
+    from torch._inductor import memory
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    scheduler = V.graph.scheduler
+    inputs = OrderedSet(V.graph.graph_inputs.keys())
+    outputs = OrderedSet(V.graph.get_output_names())
+    named = {name: node for node in nodes for name in (node.get_name(), *(part.get_name() for part in node.get_nodes()))}
+    nodes = memory.reorder_for_peak_memory(nodes, scheduler.name_to_buf, named, inputs, outputs)
+    _, freeable = memory.prepare_planning_info(nodes, scheduler.name_to_buf, named, inputs, outputs)
+    return nodes, freeable
+
+
+def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster) -> list[Task]:
+    """One task for each input that can be freed, then one for each kernel."""
+    from torch._inductor.virtualized import V
+
+    outputs = set(V.graph.get_output_names())
+    memory: dict[str, Buffer] = {}
+    tasks: list[Task] = []
+    for name, buffer in inputs.items():
+        memory[name] = Buffer(buffer.mpi_buffer.size_free, buffer.mpi_buffer.size_free)
+        tasks.append(Task(makes=(memory[name],), given=True))
+    made_by: dict[str, int] = {}
+    started: dict[torch.fx.Node, int] = {}
+    for index, node in enumerate(nodes, len(tasks)):
+        for buffer in node.get_outputs():
+            name, size = buffer.get_name(), buffer.mpi_buffer
+            made_by[name] = index
+            memory[name] = Buffer(size.size_alloc, size.size_free, name in outputs)
+    for index, node in enumerate(nodes, len(tasks)):
+        after = {made_by[dep.name] for dep in node.unmet_dependencies if dep.name in made_by} - {index}
+        about: dict[str, Any] = {}
+        origin = _collective_origin(node)
+        if origin is not None and is_start(origin):
+            about["link"], about["seconds"] = cost_of(cluster, collective_of(origin))
+            started[origin] = index
+        elif origin is not None and (start := started.get(_start_of(origin))) is not None:
+            about["waits_for"] = start
+            after.add(start)
+        else:
+            about["seconds"] = _seconds(node, cluster)
+        makes = tuple(memory[buffer.get_name()] for buffer in node.get_outputs())
+        reads = tuple(memory[buffer.get_name()] for buffer in node.mpi_node.pred_buffers)
+        tasks.append(Task(after=tuple(sorted(after)), makes=makes, reads=reads, **about))
+    return tasks
+
+
+def _collective_origin(node: Any) -> torch.fx.Node | None:
+    """The node of the graph that a kernel starts or waits for a collective for."""
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    if not contains_collective(node) and not contains_wait(node):
+        return None
+    found = [origin for origin in node.node.get_origins() if is_start(origin) or is_wait(origin)]
+    return found[0] if len(found) == 1 else None
+
+
+def _only_redistributions(starts: Nodes) -> bool:
+    """Whether all ranks of a group run what communicates alike; what a program sends itself stays as Inductor puts it."""
+    origins = [_collective_origin(node) for node in starts]
+    return all(origin is not None and REDISTRIBUTES in origin.meta for origin in origins)
+
+
+def _start_of(wait: torch.fx.Node) -> torch.fx.Node:
+    source = wait.args[0] if is_wait(wait) else wait
+    return source.args[0] if source.target is operator.getitem else source  # type: ignore[union-attr, return-value]
+
+
+def _seconds(node: Any, cluster: Cluster) -> float:
+    from torch._inductor.ir import MultiOutput
+
+    parts = node.get_nodes()
+    if all(isinstance(part.node, MultiOutput) for part in parts):  # an item of a list
+        return 0.0
+    origins = [origin for part in parts if part.is_extern() or part.is_template() if (origin := part.node.get_origin_node())]
+    flops = sum(map(flops_of, origins))
+    itemsize = next((itemsize_of(origin) for origin in origins), 4)
+    return compute_seconds(cluster.device, flops, node.get_read_write_buffers_sizes(), itemsize)

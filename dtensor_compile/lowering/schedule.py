@@ -1,0 +1,360 @@
+"""An order of tasks in which collectives run beside compute: list scheduling on a simulated device.
+
+In: tasks in an order in which they may run, with seconds, bytes and what comes before what. Out: another such order.
+
+    before   start a; wait a; mm(a); start b; wait b; mm(b)
+    after    start a; start b; wait a; mm(a); wait b; mm(b)
+
+Right because it keeps every dependency, and because starts keep the order that they came in. That order is the same on all ranks,
+so nobody can wait for ever: of the collectives that are not complete take the first; each of its ranks has started it, or stands
+before that at a wait for an earlier one, which is complete. What lies between two starts may differ from rank to rank.
+
+The device is simulated as ``report/schedule.py`` does it: one stream computes, and each link carries one collective after the
+other. At each moment
+
+1. the next collective starts if its input is there, a place in flight is free and the memory bound allows it. A place is free
+   while the link has less to do than the longest kernel takes: more in flight would only hold memory.
+2. else the compute that it needs runs, as far as it is not held up,
+3. else other compute that nothing holds up, in the order given,
+4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction of a
+   gradient when that is surely done, because its input is held until then.
+
+Over the bound on memory it goes on in the order given. An order that does not keep the bound is tried again with a lower one, and
+the order given stays where none is found that is faster in the simulation.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+#: A collective whose result nobody uses is taken for done after this much of its time more than the simulation says.
+SLACK = 0.25
+
+
+#: Parts of the bound on memory that are aimed at, one after the other, until the whole is kept: a task that was put off may need
+#: more later than was to be seen.
+TRIES = (1.0, 0.95, 0.9, 0.8, 0.6)
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Memory that a task fills.
+
+    Attributes:
+        bytes: there from when the task runs until the last of its readers has run.
+        freed: bytes that are given back then; fewer where another buffer shares the memory.
+        kept: never given back (outputs).
+    """
+
+    bytes: int
+    freed: int
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel, one start or one wait.
+
+    Attributes:
+        seconds: on its stream; for a start those of the collective on its link, for a wait 0.
+        after: tasks that come before it.
+        link: of a start, the link that carries it; None for others.
+        waits_for: of a wait, its start; None for others.
+        makes: memory that it fills.
+        reads: memory that it needs; a wait needs what its start reads.
+        given: it is an input: it takes no time and has run before all others.
+    """
+
+    seconds: float = 0.0
+    after: tuple[int, ...] = ()
+    link: str | None = None
+    waits_for: int | None = None
+    makes: tuple[Buffer, ...] = ()
+    reads: tuple[Buffer, ...] = ()
+    given: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.bytes for buffer in self.makes)
+
+
+@dataclass
+class Simulation:
+    """What happens when tasks run in an order.
+
+    Attributes:
+        seconds: until all is done.
+        peak: most bytes there at one time.
+        exposed: by start, seconds for which compute waits for it.
+    """
+
+    seconds: float = 0.0
+    peak: int = 0
+    exposed: dict[int, float] = field(default_factory=dict)
+
+
+class _Device:
+    """The simulated device, and which bytes are live."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.now = 0.0
+        self.free: dict[str, float] = {}
+        self.ends: dict[int, float] = {}
+        self.exposed: dict[int, float] = {}
+        self.readers = Counter(buffer for task in tasks for buffer in task.reads)
+        self.live = self.peak = 0
+
+    def run(self, index: int) -> None:
+        task = self.tasks[index]
+        if task.link is not None:
+            self.ends[index] = self.free[task.link] = max(self.now, self.free.get(task.link, 0.0)) + task.seconds
+            self.exposed[index] = 0.0
+        elif task.waits_for is not None:
+            waited = max(0.0, self.ends[task.waits_for] - self.now)
+            self.exposed[task.waits_for] += waited
+            self.now += waited
+        else:
+            self.now += task.seconds
+        self.live += task.bytes
+        self.peak = max(self.peak, self.live)
+        for buffer in task.reads:
+            self.readers[buffer] -= 1
+            self._give_back(buffer)
+        for buffer in task.makes:
+            self._give_back(buffer)
+
+    def _give_back(self, buffer: Buffer) -> None:
+        if not self.readers[buffer] and not buffer.kept:
+            self.live -= buffer.freed
+
+    def backlog(self, link: str) -> float:
+        return max(0.0, self.free.get(link, 0.0) - self.now)
+
+    def result(self) -> Simulation:
+        return Simulation(max([self.now, *self.free.values()]), self.peak, self.exposed)
+
+
+def simulate(tasks: Sequence[Task], order: Sequence[int]) -> Simulation:
+    """What happens when `tasks` run in `order`."""
+    device = _Device(tasks)
+    for index in order:
+        device.run(index)
+    return device.result()
+
+
+def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
+    """The order in which to run `tasks`, which come in an order in which they may run.
+
+    Args:
+        bound: most bytes that may be there at one time.
+
+    Starts keep their order. The order of the tasks as they come, where none is found that is faster and keeps the bound.
+    """
+    given = list(range(len(tasks)))
+    if not any(task.link is not None for task in tasks):
+        return given
+    seconds = simulate(tasks, given).seconds
+    longest = max((task.seconds for task in tasks if task.link is None), default=0.0)
+    for tried in TRIES:
+        order = _Arrangement(tasks, tried * bound, longest).run()
+        found = simulate(tasks, order)
+        if found.peak <= bound and found.seconds < seconds:
+            return order
+    return given
+
+
+class _Arrangement:
+    """One pass over the tasks.
+
+    Waits are no candidates: a task whose other needs are met is one, and the waits that it needs run with it.
+    """
+
+    def __init__(self, tasks: Sequence[Task], bound: float, longest: float) -> None:
+        self.tasks, self.bound, self.places = tasks, bound, longest
+        self.device = _Device(tasks)
+        self.order: list[int] = []
+        self.done = [False] * len(tasks)
+        self.users: list[list[int]] = [[] for _ in tasks]
+        self.missing = [len(set(task.after)) for task in tasks]
+        self.waits: list[list[int]] = [[] for _ in tasks]  # that are ready, by the task that needs them
+        for index, task in enumerate(tasks):
+            for before in dict.fromkeys(task.after):
+                self.users[before].append(index)
+        self.starts = [index for index, task in enumerate(tasks) if task.link is not None]
+        self.place = 0  # in `starts`
+        self.wanted = -1  # the start whose ancestors are marked
+        self.marks = [-1] * len(tasks)
+        self.free: list[int] = []  # candidates that nothing holds up, lowest first
+        self.toward: list[int] = []  # those of them that the next start needs
+        self.held: list[tuple[float, int]] = []  # candidates that a collective holds up, by when it ends
+        self.unused: list[tuple[float, int]] = []  # waits that nothing but an output needs
+        self.stray: list[int] = []  # waits that only other waits need
+        self.first = 0  # of the tasks that have not run
+
+    def run(self) -> list[int]:
+        for index in [i for i, task in enumerate(self.tasks) if task.given]:
+            self._execute(index)
+        for index, task in enumerate(self.tasks):
+            if not task.after and not task.given:
+                self._ready(index)
+        while len(self.order) < len(self.tasks):
+            if not self._release() and not self._start() and not self._compute():
+                self._stall()
+        return self.order
+
+    def _ready(self, index: int) -> None:
+        task = self.tasks[index]
+        if task.waits_for is None:
+            self._candidate(index)
+            return
+        users = [user for user in self.users[index] if self.tasks[user].waits_for is None]
+        if not self.users[index]:
+            end = self.device.ends[task.waits_for] + SLACK * self.tasks[task.waits_for].seconds
+            heapq.heappush(self.unused, (end, index))
+        elif len(users) < len(self.users[index]):
+            self.stray.append(index)
+        for user in users:
+            self.waits[user].append(index)
+            self.missing[user] -= 1
+            if not self.missing[user]:
+                self._candidate(user)
+
+    def _candidate(self, index: int) -> None:
+        if self.tasks[index].link is not None:
+            return  # starts run in their order
+        until = self._held_until(index)
+        if until > self.device.now:
+            heapq.heappush(self.held, (until, index))
+        else:
+            self._put(index)
+
+    def _put(self, index: int) -> None:
+        heapq.heappush(self.free, index)
+        if self.marks[index] == self.wanted:
+            heapq.heappush(self.toward, index)
+
+    def _held_until(self, index: int) -> float:
+        starts = [self.tasks[wait].waits_for for wait in self.waits[index] if not self.done[wait]]
+        return max((self.device.ends[start] for start in starts), default=0.0)  # type: ignore[index]
+
+    def _release(self) -> bool:
+        """What time has set free; whether a wait has run."""
+        while self.held and self.held[0][0] <= self.device.now:
+            index = heapq.heappop(self.held)[1]
+            if not self.done[index]:
+                self._put(index)
+        if not self.unused or self.unused[0][0] > self.device.now:
+            return False
+        self._execute(heapq.heappop(self.unused)[1])
+        return True
+
+    def _fits(self, index: int) -> bool:
+        return self.device.live + self.tasks[index].bytes <= self.bound
+
+    def _turn(self) -> int:
+        """The first task of the order given that has not run, waits left out."""
+        while self.first < len(self.tasks) and (self.done[self.first] or self.tasks[self.first].waits_for is not None):
+            self.first += 1
+        return self.first
+
+    def _start(self) -> bool:
+        """The next start, if it may run now."""
+        if self.place == len(self.starts):
+            return False
+        index = self.starts[self.place]
+        if self.missing[index] or self._held_until(index) > self.device.now:
+            return False
+        if index != self._turn():
+            backlog = self.device.backlog(self.tasks[index].link or "")
+            if not self._fits(index) or 0 < backlog >= self.places:
+                return False
+        self._execute(index)
+        self.place += 1
+        return True
+
+    def _mark(self) -> None:
+        """Marks what the next start needs."""
+        start = self.starts[self.place] if self.place < len(self.starts) else -1
+        if start == self.wanted:
+            return
+        self.wanted, stack = start, [start] if start >= 0 else []
+        while stack:
+            for before in self.tasks[stack.pop()].after:
+                if not self.done[before] and self.marks[before] != start:
+                    self.marks[before] = start
+                    stack.append(before)
+        self.toward = [index for index in self.free if not self.done[index] and self.marks[index] == start]
+        heapq.heapify(self.toward)
+
+    def _compute(self) -> bool:
+        """One task that nothing holds up."""
+        self._mark()
+        for heap in (self.toward, self.free):
+            while heap and self.done[heap[0]]:
+                heapq.heappop(heap)
+        if not self.free:
+            return False
+        best = self.free[0]
+        if self.toward and self._fits(self.toward[0]):
+            link = self.tasks[self.wanted].link
+            if self.device.backlog(link or "") <= self.places:
+                best = self.toward[0]
+        if self._fits(best):
+            self._execute(best)
+        else:
+            self._go_on()
+        return True
+
+    def _stall(self) -> None:
+        """Nothing runs without waiting."""
+        start = self.starts[self.place] if self.place < len(self.starts) else None
+        ready = start is not None and not self.missing[start]
+        until = self._held_until(start) if ready else 0.0  # type: ignore[arg-type]
+        while self.held and self.done[self.held[0][1]]:
+            heapq.heappop(self.held)
+        if self.held and not (until > self.device.now and until <= self.held[0][0]):
+            if self._fits(self.held[0][1]):
+                self._execute(heapq.heappop(self.held)[1])
+            else:
+                self._go_on()
+        elif self.unused and not until > self.device.now:
+            self._execute(heapq.heappop(self.unused)[1])
+        elif ready:
+            self.place += 1
+            self._execute(start)  # type: ignore[arg-type]
+        else:
+            self._execute(next(index for index in self.stray if not self.done[index]))
+
+    def _go_on(self) -> None:
+        """Memory is short: what a reduction has read is given back, or the next task of the order given runs."""
+        if self.unused:
+            self._execute(heapq.heappop(self.unused)[1])
+            return
+        index = self._turn()
+        self.place += self.tasks[index].link is not None
+        self._execute(index)
+
+    def _execute(self, index: int) -> None:
+        for wait in self.tasks[index].after:
+            if not self.done[wait]:
+                self._execute(wait)
+        self.done[index] = True
+        self.order.append(index)
+        self.device.run(index)
+        is_wait = self.tasks[index].waits_for is not None
+        for user in self.users[index]:
+            if is_wait and self.tasks[user].waits_for is None:
+                continue  # it was counted when the wait became ready
+            self.missing[user] -= 1
+            if not self.missing[user] and not self.done[user]:
+                self._ready(user)
+
+
+def excess(fraction: float, peak: int) -> float:
+    """The bound on bytes for an allowance over the `peak` of the order given."""
+    return math.inf if math.isinf(fraction) else peak * (1.0 + fraction)

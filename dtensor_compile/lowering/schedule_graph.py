@@ -1,0 +1,156 @@
+"""A lowered graph in the order that `dtensor_compile.lowering.schedule` finds for it.
+
+In: a forward or backward graph of functional collectives, and a cluster. Out: the same nodes in another order, and a decision for
+each collective: hidden, or exposed and why.
+
+    before   s = all_gather(w); g = wait(s); y = mm(x, g); t = all_gather(v); h = wait(t); z = mm(y, h)
+    after    s = all_gather(w); t = all_gather(v); g = wait(s); y = mm(x, g); h = wait(t); z = mm(y, h)
+
+What a node needs, besides its arguments: nodes that draw random numbers follow each other; a node that stays where it is
+(`is_fixed`) follows all nodes before it and comes before all after it; and in a graph with collectives of the program's own a
+wait stays behind the starts that it is behind, because ranks that run different programs could otherwise wait for each other.
+
+Inductor puts its kernels in an order of its own afterwards. `compat/scheduler.py` arranges those again, by the same rules, with
+the kernels as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor_compile.decisions import Decision
+from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
+from dtensor_compile.lowering.start_order import hoist_gathers
+from dtensor_compile.passes.nodes import REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
+from dtensor_compile.report.graphs import Collective, collective_of, result_bytes, work_of
+from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
+
+
+def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float) -> list[Decision]:
+    """Orders `graph` so that collectives run beside compute.
+
+    Args:
+        topology: what the seconds are of; None for the default of the device. They decide what runs between two starts, never the
+            order of starts.
+        overlap_memory: part of the peak of the graph as it is that may be added to it.
+    """
+    first = next((node for node in graph.nodes if is_wait(node)), None)
+    if first is None:
+        return []
+    cluster = topology or default_cluster(first.meta["val"].device.type)
+    tasks = graph_tasks(graph, cluster)
+    before = simulate(tasks, range(len(tasks)))
+    if hoist_gathers(graph):
+        tasks = graph_tasks(graph, cluster)
+    order = arrange(tasks, excess(overlap_memory, before.peak))
+    nodes = list(graph.nodes)
+    output = nodes[-1]
+    for index in order:
+        if nodes[index].op not in ("placeholder", "output"):
+            output.prepend(nodes[index])
+    after = simulate(tasks, order)
+    return [_decision(nodes, order, index, tasks, after) for index in after.exposed]
+
+
+def cost_of(cluster: Cluster, this: Collective) -> tuple[str, float]:
+    """The link that carries a collective, and for how many seconds.
+
+    Groups of all mesh dims share what leads to other hosts, since a rank has one way out; a mesh dim whose link the topology
+    names has its own.
+    """
+    named = cluster.mesh_dims.get(this.mesh_dim)
+    if named is not None:
+        link = named.share(len(this.ranks))
+        return this.mesh_dim, seconds_over(link, cluster.backend, this.kind, this.bytes, len(this.ranks))
+    hosts = {rank // cluster.ranks_per_host for rank in this.ranks} if cluster.ranks_per_host else set()
+    name = "between hosts" if len(hosts) > 1 else "inside a host"
+    return name, collective_seconds(cluster, this.kind, this.bytes, this.ranks)
+
+
+def default_cluster(device_type: str) -> Cluster:
+    """What is assumed where the user names no topology: hosts on a 1 Gbit/s network, or those of the preset of a GPU."""
+    return CLUSTERS["cpu-1gbit" if device_type == "cpu" else "h100"]
+
+
+def graph_tasks(graph: torch.fx.Graph, cluster: Cluster) -> list[Task]:
+    """The nodes of a graph as tasks, one each, in order."""
+    nodes = list(graph.nodes)
+    number = {node: index for index, node in enumerate(nodes)}
+    own_sends = any(is_start(node) and REDISTRIBUTES not in node.meta for node in nodes)
+    roots: dict[torch.fx.Node, torch.fx.Node] = {}  # whose memory a node is in
+    for node in nodes:
+        roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node
+    kept = {roots[source] for source in nodes[-1].all_input_nodes}
+    kept.update(node for node in nodes if node.op == "get_attr" or node.op == "placeholder" and _is_parameter(node))
+    memory = {node: Buffer(size := result_bytes(node), size, node in kept) for node in nodes if roots[node] is node}
+    started: dict[torch.fx.Node, torch.fx.Node] = {}
+    computed: set[torch.fx.Node] = set()
+    fixed, random, start = -1, -1, -1
+    tasks: list[Task] = []
+    for index, node in enumerate(nodes):
+        after = [number[source] for source in node.all_input_nodes]
+        reads = dict.fromkeys(memory[roots[source]] for source in node.all_input_nodes)
+        makes = (memory[node],) if node in memory else ()
+        if node.op in ("placeholder", "get_attr"):
+            tasks.append(Task(makes=makes, given=True))
+            continue
+        if fixed >= 0:
+            after.append(fixed)
+        if node.op == "output" or is_fixed(node):
+            after.extend(range(fixed + 1, index))
+            fixed = index
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            after += [random] if random >= 0 else []
+            random = index
+        link, waits_for, seconds = None, None, 0.0
+        if is_start(node):
+            link, seconds = cost_of(cluster, collective_of(node))
+            started[node] = node
+            after += [start] if start >= 0 else []
+            start = index
+        elif node.all_input_nodes and node.all_input_nodes[0] in started:
+            started[node] = started[node.all_input_nodes[0]]
+            if is_wait(node):
+                waits_for = number[started[node]]
+                reads.update(dict.fromkeys(tasks[waits_for].reads))
+                after += [start] if own_sends else []
+                del started[node]
+        elif (work := work_of(node, computed)) is not None:
+            seconds = compute_seconds(cluster.device, work.flops, work.bytes, work.itemsize, work.fused)
+        tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads)))
+    return tasks
+
+
+def _is_parameter(node: torch.fx.Node) -> bool:
+    """An input that the caller holds anyway. What a forward saved for its backward is given back as it is used."""
+    return str(node.target).startswith(("primals", "arg"))
+
+
+def _aliases(node: torch.fx.Node) -> bool:
+    """Whether the result of a node lies in the memory of its first argument."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    return is_wait(node) or bool(getattr(node.target, "is_view", False)) or is_start(node.all_input_nodes[0])
+
+
+def _decision(nodes: list[torch.fx.Node], order: list[int], index: int, tasks: list[Task], after: Simulation) -> Decision:
+    exposed, seconds = after.exposed[index], tasks[index].seconds
+    this = collective_of(nodes[index])
+    if exposed <= 0:
+        reason = f"hidden: {seconds * 1e3:.2f} ms beside compute"
+    else:
+        reason = f"{exposed * 1e3:.2f} of {seconds * 1e3:.2f} ms exposed: {_why(order, index, tasks)}"
+    text = f"{this.kind}[{this.mesh_dim}]"
+    return Decision("schedule", source_line(nodes[index]), reason, text, text)
+
+
+def _why(order: list[int], index: int, tasks: list[Task]) -> str:
+    """Why nothing hides it, read off the order that was found."""
+    place = order.index(index)
+    computed_before = any(tasks[i].seconds and tasks[i].link is None for i in order[:place])
+    wait = next((i for i in order[place:] if tasks[i].waits_for == index), None)
+    if not computed_before:
+        return "it starts with the graph, and the first compute needs it"
+    if wait is None or order.index(wait) == len(order) - 2:
+        return "nothing is left to compute when it starts"
+    return "what it sends is ready too late before its first use, and all else depends on it or has run"

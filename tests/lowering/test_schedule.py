@@ -1,0 +1,159 @@
+"""The order of tasks: what it hides, what it keeps, and that random programs keep their dependencies and their memory."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor_compile.lowering.schedule import Buffer, Task, arrange, excess, simulate
+
+
+class Program(list):
+    """Tasks, with their memory by index."""
+
+    def add(self, *, size=0, kept=False, reads=(), **about):
+        read = {buffer: None for index in reads for buffer in self[index].makes}
+        if about.get("waits_for") is not None:
+            read.update(dict.fromkeys(self[about["waits_for"]].reads))
+        self.append(Task(makes=(Buffer(size, size, kept),), reads=tuple(read), **about))
+        return len(self) - 1
+
+    def compute(self, seconds, *after, reads=None, **about):
+        return self.add(seconds=seconds, after=after, reads=after if reads is None else reads, **about)
+
+    def start(self, seconds, *after, link="net", **about):
+        return self.add(seconds=seconds, after=after, link=link, reads=after, **about)
+
+    def wait(self, start):
+        return self.add(after=(start,), waits_for=start, reads=(start,))
+
+
+def layers(count, gather, compute, size=0):
+    """Gather, wait, compute for each layer; a layer also needs the result of the one before it."""
+    program = Program()
+    for _ in range(count):
+        before = [len(program) - 1] if program else []
+        start = program.start(gather, size=size)
+        program.compute(compute, program.wait(start), *before, reads=(start,))
+    return program
+
+
+def exposed(tasks, order):
+    return list(simulate(tasks, order).exposed.values())
+
+
+def test_gathers_are_prefetched_over_layers():
+    program = layers(3, 4, 5)
+    assert exposed(program, range(9)) == [4, 4, 4]
+    order = arrange(program, float("inf"))
+    assert exposed(program, order) == [4, 0, 0]
+    assert order == [0, 3, 1, 2, 6, 4, 5, 7, 8]
+
+
+def test_a_place_in_flight_is_free_while_the_link_has_less_to_do_than_the_longest_kernel():
+    program = layers(4, 1, 2)
+    order = arrange(program, float("inf"))
+    assert exposed(program, order) == [1, 0, 0, 0]
+    assert order.index(9) > order.index(2)  # the fourth has to wait for a place
+
+
+def test_independent_compute_fills_the_gap():
+    program = Program()
+    gradient = program.compute(2)
+    weight = program.compute(3)
+    reduced = program.wait(program.start(3, gradient))
+    program.compute(2, reduced)
+    assert exposed(program, range(5)) == [3]
+    order = arrange(program, float("inf"))
+    assert order == [gradient, 2, weight, reduced, 4] and exposed(program, order) == [0]
+
+
+def reduction(steps):
+    program = Program()
+    gradient = program.compute(1, size=8)
+    program.wait(program.start(4, gradient))
+    for _ in range(steps):
+        program.compute(1, len(program) - 1 if len(program) > 3 else gradient, reads=())
+    return program
+
+
+def test_reductions_are_waited_for_when_they_are_surely_done():
+    order = arrange(reduction(8), float("inf"))
+    assert order.index(2) == 7  # after 4 s, and a quarter more
+    assert arrange(reduction(2), float("inf"))[-1] == 2
+
+
+def test_memory_bounds_what_is_in_flight():
+    program = layers(5, 4, 5, size=100)
+    assert simulate(program, range(15)).peak == 100
+    for bound in (100, 200, 300):
+        assert simulate(program, arrange(program, bound)).peak <= bound
+    assert exposed(program, arrange(program, 100)) == [4] * 5
+    assert exposed(program, arrange(program, 200)) == [4, 0, 0, 0, 0]
+
+
+def test_what_a_start_reads_is_there_until_its_wait():
+    program = Program()
+    start = program.start(1, program.compute(1, size=10), size=1)
+    program.compute(1, size=100)
+    program.wait(start)
+    assert simulate(program, range(4)).peak == 111
+
+
+def test_nothing_to_gain_changes_nothing():
+    program = Program()
+    last = program.compute(1)
+    for _ in range(2):
+        last = program.compute(1, program.wait(program.start(2, last)))
+    assert arrange(program, float("inf")) == list(range(7))
+    assert arrange([Task(1.0), Task(2.0, (0,))], float("inf")) == [0, 1]
+
+
+def test_links_are_independent():
+    for link, seconds in (("a", 9), ("b", 5)):
+        program = Program()
+        starts = program.start(4, link="a"), program.start(4, link=link)
+        program.compute(1, *map(program.wait, starts))
+        assert simulate(program, range(5)).seconds == seconds
+
+
+@st.composite
+def programs(draw):
+    program, in_flight = Program(), []
+    for index in range(draw(st.integers(1, 40))):
+        before = draw(st.lists(st.integers(0, index - 1), max_size=3, unique=True)) if index else []
+        before = [i for i in before if program[i].link is None]  # what started is read behind its wait
+        about = {"size": draw(st.integers(0, 9)), "kept": draw(st.booleans())}
+        kind = draw(st.sampled_from(["compute", "compute", "start", "wait", "input"]))
+        if kind == "wait" and in_flight:
+            start = in_flight.pop(draw(st.integers(0, len(in_flight) - 1)))
+            program.add(after=(start, *before), waits_for=start, reads=(start, *before))
+        elif kind == "start":
+            started = [i for i, task in enumerate(program) if task.link is not None]
+            link, seconds = draw(st.sampled_from("ab")), draw(st.integers(0, 5))
+            in_flight.append(program.add(seconds=seconds, after=(*before, *started[-1:]), link=link, reads=before, **about))
+        elif kind == "input":
+            program.add(given=True, **about)
+        else:
+            program.compute(draw(st.integers(0, 5)), *before, **about)
+    return program
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs(), st.floats(0, 1))
+def test_any_program_keeps_its_dependencies_and_its_bound(tasks, fraction):
+    unscheduled = simulate(tasks, range(len(tasks)))
+    bound = excess(fraction, unscheduled.peak)
+    order = arrange(tasks, bound)
+    assert sorted(order) == list(range(len(tasks)))
+    place = {index: p for p, index in enumerate(order)}
+    assert all(place[before] < place[index] for index, task in enumerate(tasks) for before in task.after)
+    starts = [index for index in order if tasks[index].link is not None]
+    assert starts == sorted(starts)
+    found = simulate(tasks, order)
+    assert found.seconds <= unscheduled.seconds and found.peak <= bound or order == list(range(len(tasks)))
+    assert arrange(tasks, bound) == order
+
+
+@pytest.mark.parametrize("fraction, peak, bound", [(0.05, 100, 105.0), (0.0, 7, 7.0), (float("inf"), 7, float("inf"))])
+def test_excess(fraction, peak, bound):
+    assert excess(fraction, peak) == pytest.approx(bound)
