@@ -12,6 +12,7 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 from dtensor_compile.errors import (
     AgreementError,
     DTensorCompileError,
+    ManualRegionError,
     MeshError,
     NoProcessGroupError,
     OptionError,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AgreementError",
     "DTensorCompileError",
+    "ManualRegionError",
     "MeshError",
     "NoProcessGroupError",
     "OptionError",

@@ -41,3 +41,7 @@ class TopologyError(DTensorCompileError, ValueError):
 
 class AgreementError(DTensorCompileError):
     """Ranks compiled graphs that cannot run together: they call different collectives over the same process group."""
+
+
+class ManualRegionError(DTensorCompileError):
+    """A manual region does not fit the tensors that enter or leave it, or one leaves it that was not closed."""

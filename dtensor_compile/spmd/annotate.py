@@ -87,7 +87,7 @@ def mark_sharding(
     """
     axes = mesh.axes(partition_spec, t.dim())
     if torch.compiler.is_compiling():
-        return constrain(t, _text_while_tracing(mesh), axes, False)
+        return constrain(t, mesh_text_in_program(mesh, t), axes, False)
     if isinstance(t, DTensor):
         raise PlacementError(f"a DTensor {tuple(t.placements)} is placed already: use redistribute, or mark the plain tensor")
     for dim in open_dims:
@@ -104,9 +104,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
     Use the result. Outside of a compiled function it is the value itself.
     """
     axes = mesh.axes(partition_spec, t.dim())
-    if not torch.compiler.is_compiling():
-        _use(mesh, t)
-    return constrain(t, _text_while_tracing(mesh), axes, True)
+    return constrain(t, mesh_text_in_program(mesh, t), axes, True)
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
@@ -163,7 +161,10 @@ def _use(mesh: Mesh, t: torch.Tensor) -> DeviceMesh:
     return device_mesh
 
 
-def _text_while_tracing(mesh: Mesh) -> str:
+def mesh_text_in_program(mesh: Mesh, t: torch.Tensor) -> str:
+    """The text of a mesh for a call of this package in a program, compiled or not."""
+    if not torch.compiler.is_compiling():
+        _use(mesh, t)
     if not mesh.text:
         raise MeshError("a mesh is used in a compiled function for the first time: call mesh.to_device_mesh() before it")
     return mesh.text

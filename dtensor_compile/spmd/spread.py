@@ -11,11 +11,12 @@ What makes it right: a replicated DTensor means what the plain tensor means, DTe
 are, and outputs that were plain are made whole. Gradients of plain inputs are made whole by the same step backwards. Cutting a tensor
 that every rank has sends nothing; making its gradient whole sends it once, which storing the parameter in shards (`shard_module`) saves.
 
-Where the propagation wants an intermediate cut that DTensor left whole or partial, a redistribution is put behind it.
+Where DTensor leaves an intermediate whole that the propagation cuts, or owing a sum, a redistribution is put behind it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,8 +35,10 @@ from dtensor_compile.passes.nodes import source_line
 from dtensor_compile.spmd.annotate import guard_marks, is_marked_mesh, mark_of
 from dtensor_compile.spmd.constraint import agree, constrain, device_mesh_of, replicated, whole
 from dtensor_compile.spmd.factor_cache import FactorCache
+from dtensor_compile.spmd.manual import placed_from_manual, to_manual
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
 from dtensor_compile.spmd.propagate import Mark, Sharding, propagate
+from dtensor_compile.spmd.regions import enter_regions
 
 
 def spread_annotations(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], decided: Callable[[list[Decision]], None]) -> None:
@@ -43,6 +46,7 @@ def spread_annotations(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], 
 
     Raises:
         MeshError: the annotations speak of more than one mesh.
+        ManualRegionError: a tensor leaves a manual region unclosed, or enters one that it does not fit.
     """
     guard_marks(gm, example_inputs)
     mesh = _mesh_of(gm, example_inputs)
@@ -50,6 +54,7 @@ def spread_annotations(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], 
         return
     for node in gm.graph.find_nodes(op="call_function", target=constrain):
         _constrain_from_here_on(node)
+    enter_regions(gm.graph)
     wanted, made = _propagated(gm, example_inputs, mesh)
     decided(made)
     _Rewrite(gm, mesh, wanted).run()
@@ -59,7 +64,8 @@ def spread_annotations(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], 
 
 def _mesh_of(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> DeviceMesh | None:
     """The mesh of the annotations of a graph; None where it has none."""
-    meshes = {str(node.args[1]) for node in gm.graph.find_nodes(op="call_function", target=constrain)}
+    calls = [node for target in (constrain, to_manual) for node in gm.graph.find_nodes(op="call_function", target=target)]
+    meshes = {str(node.args[1]) for node in calls}
     meshes |= {note.mesh.text for note in map(mark_of, example_inputs) if note is not None}
     mixed = any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in example_inputs)
     for value in example_inputs if mixed or meshes else ():
@@ -162,7 +168,16 @@ class _GlobalRun(torch.fx.Interpreter):
         if target is agree:
             self.program.operators.append(Operator(agree, args, {}, args))
             return args
+        if target in (to_manual, placed_from_manual):
+            return self._border(target is to_manual, *args)
         return super().call_function(target, args, kwargs)
+
+    def _border(self, enters: bool, x: torch.Tensor, _: str, axes: Axes, manual: tuple[int, ...]) -> torch.Tensor:
+        """A tensor on the other side of the border of a manual region: of another shape, and nothing is carried over."""
+        pieces = [math.prod(self.mesh_shape[a] for a in entry if a in manual) for entry in axes]
+        other = x.new_empty([size // n if enters else size * n for size, n in zip(x.shape, pieces)])
+        self.marks.append((x if enters else other, Mark(axes)))
+        return other
 
 
 # ---- the graph over DTensors ---------------------------------------------------------------------------------------------------
@@ -227,12 +242,22 @@ class _Rewrite:
                 self._insert(made, made, constrain, self.text, sharding.axes, False)
 
     def _place(self, node: torch.fx.Node) -> None:
-        """An intermediate that the propagation cuts and DTensor did not."""
+        """An intermediate that is not placed as the propagation has it: not cut where it should be, or owing a sum. And one whose
+        gradient will owe a sum, as it goes whole into products with what is cut: the terms are added first, and sent once."""
         value, sharding = self.values[node], self.wanted.get(node)
-        if isinstance(value, DTensor) and sharding is not None and node.target is not constrain:
-            axes = _missing(value, sharding, self.mesh_shape)
-            if axes is not None:
-                self._insert(node, node, constrain, self.text, axes, False)
+        if not isinstance(value, DTensor) or sharding is None or node.target is constrain:
+            return
+        axes = _other_axes(value, sharding, self.mesh_shape)
+        gradient = value.requires_grad and any(self._adds_axes(user, sharding) for user in node.users)
+        if axes is not None or gradient:
+            here = axes if axes is not None else placements_to_axes(value.placements, self.mesh_shape, value.dim())
+            self._insert(node, node, constrain, self.text, here, gradient)
+
+    def _adds_axes(self, user: torch.fx.Node, sharding: Sharding) -> bool:
+        """Whether a product is cut along an axis that does not cut this factor of it."""
+        made = self.wanted.get(user)
+        have = {axis for entry in sharding.cuts for axis in entry}
+        return made is not None and _name(user) in _PRODUCTS and not {axis for entry in made.cuts for axis in entry} <= have
 
     def _make_results_plain(self, output: torch.fx.Node) -> None:
         """Results that Dynamo knows as plain tensors are plain again."""
@@ -251,18 +276,28 @@ class _Rewrite:
         output.args = torch.fx.map_arg(output.args, plain)
 
 
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
+
+
+def _name(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _is_written(node: torch.fx.Node) -> bool:
     """Whether an input is written to in place."""
-    names = [(user.target if isinstance(user.target, str) else getattr(user.target, "__name__", ""), user) for user in node.users]
-    return any(name.endswith("_") and not name.endswith("__") and user.args and user.args[0] is node for name, user in names)
+    in_place = [user for user in node.users if _name(user).endswith("_") and not _name(user).endswith("__")]
+    return any(bool(user.args) and user.args[0] is node for user in in_place)
 
 
-def _missing(value: DTensor, sharding: Sharding, mesh_shape: tuple[int, ...]) -> Axes | None:
-    """The axes for a DTensor of which the propagation cuts a dim by an axis that cuts none; None where there is no such axis."""
+def _other_axes(value: DTensor, sharding: Sharding, mesh_shape: tuple[int, ...]) -> Axes | None:
+    """The axes for a DTensor that the propagation cuts by an axis that cuts none of it yet, or that owes a sum; None for others.
+
+    Cuts that DTensor chose stay.
+    """
     target: list[Placement] = []
     changes = False
     for have, want in zip(value.placements, axes_to_placements(sharding.axes, mesh_shape)):
         cut, wants_cut = (isinstance(p, (Shard, StridedShard)) for p in (have, want))
-        changes = changes or (wants_cut and not cut)
+        changes = changes or have.is_partial() or (wants_cut and not cut)
         target.append(have if cut else want if wants_cut else Replicate())
     return placements_to_axes(target, mesh_shape, value.dim()) if changes else None

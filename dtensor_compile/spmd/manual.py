@@ -1,0 +1,211 @@
+"""Manual regions: a part of the program that works on what each device has, while the compiler shards the rest.
+
+    local = enable_manual_sharding(x, ("dp", None))            # x cut along dp: now this rank's rows, a plain tensor
+    local = my_kernel(local)                                   # may use collectives of its own
+    y = disable_manual_sharding(local, ("dp", None), x.shape)  # a tensor of the global shape again: in eager whole on every rank,
+                                                               # in a compiled program as the compiler shards it
+
+    @manual_region(in_specs=(("dp", None),), out_specs=("dp", None))
+    def region(local): ...                                     # the same as a function of global tensors
+
+With `axes` only those mesh axes are manual: inside, a tensor is a DTensor over the other axes, with the shape that one device group of
+the manual axes has, and the compiler goes on sharding it. Regions nest: an inner one takes further axes of such a tensor.
+
+Gradients. A tensor that a region takes whole along an axis gets gradients from every device of it, which are summed; a result that is
+said to be equal along an axis gives each device its share, 1/size, of the gradient. Together they give the gradient of the global
+program, wherever the region's own collectives differentiate right.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.errors import ManualRegionError, MeshError
+from dtensor_compile.spmd.annotate import mesh_text_in_program
+from dtensor_compile.spmd.constraint import as_dtensor, device_mesh_of, whole
+from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
+from dtensor_compile.spmd.partition_spec import Axes, PartitionSpec, axes_to_placements
+
+#: Mesh axes by index.
+Indices = tuple[int, ...]
+
+
+def enable_manual_sharding(
+    t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None, axes: Sequence[str | int] | None = None
+) -> torch.Tensor:
+    """What this device has of `t`, cut as the spec says; see the module.
+
+    Args:
+        t: a tensor of global shape; in a region over other axes, one of that region.
+        partition_spec: may name manual axes and, behind them, others.
+        mesh: the global mesh if not given.
+        axes: the axes that become manual; all of them if not given.
+
+    Raises:
+        ManualRegionError: an axis does not divide the dim it cuts, or a manual axis cuts behind one that is not.
+        MeshError, PlacementError: no mesh, an unknown axis, a spec that breaks a rule.
+    """
+    mesh, cut, manual = _arguments(partition_spec, mesh, axes, t.dim())
+    for dim, entry in enumerate(cut):
+        pieces = math.prod([mesh.mesh_shape[a] for a in entry])
+        if t.shape[dim] % pieces:
+            raise ManualRegionError(f"dim {dim} of size {t.shape[dim]} cannot be cut in {pieces} equal pieces for a manual region")
+        if [a in manual for a in entry] != sorted([a in manual for a in entry], reverse=True):
+            raise ManualRegionError(f"dim {dim} is cut along a manual axis behind one that is not manual: {partition_spec}")
+    return to_manual(t, mesh_text_in_program(mesh, t), cut, manual)
+
+
+def disable_manual_sharding(
+    t: torch.Tensor,
+    partition_spec: PartitionSpec,
+    full_shape: Sequence[int],
+    *,
+    mesh: Mesh | None = None,
+    axes: Sequence[str | int] | None = None,
+) -> torch.Tensor:
+    """The global tensor of which each device has `t`: the other way round, with the same `mesh` and `axes`.
+
+    Raises:
+        ManualRegionError: the pieces do not make up `full_shape`.
+        MeshError, PlacementError: as for `enable_manual_sharding`.
+    """
+    mesh, cut, manual = _arguments(partition_spec, mesh, axes, t.dim())
+    made = [size * math.prod([mesh.mesh_shape[a] for a in entry if a in manual]) for size, entry in zip(t.shape, cut)]
+    if list(full_shape) != made:
+        raise ManualRegionError(f"pieces of shape {list(t.shape)} make {made} with {tuple(partition_spec)}, not {list(full_shape)}")
+    return from_manual(t, mesh_text_in_program(mesh, t), cut, manual)
+
+
+def manual_region(
+    in_specs: Sequence[PartitionSpec | None],
+    out_specs: Any,
+    *,
+    mesh: Mesh | None = None,
+    axes: Sequence[str | int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a function of what each device has, as a function of global tensors.
+
+    Args:
+        in_specs: the spec of each positional argument; None for what is passed on as it is.
+        out_specs: the spec of the result, or a list of specs for a tuple of results.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def region(*args: Any) -> Any:
+            if len(args) != len(in_specs):
+                raise ManualRegionError(f"{function.__name__} takes {len(in_specs)} arguments, one per spec, not {len(args)}")
+            inside = [
+                arg if spec is None else enable_manual_sharding(arg, spec, mesh=mesh, axes=axes) for arg, spec in zip(args, in_specs)
+            ]
+            result = function(*inside)
+            if isinstance(out_specs, list):
+                return tuple(_close(value, spec, mesh, axes) for value, spec in zip(result, out_specs, strict=True))
+            return _close(result, out_specs, mesh, axes)
+
+        return region
+
+    return decorate
+
+
+def _close(t: torch.Tensor, spec: PartitionSpec, mesh: Mesh | None, axes: Sequence[str | int] | None) -> torch.Tensor:
+    real, cut, manual = _arguments(spec, mesh, axes, t.dim())
+    return from_manual(t, mesh_text_in_program(real, t), cut, manual)
+
+
+def _arguments(spec: PartitionSpec, mesh: Mesh | None, axes: Sequence[str | int] | None, ndim: int) -> tuple[Mesh, Axes, Indices]:
+    mesh = mesh if mesh is not None else get_global_mesh()
+    if mesh is None:
+        raise MeshError("a manual region needs a mesh: give one, or call set_global_mesh first")
+    every = tuple(range(len(mesh.mesh_shape)))
+    manual = every if axes is None else tuple(sorted([entry[0] for entry in mesh.axes(tuple(axes))]))
+    return mesh, mesh.axes(spec, ndim), manual
+
+
+# ---- in the graph --------------------------------------------------------------------------------------------------------------
+
+
+class _Share(torch.autograd.Function):
+    """The value itself; a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: float) -> torch.Tensor:
+        ctx.part = part
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.part, None
+
+
+@torch._dynamo.allow_in_graph
+def to_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.Tensor:
+    """What this device has of `t` along the manual axes; a DTensor over the others, where there are others."""
+    mesh = device_mesh_of(text)
+    here = [i for i in range(mesh.ndim)] if not isinstance(t, DTensor) else _dims_in(mesh, t.device_mesh)
+    own = as_dtensor(t, mesh if len(here) == mesh.ndim else _sub_mesh(mesh, here)).redistribute(
+        placements=_placements(axes, mesh, here)
+    )
+    rest = [i for i in here if i not in manual]
+    back = [Partial() if p.is_replicate() and i in manual else p for i, p in zip(here, own.placements)]
+    local = own.to_local(grad_placements=back)
+    if not rest:
+        return local
+    kept = [p for i, p in zip(here, own.placements) if i in rest]
+    return DTensor.from_local(local, _sub_mesh(mesh, rest), kept, run_check=False)
+
+
+@torch._dynamo.allow_in_graph
+def from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.Tensor:
+    """The tensor over the manual axes, and over those that `t` is a DTensor over already; plain and whole where that is all axes."""
+    placed = placed_from_manual(t, text, axes, manual)
+    return whole(placed) if placed.device_mesh.ndim == device_mesh_of(text).ndim else placed
+
+
+def placed_from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> DTensor:
+    """`from_manual`, a DTensor in any case: what stands in a graph in its place."""
+    mesh = device_mesh_of(text)
+    rest = _dims_in(mesh, t.device_mesh) if isinstance(t, DTensor) else []
+    here = sorted({*manual, *rest})
+    placed = dict(zip(here, _placements(axes, mesh, here)))
+    used = {axis for entry in axes for axis in entry}
+    copies = math.prod(mesh.size(i) for i in manual if i not in used)
+    if isinstance(t, DTensor):
+        t = t.redistribute(placements=[placed[i] for i in rest]).to_local()
+    local = _Share.apply(t, 1 / copies) if copies > 1 else t
+    return DTensor.from_local(local, _sub_mesh(mesh, here), list(placed.values()), run_check=False)
+
+
+def _sub_mesh(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
+    if len(dims) == mesh.ndim:
+        return mesh
+    names = mesh.mesh_dim_names
+    assert names is not None  # meshes of `spmd.mesh.Mesh` have names
+    return mesh[tuple(names[i] for i in dims)]
+
+
+def _dims_in(mesh: DeviceMesh, part: DeviceMesh) -> list[int]:
+    """Which dims of the mesh a slice of it has."""
+    names, of_part = mesh.mesh_dim_names or (), part.mesh_dim_names or ()
+    if not set(of_part) <= set(names):
+        raise ManualRegionError(f"a tensor over {mesh_text(part)} is no part of a manual region over {mesh_text(mesh)}")
+    return [names.index(name) for name in of_part]
+
+
+def _placements(axes: Axes, mesh: DeviceMesh, here: Sequence[int]) -> list[Placement]:
+    placements = axes_to_placements(axes, tuple(mesh.shape))
+    unknown = [i for i, p in enumerate(placements) if not isinstance(p, Replicate) and i not in here]
+    if unknown:
+        raise ManualRegionError(f"mesh axis {unknown[0]} is manual outside already: this tensor is not cut along it")
+    strided = [p for p in placements if not isinstance(p, (Replicate, Shard))]
+    if strided:
+        raise ManualRegionError("in a manual region the axes of one dim cut it in the order of the mesh")
+    return [placements[i] for i in here]

@@ -1,0 +1,97 @@
+"""A Llama with three annotations a block on a 2x2 mesh is what a plan written by hand is: placements, bytes, losses."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from dtensor_compile import record
+from dtensor_compile.demo.llama import LlamaConfig
+from dtensor_compile.spmd import Mesh
+from dtensor_compile.spmd.shard_module import find_shardings
+from dtensor_compile.testing import make_mesh, run_on_ranks
+from tests.spmd.llama import annotated, build, by_hand, data, mark
+
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def train(module, inputs, average=None, steps=3):
+    """Losses, and the totals of the compiled program."""
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="dtensor_aten", fullgraph=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    with record() as recording:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = compiled(*inputs)
+            loss.backward()
+            loss = loss.full_tensor() if isinstance(loss, DTensor) else loss.detach().clone()
+            if average is not None:
+                for value in [loss, *(local(p.grad) for p in module.parameters())]:
+                    dist.all_reduce(value, group=average)
+                    value /= dist.get_world_size(average)
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, recording.report().ours.totals.all
+
+
+def compare():
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    plain_losses = []
+    plain, inputs = build(), data()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain(*inputs)
+        loss.backward()
+        optimizer.step()
+        plain_losses.append(loss.item())
+
+    hand, hand_inputs = by_hand(mesh)
+    hand_losses, hand_total = train(hand, hand_inputs, average=mesh["dp"].get_group())
+    module, inputs, placed = annotated()
+    losses, total = train(module, inputs)
+    whole, inputs, _ = annotated(store=False)
+    whole_losses, whole_total = train(whole, inputs, steps=3)
+
+    for (name, p), q in zip(module.named_parameters(), hand.parameters()):
+        by_tp = q.placements[0] if isinstance(q, DTensor) else None
+        assert p.placements[0].is_replicate() and (p.placements[1] == by_tp if by_tp else p.placements[1].is_replicate()), name
+    gradients = sum(local(p.grad).numel() * 4 for p in hand.parameters())
+    return {
+        "plain": plain_losses, "hand": hand_losses, "ours": losses, "whole": whole_losses,
+        "hand bytes": hand_total.bytes + gradients, "bytes": total.bytes, "whole bytes": whole_total.bytes,
+    }  # fmt: skip
+
+
+def propagation_seconds():
+    config = LlamaConfig(layers=32)
+    module, inputs = build(config), data(config)
+    mesh = Mesh(range(4), (2, 2), ("dp", "tp"))
+    mark(module, mesh)
+    began = time.process_time()
+    found = find_shardings(module, inputs, mesh)
+    seconds = time.process_time() - began
+    assert found["model.blocks.31.feed_forward.w1.weight"] == ((1,), ())
+    return seconds
+
+
+def test_three_annotations_a_block():
+    answers = run_on_ranks(4, compare, timeout=280)
+    print(answers[0])
+    for answer in answers:
+        for key in ("hand", "ours", "whole"):
+            torch.testing.assert_close(answer[key], answer["plain"], rtol=1e-5, atol=1e-5)
+        # The mean over the batch is one more sum than by hand, of one number forward, and so is the number of targets.
+        assert answer["bytes"] == answer["hand bytes"] + 8
+        assert answer["bytes"] < answer["whole bytes"]
+
+
+def test_propagation_over_32_layers_takes_less_than_two_seconds():
+    seconds = run_on_ranks(4, propagation_seconds, timeout=280)
+    print(seconds)
+    assert min(seconds) < 2
