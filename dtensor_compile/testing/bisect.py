@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dtensor_compile.passes import PASSES
+from dtensor_compile.passes import OPTIONAL, PASSES
 from dtensor_compile.testing.parity import Settings
 
 
@@ -57,7 +57,7 @@ def bisect(differs: Callable[[Settings], bool], settings: Settings) -> Culprit:
             if equal('options={"kernels": "aten"}', aten):
                 return found("Inductor's kernels make the difference: the same graph, operator by operator, is equal", now, aten)
             now = aten
-        names = [run.__name__ for run in PASSES if run.__name__ not in _disabled(now)]
+        names = [name for name in pass_names(now) if name not in _disabled(now)]
         without = _without(now, names)
         if names and equal("without any graph pass", without):
             return _pass(names, now, without, equal, found)
@@ -92,6 +92,12 @@ def _pass(
 
 def _ours(settings: Settings) -> bool:
     return settings.backend in ("dtensor", "dtensor_aten") and (settings.options or {}).get("capture", True)
+
+
+def pass_names(settings: Settings) -> list[str]:
+    """The graph passes that run under these settings unless they are disabled, each once."""
+    enabled = (settings.options or {}).get("enable_passes", ())
+    return [name for name in dict.fromkeys(run.__name__ for run in PASSES) if name not in OPTIONAL or name in enabled]
 
 
 def _disabled(settings: Settings) -> tuple[str, ...]:

@@ -201,7 +201,11 @@ def _answer(request: tuple) -> tuple[str, Any]:
 
 def _module(name: str, file: str | None) -> Any:
     if name != "__main__":
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name or file is None:
+                raise  # else it was loaded from a file that is not on the path
     spec = importlib.util.spec_from_file_location("__rank_main__", file)  # type: ignore[arg-type]
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     sys.modules["__rank_main__"] = module
