@@ -7,7 +7,7 @@ RANKS ?= 2
 LAYOUT ?= tp
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-report bench-call bench-redistribution clean
+.PHONY: demo test examples bench-compile bench-report bench-call bench-redistribution clean test-redistributions
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests
+
+# Every pair of specs on 1-D, 2-D and 3-D meshes (make test takes a sample).
+test-redistributions: $(VENV)/.installed
+	DTENSOR_COMPILE_ALL_PAIRS=1 $(BIN)/python -m pytest tests/lowering/test_every_pair.py --timeout 7200
 
 examples: $(VENV)/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py

@@ -13,10 +13,11 @@ from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.cacheable import cache_decisions, survives_caches
 from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
+from dtensor_compile.capture.mesh import merge_groups
 from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.capture.spent_graphs import restore_spent_graphs
 from dtensor_compile.capture.trace import capture_redistributions
-from dtensor_compile.checks import check_program
+from dtensor_compile.checks import check_program, tensor_meshes
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
 from dtensor_compile.compat.data_dependent import backward_in_time
@@ -32,6 +33,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import is_repeatable, lower_collectives, order_collectives
+from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.lowering.schedule_graph import schedule_graph
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
@@ -70,6 +72,7 @@ def dtensor(
     spread_annotations(gm, example_inputs, log.decided)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
+    merged = merge_groups(tensor_meshes(gm))
     writes = may_write(gm)
     tangents.repeatable = not writes
     if recording():
@@ -83,6 +86,7 @@ def dtensor(
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
+        log.decided(run_passes(graph, (order_rows,), disabled=opts.disable_passes, strict=opts.strict))
         spread_by_mask(graph)
         tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)
@@ -133,7 +137,7 @@ def dtensor(
                 joint_pass=plan_joint_graph,
                 post_grad_pass=lower_graph,
                 kernel_pass=order_kernels if opts.schedule else None,
-                key=None if recording() or tangents.assumed or not survives_caches(gm) else key,
+                key=None if recording() or tangents.assumed or not merged or not survives_caches(gm) else key,
                 settings=opts.inductor,
             )
     agreement.reach()

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.utils._pytree import tree_leaves
 
-from dtensor_compile.capture.mesh import mesh_layout
+from dtensor_compile.capture.mesh import mesh_layout, mesh_text
 from dtensor_compile.capture.trace import emit_redistribution
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
@@ -101,6 +102,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
                 f"the process group of dim {layout.dim_name(dim)} of mesh {layout} does not exist any more: "
                 "make the mesh again after init_process_group()"
             )
+
+
+def tensor_meshes(gm: torch.fx.GraphModule) -> list[DeviceMesh]:
+    """The meshes that tensors of the graph lie on, each once, in the order of the program."""
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    meshes = [compat_mesh.real_mesh(value.device_mesh) for value in tree_leaves(values) if isinstance(value, DTensor)]
+    return list({mesh_text(mesh): mesh for mesh in meshes}.values())
 
 
 def _meshes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[DeviceMesh]:

@@ -12,13 +12,14 @@ from typing import Any
 
 from dtensor_compile.compat.inductor import inductor_config_error, inductor_keys, mode_options
 from dtensor_compile.errors import OptionError, TopologyError
+from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.passes import OPTIONAL, PASSES
 from dtensor_compile.topology.files import topology
 from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error")}
 _PASSES = {
-    "disable_passes": tuple(dict.fromkeys(run.__name__ for run in PASSES)),
+    "disable_passes": tuple(dict.fromkeys(run.__name__ for run in (*PASSES, order_rows))),
     "enable_passes": OPTIONAL,
 }
 

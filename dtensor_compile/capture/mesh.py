@@ -16,7 +16,7 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
@@ -83,6 +83,13 @@ class MeshLayout:
         offsets = list(dim.offsets())
         start = position - offsets[dim.coordinate(position)]
         return tuple(self.ranks[start + offset] for offset in offsets)
+
+    def group_over(self, rank: int, mesh_dims: Sequence[int]) -> tuple[int, ...]:
+        """The global ranks that differ from `rank` along `mesh_dims` only, row-major in their coordinates."""
+        position = self.ranks.index(rank)
+        offsets = [list(self.dims[i].offsets()) for i in mesh_dims]
+        start = position - sum(found[self.dims[i].coordinate(position)] for i, found in zip(mesh_dims, offsets))
+        return tuple(self.ranks[start + sum(place)] for place in itertools.product(*offsets))
 
     @functools.cached_property
     def in_rank_order(self) -> bool:
@@ -181,6 +188,48 @@ def group_name(text: str, mesh_dim: int, rank: int) -> str:
         if compat_mesh.group_exists(name):
             return name
     return compat_mesh.group_of_ranks(parse_mesh(text).group(rank, mesh_dim))
+
+
+def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
+    """Name of the process group of `rank` along several dims of a mesh at once; it is made where there is none.
+
+    Making it is a collective call of the ranks of that group alone (`merge_groups` says when).
+    """
+    if len(mesh_dims) == 1:
+        return group_name(text, mesh_dims[0], rank)
+    layout = parse_mesh(text)
+    description = "mesh_" + ",".join(layout.dim_name(i) for i in mesh_dims)
+    return compat_mesh.group_of_ranks(layout.group_over(rank, mesh_dims), make=description)
+
+
+#: Mesh dims up to which every set of them gets its process group in advance: 4 groups for 3 mesh dims.
+MOST_MERGED = 3
+
+
+def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
+    """Makes the process groups over several mesh dims that plans over these meshes may use, before anything is compiled.
+
+    Ranks make theirs in the same order, that of the meshes in the program, and wait only for the others of each group: so also ranks
+    that are outside of a mesh, or compile another program, hold up nobody. Made in advance, they are there as well on a rank that
+    finds its graph in a cache while another compiles it.
+
+    Returns:
+        whether all are there; False where a mesh has so many dims that groups are made when a plan first needs them.
+    """
+    complete = True
+    for mesh in meshes:
+        mesh = compat_mesh.real_mesh(mesh)
+        wide = [i for i in range(mesh.ndim) if mesh.size(i) > 1]
+        if len(wide) < 2 or not compat_mesh.is_member(mesh):
+            continue
+        if len(wide) > MOST_MERGED:
+            complete = False
+            continue
+        text = mesh_text(mesh)
+        for size in range(2, len(wide) + 1):
+            for mesh_dims in itertools.combinations(wide, size):
+                merged_group_name(text, mesh_dims, compat_mesh.my_rank())
+    return complete
 
 
 def group_dim_name(group: ProcessGroup) -> str:

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.capture import mesh as mesh_module
-from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
+from dtensor_compile.capture.mesh import MeshLayout, merged_group_name, parse_mesh
 from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.shapes import size_hints
+from dtensor_compile.compat.shapes import divisors, size_hints
 from dtensor_compile.errors import NoProcessGroupError, PlanError
-from dtensor_compile.lowering.expand import canonical, expand, local_shape
-from dtensor_compile.lowering.plan import COLLECTIVES, Step, plan
+from dtensor_compile.lowering.expand import Place, canonical, expand, local_shape
+from dtensor_compile.lowering.plan import Step, plan
+from dtensor_compile.topology.network import network_of
 
 _library = torch.library.Library("dtensor_compile", "DEF")
 _library.define(
@@ -39,8 +39,12 @@ redistribute_op = torch.ops.dtensor_compile.redistribute.default
 
 
 def plan_of(source: str, target: str, layout: MeshLayout, shape: Sequence[Any], itemsize: int) -> tuple[Step, ...]:
-    """The plan for a node: symbolic sizes count with their hints, which are the same on every rank."""
-    return plan(source, target, layout.shape, size_hints(shape), itemsize)
+    """The plan for a node, in the topology for which this thread plans.
+
+    Symbolic sizes count with their hints, which are the same on every rank; the plan is right for all sizes.
+    """
+    sizes = size_hints(shape)
+    return plan(source, target, layout.shape, sizes, itemsize, network=network_of(layout), divisors=divisors(shape))
 
 
 def _my_rank() -> int:
@@ -60,14 +64,14 @@ def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: S
         return local.clone()
     check_local(local, source, layout, coordinate, shape)
     steps = plan_of(source, target, layout, shape, local.element_size())
-    out = expand(local, steps, parse_spec(source), layout, coordinate, shape, lambda i: mesh_module.group_name(mesh, i, rank))
+    out = expand(local, steps, Place(layout, rank, lambda dims: merged_group_name(mesh, dims, rank)), shape)
     if _sends(steps) or any(isinstance(size, int) and size == 0 for size in out.shape):
         out = canonical(out)
     return local.clone() if out is local else out
 
 
 def _sends(steps: Sequence[Step]) -> bool:
-    return any(step.kind in COLLECTIVES for step in steps)
+    return any(step.sends for step in steps)
 
 
 def check_local(local: torch.Tensor, source: str, layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> None:

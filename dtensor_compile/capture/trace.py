@@ -55,6 +55,8 @@ def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: 
     before, after = canonical_placements(source), canonical_placements(target)
     if len({p.reduce_op for p in (*before, *after) if isinstance(p, Partial)}) > 1:
         return stock()  # torch refuses partials of different kinds
+    if any(isinstance(b, Partial) and not isinstance(a, (Partial, Replicate)) for a, b in zip(before, after)):
+        return stock()  # torch refuses to make a shard partial
     if any(isinstance(p, MaskPartial) for p in after):
         return _emit_to_mask(local, source, target, before, after, stock)
     pending = [p for p in before if isinstance(p, MaskPartial)]

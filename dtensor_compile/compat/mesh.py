@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch._library.fake_class_registry import FakeScriptObject
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group, _world
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from dtensor_compile.errors import NoProcessGroupError
 
@@ -71,15 +73,28 @@ def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
-def group_of_ranks(ranks: Sequence[int]) -> str:
+def my_rank() -> int:
+    """The global rank of this process."""
+    return dist.get_rank()
+
+
+def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
     """Name of a process group with exactly these global ranks.
 
-    Raises `NoProcessGroupError` where this process has none.
+    Args:
+        make: where this process has none, one of this description is made, together with the other ranks of the group and nobody else.
+
+    Raises:
+        NoProcessGroupError: this process has none, and none is to be made.
     """
     wanted = tuple(sorted(ranks))
     for name, members, _ in all_groups():
         if members == wanted:
             return name
+    if make is not None:
+        with unset_fake_temporarily(), disable_proxy_modes_tracing():
+            dist.new_group(list(wanted), use_local_synchronization=True, group_desc=make)
+        return group_of_ranks(ranks)
     raise NoProcessGroupError(
         f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the graph "
         "that uses it is compiled or loaded"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import sympy
 import torch
 from torch.fx.experimental import proxy_tensor
 
@@ -24,6 +26,19 @@ def size_hint(size: int | torch.SymInt) -> int:
 def size_hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
     """`size_hint` of every dim."""
     return tuple(size_hint(size) for size in shape)
+
+
+def divisors(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    """What each size is known to be a multiple of, whatever its symbols are: itself where it is a number, 4 for ``4*s0``."""
+    return tuple(size if isinstance(size, int) else _divisor(size.node.expr) for size in shape)
+
+
+def _divisor(expression: sympy.Expr) -> int:
+    if expression.is_Integer:
+        return abs(int(expression))
+    # Terms with other functions than sums and products of integers (floors, maxima) count as 1.
+    terms = sympy.Add.make_args(sympy.expand(expression)) if expression.is_polynomial(*expression.free_symbols) else ()
+    return math.gcd(*(int(term.as_coeff_Mul()[0]) for term in terms)) if terms else 1
 
 
 def split_nary(graph: torch.fx.Graph) -> None:

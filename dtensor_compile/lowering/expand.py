@@ -9,16 +9,34 @@ it; even ones are not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dtensor_compile.capture.mesh import MeshLayout
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor_compile.lowering.plan import Step
+from dtensor_compile.lowering.moves import Step
+from dtensor_compile.lowering.rearrange import rearrange
 
-GroupName = Callable[[int], str]
+#: The process group of this rank along these mesh dims together, by name.
+GroupName = Callable[[tuple[int, ...]], str]
 _c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a plan is carried out: the mesh, a global rank in it, and its process groups."""
+
+    layout: MeshLayout
+    rank: int
+    group_name: GroupName
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        coordinate = self.layout.coordinate(self.rank)
+        assert coordinate is not None, "plans are carried out by members of the mesh"
+        return coordinate
 
 
 def shard_range(size: Any, n: int, coordinate: int) -> tuple[Any, Any]:
@@ -59,53 +77,65 @@ def canonical(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride() == tuple(strides) else x.flatten().view(x.shape)
 
 
-def expand(
-    x: torch.Tensor,
-    steps: Sequence[Step],
-    source: Sequence[Placement],
-    layout: MeshLayout,
-    coordinate: Sequence[int],
-    shape: Sequence[Any],
-    group_name: GroupName,
-) -> torch.Tensor:
+def expand(x: torch.Tensor, steps: Sequence[Step], place: Place, shape: Sequence[Any]) -> torch.Tensor:
     """Carries out `steps`.
 
     Args:
-        x: local tensor of this rank under `source`.
-        steps: a plan that starts at `source`.
-        layout, coordinate: the mesh, and the place of this rank in it.
-        shape: global shape, in elements; may be symbolic.
-        group_name: name of the process group of this rank along a mesh dim.
+        x: local tensor of this rank under the spec before the first step.
+        steps: a plan.
+        place: this rank.
+        shape: global shape; may be symbolic.
     """
-    placements = list(source)
+    layout, coordinate = place.layout, place.coordinate
     for step in steps:
-        i, n, c = step.mesh_dim, layout.shape[step.mesh_dim], coordinate[step.mesh_dim]
-        # Sizes of the tensor that the ranks along this mesh dim hold together: cut by the mesh dims to the left (those shards
-        # enclose this one) and by those to the right (which, by the rule of `plan`, shard other tensor dims).
-        others = [Replicate() if j == i else p for j, p in enumerate(placements)]
-        sizes = local_shape(others, layout, coordinate, shape)
-        group = group_name(i) if step.kind not in ("slice", "partition") else ""
         if step.kind == "all_reduce":
-            x = _wait(_c10d.all_reduce(x.contiguous(), _reduce_op(step.source), group))
-        elif step.kind == "all_gather" and isinstance(step.source, StridedShard):
-            x = _all_gather_strided(x, step.source, sizes, n, group)
+            x = _wait(_c10d.all_reduce(x.contiguous(), _reduce_op(step.before[step.mesh_dims[0]]), place.group_name(step.mesh_dims)))
+            continue
+        if not _is_plain(step):
+            x = rearrange(x, step, place, shape)
+            continue
+        (i,) = step.mesh_dims
+        source, target, n, c = step.before[i], step.after[i], layout.shape[i], coordinate[i]
+        # Sizes of the tensor that the ranks along this mesh dim hold together: cut by the mesh dims to the left (those shards
+        # enclose this one) and by those to the right (which, by the rules of the plan, shard other tensor dims).
+        others = [Replicate() if j == i else p for j, p in enumerate(step.before)]
+        sizes = local_shape(others, layout, coordinate, shape)
+        group = place.group_name((i,)) if step.sends else ""
+        if step.kind == "all_gather" and isinstance(source, StridedShard):
+            x = _all_gather_strided(x, source, sizes, n, group)
         elif step.kind == "all_gather":
-            x = _all_gather(x, _dim(step.source), sizes, n, group)
+            x = _all_gather(x, _dim(source), sizes, n, group)
         elif step.kind == "reduce_scatter":
-            x = _reduce_scatter(x, _dim(step.target), sizes, n, c, _reduce_op(step.source), group)
+            x = _reduce_scatter(x, _dim(target), sizes, n, c, _reduce_op(source), group)
         elif step.kind == "all_to_all":
-            x = _all_to_all(x, _dim(step.source), _dim(step.target), sizes, n, c, group)
-        elif step.kind == "slice" and isinstance(step.target, StridedShard):
-            x = _slice_strided(x, step.target, sizes, n, c)
+            x = _all_to_all(x, _dim(source), _dim(target), sizes, n, c, group)
+        elif step.kind == "slice" and isinstance(target, StridedShard):
+            x = _slice_strided(x, target, sizes, n, c)
         elif step.kind == "slice":
-            start, length = shard_range(sizes[_dim(step.target)], n, c)
-            x = x.narrow(_dim(step.target), start, length).clone()
+            start, length = shard_range(sizes[_dim(target)], n, c)
+            x = x.narrow(_dim(target), start, length).clone()
         elif step.kind == "partition":
-            x = x / n if _reduce_op(step.target) == "sum" else x.clone()
+            x = x / n if _reduce_op(target) == "sum" else x.clone()
+        elif step.kind == "spread":
+            d = _dim(source)
+            start, length = shard_range(sizes[d], n, c)
+            x = torch.constant_pad_nd(x, [0, 0] * (x.dim() - d - 1) + [start, sizes[d] - start - length])
         else:
             raise AssertionError(f"{step.kind} is not a step that can be expanded")
-        placements[i] = step.target
     return x
+
+
+def _is_plain(step: Step) -> bool:
+    """Whether a step changes one mesh dim, whose shard is not nested in that of a mesh dim to its right."""
+    if step.kind == "exchange" or len(step.changed) != 1:
+        return False
+    (i,) = step.changed
+    if step.kind == "reduce_scatter" and isinstance(step.after[i], StridedShard):
+        return False
+    if step.kind == "spread" and isinstance(step.before[i], StridedShard):
+        return False
+    cut = [p.dim for p in (step.before[i], step.after[i]) if isinstance(p, (Shard, StridedShard))]
+    return not any(isinstance(p, (Shard, StridedShard)) and p.dim in cut for p in step.before[i + 1 :])
 
 
 def _dim(placement: Placement) -> int:

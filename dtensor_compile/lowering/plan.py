@@ -1,26 +1,20 @@
 """Which collectives lead from one spec to another.
 
-In: two specs on one mesh and the global shape. Out: a tuple of `Step`, each of which changes the placement on one mesh dim:
+In: two specs on one mesh, the global shape, the links along the mesh dims. Out: a tuple of `Step` (`lowering/moves.py` lists the
+kinds): the cheapest path over the specs that a tensor can have, found with Dijkstra's algorithm.
 
-    P(op) -> R      all_reduce       sends 2 (n-1)/n of the local tensor
-    P(op) -> S(d)   reduce_scatter   (n-1)/n
-    S(d)  -> R      all_gather       (n-1) times
-    S(d)  -> S(e)   all_to_all       (n-1)/n
-    R     -> S(d)   slice            nothing
-    _S(d,f) <-> R   all_gather, slice, as S(d) <-> R
-    R     -> P(op)  partition        nothing
+    S(0)S(0) -> RR on dp=2,tp=4        all_gather[dp,tp] S(0)S(0)->RR         one collective over both mesh dims
+    P(sum)S(0) -> S(0)S(1)             exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
+    S(0)R -> RS(0)                     exchange[0,1] S(0)R->RS(0)             everybody fetches the shard that it lacks
 
-(n: size of the mesh dim; ring algorithms, the same counts as in NCCL's documentation of its performance figures.)
-
-Why a plan is right: where several mesh dims shard one tensor dim, they nest from left to right, so a mesh dim may take or give
-up a shard of tensor dim d only while no mesh dim to its right shards d. Every step obeys that, so every state on the way is a
-valid spec of the same global tensor. The cheapest path over these states is found with Dijkstra's algorithm.
+Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a topology says how
+they differ the fewest seconds, then the fewest bytes (`lowering/costs.py`).
 
 Why a plan is never worse than torch's own: cheapest in time may mean a collective more for fewer bytes, or bytes more for one
-collective less. torch's greedy path is one of the paths here (with its all_to_all, which on CPU is an all_gather there), so paths
-that have more collectives or more bytes than that one are left out, and at least that one remains.
+collective less. torch's greedy path is one of the paths here, so paths that have more collectives or more bytes than that one are
+left out, and at least that one remains. What torch's other planner finds is a path here too, and the fewest bytes are not more.
 
-Plans depend on the global shape and the mesh alone, never on the rank, so that all ranks choose the same one.
+Plans depend on specs, sizes, the mesh and the topology alone, never on the rank, so that all ranks choose the same one.
 """
 
 from __future__ import annotations
@@ -29,89 +23,16 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 from dtensor_compile.capture.spec import parse_spec, placement_text, spec_text
-from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.compat.dtensor import Partial, Placement, Replicate
 from dtensor_compile.errors import PlanError
-
-StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice", "partition"]
-
-#: Kinds of steps that send something.
-COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
-
-#: Placements that cut a tensor dim.
-CUTS = (Shard, StridedShard)
-
-#: What one more collective costs, in bytes: about what a 1 Gbit/s link carries in the 100 microseconds that a collective takes to
-#: start. It keeps a plan from trading a few bytes for another collective.
-LATENCY_BYTES = 16 * 1024
-
-State = tuple[Placement, ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One change of placement on one mesh dim.
-
-    Attributes:
-        kind: what is called.
-        mesh_dim: the mesh dim whose placement changes.
-        source, target: placements before and after.
-        elements: elements that one rank sends.
-    """
-
-    kind: StepKind
-    mesh_dim: int
-    source: Placement
-    target: Placement
-    elements: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}[{self.mesh_dim}] {placement_text(self.source)}->{placement_text(self.target)}"
-
-
-def local_elements(placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int]) -> int:
-    """Elements of the largest local tensor under these placements (uneven shards count as the padded ones)."""
-    sizes = list(shape)
-    for placement, n in zip(placements, mesh_shape):
-        _cut(sizes, placement, n)
-    return math.prod(sizes)
-
-
-def _cut(sizes: list[int], placement: Placement, n: int) -> None:
-    """Sizes of the largest shard in place of those of the whole."""
-    if isinstance(placement, Shard):
-        sizes[placement.dim] = -(-sizes[placement.dim] // n)
-    elif isinstance(placement, StridedShard):
-        # Each of the pieces is cut, as torch.chunk does it: full pieces, then the rest.
-        size, factor = sizes[placement.dim], int(placement.split_factor)
-        piece = -(-size // factor)
-        sizes[placement.dim] = sum(-(-min(piece, max(0, size - piece * k)) // n) for k in range(factor))
-
-
-def elements_sent(kind: StepKind, n: int, local: int) -> int:
-    """Elements that one rank sends for a collective over `n` ranks on a local input of `local` elements."""
-    if kind == "all_reduce":
-        return 2 * (n - 1) * local // n
-    if kind in ("reduce_scatter", "all_to_all"):
-        return (n - 1) * local // n
-    if kind == "all_gather":
-        return (n - 1) * local
-    return 0
-
-
-def _elements_sent(kind: StepKind, state: State, mesh_dim: int, target: Placement, mesh_shape: Sequence[int], shape: Sequence[int]) -> int:
-    """Elements that one rank sends for a step from `state`; what is scattered unevenly is padded first, and counts padded."""
-    n, sizes = mesh_shape[mesh_dim], list(shape)
-    for placement, m in zip(state, mesh_shape):
-        _cut(sizes, placement, m)
-    if isinstance(target, Shard):
-        sizes[target.dim] = -(-sizes[target.dim] // n) * n
-    return elements_sent(kind, n, math.prod(sizes))
-
+from dtensor_compile.lowering.costs import COLLECTIVES, Cost, StepKind, elements_sent, local_elements
+from dtensor_compile.lowering.moves import Problem, State, Step, moves
+from dtensor_compile.lowering.shards import CUTS
+from dtensor_compile.lowering.torch_path import torch_steps
+from dtensor_compile.topology.network import Network
 
 #: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the others.
 _PARTITIONS = ("sum", "avg", "min", "max")
@@ -123,134 +44,135 @@ def _commute(placements: Sequence[Placement]) -> bool:
     return len(ops) <= 1 or ops <= {"sum", "avg"}
 
 
-def _moves(state: State, goal: State, mesh_shape: Sequence[int], ndim: int) -> Iterator[tuple[int, StepKind, Placement]]:
-    """Every legal change of one placement: mesh dim, kind, new placement."""
-    for i, source in enumerate(state):
-        if mesh_shape[i] == 1:
-            continue
-        nested = {p.dim for p in state[i + 1 :] if isinstance(p, CUTS)}
-        shards = [Shard(d) for d in range(ndim) if d not in nested]
-        if isinstance(source, Partial):
-            yield i, "all_reduce", Replicate()
-            yield from ((i, "reduce_scatter", s) for s in shards)
-        elif isinstance(source, Shard) and source.dim not in nested:
-            yield i, "all_gather", Replicate()
-            yield from ((i, "all_to_all", s) for s in shards if s != source)
-        elif isinstance(source, StridedShard) and source.dim not in nested:
-            yield i, "all_gather", Replicate()
-        elif isinstance(source, Replicate):
-            yield from ((i, "slice", s) for s in shards)
-            if isinstance(goal[i], StridedShard) and goal[i].dim not in nested:
-                yield i, "slice", goal[i]
-            if isinstance(goal[i], Partial) and _commute((*state, goal[i])):
-                yield i, "partition", goal[i]
-
-
-def _torch_path(start: State, goal: State) -> Iterator[tuple[int, Placement]]:
-    """torch's greedy choice, mesh dim and new placement of each step: from the innermost mesh dim outwards what can change at once
-    (a shard that would nest otherwise in the goal is gathered), then from the outermost inwards what is left.
-    """
-    state = list(start)
-    if any(isinstance(p, Shard) for p in start):
-        for i in reversed(range(len(state))):
-            target = goal[i]
-            if isinstance(target, Shard):
-                outer = [[p == target for p in placements[:i]] for placements in (state, goal)]
-                if outer[0] != outer[1]:
-                    target = Replicate()
-            if state[i] != target:
-                yield i, target
-                state[i] = target
-    for i, target in enumerate(goal):
-        if state[i] != target:
-            yield i, target
-
-
-def _kind(source: Placement, target: Placement) -> StepKind:
-    if isinstance(source, Partial):
-        return "reduce_scatter" if isinstance(target, Shard) else "all_reduce"
-    if isinstance(source, Shard):
-        return "all_to_all" if isinstance(target, Shard) else "all_gather"
-    return "slice" if isinstance(target, Shard) else "partition"
-
-
-def _limits(start: State, goal: State, mesh_shape: Sequence[int], shape: Sequence[int]) -> tuple[float, float]:
-    """Collectives and elements of torch's greedy path; none where shards are strided, because it is wrong there."""
-    if any(isinstance(p, StridedShard) for p in (*start, *goal)):
-        return math.inf, math.inf
-    state, count, elements = start, 0, 0
-    for i, target in _torch_path(start, goal):
-        kind = _kind(state[i], target)
-        count += kind in COLLECTIVES
-        elements += _elements_sent(kind, state, i, target, mesh_shape, shape)
-        state = (*state[:i], target, *state[i + 1 :])
-    return count, elements
-
-
-def plan(source: str, target: str, mesh_shape: Sequence[int], shape: Sequence[int], itemsize: int = 4) -> tuple[Step, ...]:
+def plan(
+    source: str,
+    target: str,
+    mesh_shape: Sequence[int],
+    shape: Sequence[int],
+    itemsize: int = 4,
+    *,
+    network: Network = Network(),
+    divisors: Sequence[int] | None = None,
+) -> tuple[Step, ...]:
     """The cheapest steps from spec `source` to spec `target` for a global tensor of `shape` (elements per dim).
 
     An empty tuple means that the local tensor already is what the target spec asks for.
 
+    Args:
+        itemsize: bytes of an element.
+        network: links along the mesh dims.
+        divisors: for sizes that are hints of symbolic ones, what they are known to be multiples of. The plan is right for all sizes
+            that are, and cheapest for those near the hint.
+
     Raises:
         PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing leads
-            from the one to the other (a shard cannot become partial, nor one partial another; nor does torch do that).
+            from the one to the other (one kind of partial to another; nor does torch do that).
     """
-    return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize)
+    return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize, network, tuple(shape if divisors is None else divisors))
 
 
 @functools.lru_cache(maxsize=65536)
 def _plan(
-    source: str, target: str, mesh_shape: tuple[int, ...], shape: tuple[int, ...], itemsize: int
+    source: str,
+    target: str,
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    network: Network,
+    divisors: tuple[int, ...],
 ) -> tuple[Step, ...]:
-    start, goal = parse_spec(source), parse_spec(target)
-    for text, placements in ((source, start), (target, goal)):
-        if len(placements) != len(mesh_shape):
-            raise PlanError(f"spec {text} has {len(placements)} placements, but the mesh has {len(mesh_shape)} dims")
-        for p in placements:
-            if isinstance(p, CUTS) and p.dim >= len(shape):
-                raise PlanError(f"{placement_text(p)} in spec {text}: the tensor has {len(shape)} dims, {shape}")
-
-    def trivial(placements: State) -> State:
-        # On a mesh dim of size 1 every placement means the same.
-        return tuple(Replicate() if n == 1 else p for p, n in zip(placements, mesh_shape))
-
-    start, goal = trivial(start), trivial(goal)
+    start, goal = _checked(source, mesh_shape, shape), _checked(target, mesh_shape, shape)
     if start == goal:
         return ()
     for a, b in zip(start, goal):
-        if isinstance(b, Partial) and a != b and not (isinstance(a, Replicate) and b.reduce_op in _PARTITIONS):
-            raise PlanError(f"redistribute from {source} to {target} not supported: nothing leads from {placement_text(a)} to {placement_text(b)}")
-    for placements in (start, goal):
-        if not _commute(placements):
-            raise PlanError(f"spec {spec_text(placements)} mixes reductions whose order matters")
+        if isinstance(b, Partial) and a != b:
+            _check_partial(source, target, a, b)
+    return cheapest(Problem(start, goal, mesh_shape, shape, divisors, itemsize, network))
 
-    # Dijkstra's algorithm within the limits: a path to a state is kept unless another is at most as dear, with at most as many
-    # collectives and at most as many elements. Ties are broken by order of discovery, which is the same on every rank.
-    most_collectives, most_elements = _limits(start, goal, mesh_shape, shape)
+
+def _checked(text: str, mesh_shape: Sequence[int], shape: Sequence[int]) -> State:
+    """The placements of a spec that a tensor of `shape` can have; on a mesh dim of size 1 all mean the same."""
+    placements = parse_spec(text)
+    if len(placements) != len(mesh_shape):
+        raise PlanError(f"spec {text} has {len(placements)} placements, but the mesh has {len(mesh_shape)} dims")
+    for p in placements:
+        if isinstance(p, CUTS) and p.dim >= len(shape):
+            near = f"the nearest that it can have: {spec_text([_nearest(q, len(shape)) for q in placements])}"
+            raise PlanError(f"{placement_text(p)} in spec {text}: the tensor has {len(shape)} dims, {tuple(shape)}; {near}")
+    state = tuple(Replicate() if n == 1 else p for p, n in zip(placements, mesh_shape))
+    if not _commute(state):
+        raise PlanError(
+            f"spec {text} mixes reductions whose order matters: reduce the one before the other becomes partial, "
+            f"as in {spec_text(_one_reduction(state))}"
+        )
+    return state
+
+
+def _nearest(placement: Placement, ndim: int) -> Placement:
+    if isinstance(placement, CUTS) and placement.dim >= ndim:
+        return Replicate() if ndim == 0 else type(placement)(ndim - 1, **_factor(placement))
+    return placement
+
+
+def _factor(placement: Placement) -> dict[str, int]:
+    return {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+
+
+def _one_reduction(state: State) -> list[Placement]:
+    first = next(p for p in state if isinstance(p, Partial))
+    return [Replicate() if isinstance(p, Partial) and p != first else p for p in state]
+
+
+def _check_partial(source: str, target: str, a: Placement, b: Partial) -> None:
+    """Raises where nothing leads from placement `a` to the partial `b`."""
+    if isinstance(a, Partial):
+        legal = f"{placement_text(a)}->R" + (f" and R->{placement_text(b)} as two" if b.reduce_op in _PARTITIONS else " is the nearest legal one")
+    elif b.reduce_op not in _PARTITIONS:
+        legal = f"{placement_text(a)}->R is the nearest legal one"
+    else:
+        return
+    raise PlanError(
+        f"redistribute from {source} to {target} not supported: nothing leads from {placement_text(a)} to {placement_text(b)}; {legal}"
+    )
+
+
+def cheapest(problem: Problem) -> tuple[Step, ...]:
+    """Dijkstra's algorithm within torch's limits.
+
+    A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many elements. Ties are
+    broken by order of discovery, which is the same on every rank.
+    """
+    theirs = torch_steps(problem)
+    most_collectives = math.inf if theirs is None else collectives(theirs)
+    most_elements = math.inf if theirs is None else sum(step.elements for step in theirs)
     order = itertools.count()
-    queue: list[tuple[float, int, State, tuple[Step, ...], int, int]] = [(0.0, next(order), start, (), 0, 0)]
+    bytes_first = problem.network.uniform
+
+    def key(elements: int, seconds: float) -> tuple[float, float]:
+        return (elements, seconds) if bytes_first else (seconds, elements)
+
+    queue: list[tuple[tuple[float, float], int, State, tuple[Step, ...], int, int, float]]
+    queue = [((0.0, 0.0), next(order), problem.start, (), 0, 0, 0.0)]
     done: dict[State, list[tuple[int, int]]] = {}
     while queue:
-        cost, _, state, steps, count, elements = heapq.heappop(queue)
-        if state == goal:
+        cost, _, state, steps, count, elements, seconds = heapq.heappop(queue)
+        if state == problem.goal:
+            if theirs is not None and not problem.free and key(most_elements, sum(s.seconds for s in theirs)) <= cost:
+                return theirs
             return steps
         kept = done.setdefault(state, [])
         if any(c <= count and e <= elements for c, e in kept):
             continue
         kept.append((count, elements))
-        local = local_elements(state, mesh_shape, shape)
-        for i, kind, placement in _moves(state, goal, mesh_shape, len(shape)):
-            sent = _elements_sent(kind, state, i, placement, mesh_shape, shape)
-            after = count + (kind in COLLECTIVES), elements + sent
+        for step in moves(problem, state, sending=count < most_collectives):
+            after = count + step.sends, elements + step.elements
             if after[0] > most_collectives or after[1] > most_elements:
                 continue
-            price = sent * itemsize + (LATENCY_BYTES if kind in COLLECTIVES else 0)
-            price += local * itemsize * 1e-3 + 1e-3  # a local copy costs little, but not nothing
-            step = Step(kind, i, state[i], placement, sent)
-            successor = (*state[:i], placement, *state[i + 1 :])
-            heapq.heappush(queue, (cost + price, next(order), successor, (*steps, step), *after))
-    raise AssertionError(f"{source}->{target}: torch's path is not among the legal ones")
+            time = seconds + step.seconds
+            heapq.heappush(queue, (key(after[1], time), next(order), step.after, (*steps, step), *after, time))
+    if theirs is None:
+        raise PlanError(f"redistribute from {spec_text(problem.start)} to {spec_text(problem.goal)}: no sequence of collectives found")
+    return theirs
 
 
 def bytes_sent(steps: Sequence[Step], itemsize: int) -> int:
@@ -260,4 +182,12 @@ def bytes_sent(steps: Sequence[Step], itemsize: int) -> int:
 
 def collectives(steps: Sequence[Step]) -> int:
     """Number of collectives in the plan."""
-    return sum(step.kind in COLLECTIVES for step in steps)
+    return sum(step.sends for step in steps)
+
+
+def cost_of(steps: Sequence[Step], itemsize: int) -> Cost:
+    """What a plan costs; compare by `Cost.bytes` where mesh dims are alike, by `Cost.seconds` where a topology was named."""
+    return Cost(bytes_sent(steps, itemsize), collectives(steps), sum(step.seconds for step in steps))
+
+
+__all__ = ["COLLECTIVES", "Step", "StepKind", "bytes_sent", "collectives", "cost_of", "elements_sent", "local_elements", "plan"]

@@ -196,6 +196,10 @@ def _collective(node: torch.fx.Node, name: str) -> Collective:
     if kind is not None:
         counted = inputs if name in _LISTS else inputs[-1:] if name.endswith("_out") else inputs[:1]
         sent = sum(elements_sent(kind, len(ranks), math.prod(size_hints(x.shape))) * x.element_size() for x in counted)
+        if kind == "all_to_all" and ranks:
+            splits = size_hints(torch.fx.map_arg(node.args[2], lambda size: size.meta["val"]))
+            away = sum(splits) - splits[ranks.index(dist.get_rank())]
+            sent = math.prod(size_hints(inputs[0].shape)) * inputs[0].element_size() * away // max(1, sum(splits))
     return Collective(
         kind=kind or name.removeprefix("c10d_"),
         bytes=sent,

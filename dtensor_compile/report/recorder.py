@@ -30,7 +30,7 @@ from dtensor_compile.compat.inductor import GraphPass
 from dtensor_compile.compat.observe import Break, Compilation, current_compilation, watch_dynamo, watch_graphs_of_others
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.plan import COLLECTIVES, bytes_sent
+from dtensor_compile.lowering.plan import bytes_sent
 from dtensor_compile.passes.nodes import RECORDED_AS, read, redistributions, source_line
 from dtensor_compile.report.graphs import Collective, Operation, module_path, operations_of
 
@@ -236,7 +236,8 @@ def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedR
     shape = size_hints([size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape])
     layout = parse_mesh(this.mesh)
     steps = plan_of(this.source, this.target, layout, shape, value.element_size())
-    sends = [step.mesh_dim for step in steps if step.kind in COLLECTIVES]
+    names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
+    sends = [dim for step in steps if step.sends for dim in step.mesh_dims]
     return CapturedRedistribution(
         number=next(_numbers),
         where=source_line(node),
@@ -247,8 +248,8 @@ def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedR
         mesh=this.mesh,
         shape=shape,
         dtype=str(value.dtype).removeprefix("torch."),
-        plan=tuple(str(step).replace(f"[{step.mesh_dim}]", f"[{layout.dim_name(step.mesh_dim)}]", 1) for step in steps),
-        mesh_dims=tuple(dict.fromkeys(layout.dim_name(dim) for dim in sends)),
+        plan=tuple(step.text(names) for step in steps),
+        mesh_dims=tuple(dict.fromkeys(names[dim] for dim in sends)),
         bytes=bytes_sent(steps, value.element_size()),
         backward=node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"),
         compilation=compilation,

@@ -5,13 +5,16 @@ import itertools
 import math
 import multiprocessing
 import random
+import time
 
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dtensor_compile.capture.spec import parse_spec, spec_text
 from dtensor_compile.errors import PlanError
-from dtensor_compile.lowering.plan import COLLECTIVES, bytes_sent, collectives, plan
+from dtensor_compile.lowering.plan import bytes_sent, collectives, plan
+from dtensor_compile.topology import Link
+from dtensor_compile.topology.network import Network
 
 WORDS = ("R", "S(0)", "S(1)", "P(sum)")
 
@@ -144,34 +147,36 @@ def test_never_more_bytes_or_collectives_than_stock(case, stock):
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_plan_exists_wherever_stock_has_one_and_counts_what_is_sent(case, stock):
+def test_plan_exists_wherever_stock_has_one(case, stock):
     mesh_shape, shape, itemsize, pairs_ = case
     for source, target in pairs_:
-        state = list(parse_spec(source))
         try:
-            steps = plan(source, target, mesh_shape, shape, itemsize)
+            plan(source, target, mesh_shape, shape, itemsize)
         except PlanError:
             assert stock[mesh_shape, shape, source, target] is None, f"{source}->{target}"
-            continue
-        for step in steps:
-            assert (step.kind in COLLECTIVES) == (not isinstance(step.source, Replicate))
-            kind, elements = price(state, mesh_shape, shape, step.mesh_dim, step.target, all_to_all=True)
-            assert step.elements == elements, (source, target, str(step))
-            assert kind in (step.kind, "nothing")
-            state[step.mesh_dim] = step.target
-
-
-def enclosed(state, mesh_dim, placement):
-    """Whether a mesh dim to the right cuts what the shard of `mesh_dim` cuts too."""
-    return isinstance(placement, Shard) and placement in state[mesh_dim + 1 :]
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_every_step_obeys_the_nesting_rule_and_ends_at_the_target(case):
+def test_one_collective_of_one_mesh_dim_counts_what_it_sends(case):
+    mesh_shape, shape, itemsize, pairs_ = case
+    for source, target in pairs_:
+        try:
+            steps = plan(source, target, mesh_shape, shape, itemsize)
+        except PlanError:
+            continue
+        for step in steps:
+            if len(step.changed) == 1 and step.sends and step.kind != "exchange" and "_S" not in spec_text(step.before + step.after):
+                (i,) = step.mesh_dims
+                kind, elements = price(step.before, mesh_shape, shape, i, step.after[i], all_to_all=True)
+                assert (kind, step.elements) == (step.kind, elements), (source, target, str(step))
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_steps_lead_from_source_to_target(case):
     mesh_shape, shape, itemsize, pairs_ = case
 
     def trivial(text):
-        return [Replicate() if n == 1 else p for p, n in zip(parse_spec(text), mesh_shape)]
+        return tuple(Replicate() if n == 1 else p for p, n in zip(parse_spec(text), mesh_shape))
 
     for source, target in pairs_:
         try:
@@ -180,10 +185,8 @@ def test_every_step_obeys_the_nesting_rule_and_ends_at_the_target(case):
             continue
         state = trivial(source)
         for step in steps:
-            i = step.mesh_dim
-            assert mesh_shape[i] > 1 and state[i] == step.source
-            assert not enclosed(state, i, step.source) and not enclosed(state, i, step.target), f"{source}->{target}: {step}"
-            state[i] = step.target
+            assert step.before == state and step.changed and all(mesh_shape[i] > 1 for i in step.mesh_dims)
+            state = step.after
         assert state == trivial(target), f"{source}->{target}"
 
 
@@ -194,15 +197,66 @@ def test_same_spec_needs_nothing(spec):
 
 def test_mesh_dims_of_size_one_need_nothing():
     assert plan("S(0)P(sum)", "RS(1)", (1, 1), (8, 8)) == ()
-    assert [step.mesh_dim for step in plan("S(0)S(1)", "RR", (1, 2), (8, 8))] == [1]
+    assert [step.mesh_dims for step in plan("S(0)S(1)", "RR", (1, 2), (8, 8))] == [(1,)]
 
 
-def test_strided_shards_nest_like_shards():
-    steps = plan("_S(0,2)S(0)", "RR", (2, 2), (8, 8))
-    assert [str(step) for step in steps] == ["all_gather[1] S(0)->R", "all_gather[0] _S(0,2)->R"]
-    assert [str(step) for step in plan("RR", "_S(0,2)S(0)", (2, 2), (8, 8))] == ["slice[0] R->_S(0,2)", "slice[1] R->S(0)"]
+def texts(*args, **kwargs):
+    return [str(step) for step in plan(*args, **kwargs)]
+
+
+def test_strided_shards():
+    assert texts("RR", "_S(0,2)S(0)", (2, 2), (8, 8)) == ["slice[0,1] RR->_S(0,2)S(0)"]
     assert plan("_S(0,2)S(0)", "_S(0,2)S(0)", (2, 2), (8, 8)) == ()
     assert collectives(plan("_S(0,2)S(1)", "_S(0,2)R", (2, 2), (8, 8))) == 1
+    assert texts("S(0)S(0)", "_S(0,2)S(0)", (2, 2), (8, 8)) == ["exchange[0,1] S(0)->_S(0,2)"]
+    assert collectives(plan("_S(0,2)S(0)", "RR", (2, 2), (8, 8))) == 1
+
+
+def test_several_mesh_dims_at_once():
+    assert texts("S(0)S(1)", "RR", (2, 4), (16, 8)) == ["all_gather[0,1] S(0)S(1)->RR"]
+    assert texts("S(0)RS(0)", "RRR", (2, 4, 2), (16, 8)) == ["all_gather[0,2] S(0)S(0)->RR"]
+    assert texts("P(sum)P(sum)", "RR", (2, 4), (16, 8)) == ["all_reduce[0,1] P(sum)P(sum)->RR"]
+    assert texts("P(sum)P(sum)", "S(1)S(0)", (2, 4), (16, 8)) == ["reduce_scatter[0,1] P(sum)P(sum)->S(1)S(0)"]
+    assert texts("S(0)S(0)", "S(1)S(1)", (2, 2), (16, 8)) == ["exchange[0,1] S(0)S(0)->S(1)S(1)"]
+    assert texts("P(sum)S(0)", "S(0)S(1)", (2, 2), (16, 8)) == ["exchange[0,1] P(sum)S(0)->S(0)S(1)"]
+
+
+def test_what_the_goal_slices_away_is_not_reduced():
+    assert texts("P(sum)R", "S(0)S(0)", (2, 2), (16, 8)) == ["reduce_scatter[0] P(sum)R->S(0)S(0)"]
+    assert bytes_sent(plan("P(sum)R", "S(0)S(0)", (2, 2), (16, 8)), 4) == 16 * 8 * 4 // 4
+
+
+def test_shard_becomes_a_term_of_a_sum_without_a_message():
+    assert texts("S(0)", "P(sum)", (2,), (8, 8)) == ["spread[0] S(0)->P(sum)"]
+    assert texts("S(0)", "P(max)", (2,), (8, 8)) == ["all_gather[0] S(0)->R", "partition[0] R->P(max)"]
+
+
+def test_symbolic_sizes_take_steps_that_are_right_for_all():
+    assert texts("S(0)S(1)", "S(1)S(0)", (2, 2), (8, 8)) == ["exchange[0,1] S(0)S(1)->S(1)S(0)"]
+    for step in plan("S(0)S(1)", "S(1)S(0)", (2, 2), (8, 8), divisors=(1, 8)):
+        assert step.kind != "exchange" and len(step.mesh_dims) == 1
+    assert texts("S(0)S(0)", "RR", (2, 2), (8, 8), divisors=(4, 8)) == ["all_gather[0,1] S(0)S(0)->RR"]
+    assert len(plan("S(0)S(0)", "RR", (2, 2), (8, 8), divisors=(2, 8))) == 2
+    assert texts("S(1)S(2)", "S(2)S(1)", (2, 2), (5, 8, 8), divisors=(1, 8, 8)) == ["exchange[0,1] S(1)S(2)->S(2)S(1)"]
+
+
+def test_topology_weighs_mesh_dims():
+    slow, fast = Link(1e-5, 1e8), Link(1e-6, 1e11)
+    # Where all dims are alike one gather does; over a slow and a fast link it would send everything over the slow one.
+    assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096))) == 1
+    assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096), network=Network((slow, fast)))) == 2
+
+
+def test_planning_a_mesh_of_six_dims_takes_less_than_a_tenth_of_a_second():
+    specs = random.Random(1)
+    words = ("R", "S(0)", "S(1)", "S(2)", "P(sum)")
+    times = []
+    for _ in range(12):
+        source, target = ("".join(specs.choices(words[: 4 if k else 5], k=6)) for k in (0, 1))
+        start = time.process_time()
+        plan(source, target, (2,) * 6, (64, 64, 64))
+        times.append(time.process_time() - start)
+    assert sorted(times)[-2] < 0.1, times
 
 
 @pytest.mark.parametrize(
@@ -213,9 +267,7 @@ def test_strided_shards_nest_like_shards():
         ("R", "_S(2,2)", (2,), r"_S\(2,2\) in spec _S\(2,2\): the tensor has 2 dims"),
         ("R", "RR", (2,), r"spec RR has 2 placements, but the mesh has 1 dims"),
         ("R", "RR", (2, 2), r"spec R has 1 placements, but the mesh has 2 dims"),
-        ("S(0)", "P(sum)", (2,), r"nothing leads from S\(0\) to P"),
         ("P(sum)", "P(max)", (2,), r"nothing leads from P\(sum\) to P\(max\)"),
-        ("RS(0)", "RP(avg)", (2, 2), r"nothing leads from S\(0\) to P"),
         ("R", "P(product)", (2,), r"nothing leads from R to P\(product\)"),
         ("P(sum)S(0)", "P(max)S(0)", (2, 2), r"nothing leads from P\(sum\) to P\(max\)"),
         ("P(sum)P(max)", "RR", (2, 2), r"spec P\(sum\)P\(max\) mixes reductions whose order matters"),
@@ -234,11 +286,3 @@ def test_plan_of_symmetric_choices_is_the_same_each_time():
     first = [plan(s, t, (2, 2), (64, 64)) for s, t in pairs(2) if "P" not in t]
     _plan.cache_clear()
     assert first == [plan(s, t, (2, 2), (64, 64)) for s, t in pairs(2) if "P" not in t]
-
-
-def test_spec_text_of_the_plan_is_what_was_asked_for():
-    steps = plan("S(0)S(1)", "S(1)S(0)", (2, 2), (64, 64))
-    state = list(parse_spec("S(0)S(1)"))
-    for step in steps:
-        state[step.mesh_dim] = step.target
-    assert spec_text(state) == "S(1)S(0)"

@@ -72,6 +72,8 @@ def compare(mesh, source, target, full, layout=lambda x: x):
             redistribute_op(local, *text)
         except (RuntimeError, ValueError):
             return []
+        if any(isinstance(a, (Shard, _StridedShard)) and isinstance(b, Partial) for a, b in zip(source, target)):
+            return []  # right here (test_every_pair.py), while torch has no such change
         return [f"{case}: torch refuses ({error}), the operator does not"]
     before = local.clone()
     out = redistribute_op(local, *text)

@@ -1,0 +1,357 @@
+"""Gathered rows stay in the order of the collective: no copy stands between a gather and a matrix product.
+
+In: a joint graph with redistribute nodes. Out: the same values, the permutations at other places. A gather of ``S(1)`` leaves its
+chunks one after the other, (n, B, S/n, D), where its readers want (B, S, D). With X' the rows of X in the order of the chunks, P that
+permutation, f any operator that treats row by row:
+
+    (P X) W = P (X W)        f(P X) = P f(X)        (P X)^T (P Y) = X^T Y        P^-1 P X = X
+
+So the permutation moves behind products and elementwise operators until it is undone by that of a reduce_scatter, whose input has
+the same order, or meets a copy that is made anyway (the transposition of heads), of which it becomes part. Products of gradients and
+activations sum over rows: both sides have them in the same order. Rows keep their values to the bit; sums over rows have another order.
+
+    before   g = redistribute(x, S(1)->R, [B, S, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(1))
+    after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
+
+It pays where fewer bytes are written by copies of their own afterwards (`lowering/extra_copies.py`); else nothing changes. Left alone:
+symbolic and uneven sizes, dims that another mesh dim cuts too, and gathers of the last dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.node import map_arg
+
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.redistribute import redistribute_op
+from dtensor_compile.capture.spec import parse_spec, spec_text
+from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.compat.fx import copy_of_graph, put_back
+from dtensor_compile.decisions import Decision
+from dtensor_compile.lowering.extra_copies import VIEWS, bytes_of, is_outside, is_standalone, readers
+from dtensor_compile.passes.nodes import is_redistribution, read, redistributions, source_line
+
+aten = torch.ops.aten
+
+_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default, aten.alias.default})
+_ROWWISE = frozenset({aten.clone.default, torch.ops.prims.convert_element_type.default, aten._to_copy.default})
+
+
+class Rows(NamedTuple):
+    """How rows are ordered: `lead` times `chunks` times `length` of them, in a program; chunks come first in a collective."""
+
+    lead: int
+    chunks: int
+    length: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self)
+
+
+def order_rows(graph: torch.fx.Graph) -> list[Decision]:
+    """Moves the permutations of gathers and reduce_scatters in `graph`."""
+    decisions: list[Decision] = []
+    for rows in dict.fromkeys(found for node in redistributions(graph) if (found := rows_of(node)) is not None):
+        before, saved = _copied(graph), copy_of_graph(graph)
+        made = _Order(graph, rows).run()
+        if _copied(graph) < before:
+            decisions += made
+        else:
+            put_back(graph, saved)
+    return decisions
+
+
+def rows_of(node: torch.fx.Node) -> Rows | None:
+    """The rows of a redistribution that gathers or scatters them; None for any other."""
+    this, value = read(node), node.meta["val"]
+    if not all(isinstance(size, int) for size in (*this.shape, *value.shape)):
+        return None
+    mesh_dim, dim = _moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
+    n = parse_mesh(this.mesh).shape[mesh_dim]
+    if dim == 0 or dim == len(this.shape) - 1 or this.shape[dim] % n:
+        return None
+    whole = value if _gathers(this.source, mesh_dim) else this.local.meta["val"]
+    lead, length = math.prod(whole.shape[:dim]), this.shape[dim] // n
+    return Rows(lead, n, length) if lead > 1 and whole.numel() else None
+
+
+def _gathers(source: str, mesh_dim: int) -> bool:
+    return isinstance(parse_spec(source)[mesh_dim], Shard)
+
+
+def _moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Mesh dim and tensor dim of a gather ``S(d) -> R`` or a reduce_scatter ``P -> S(d)`` that nothing else touches."""
+    before, after = parse_spec(source), parse_spec(target)
+    moved = [i for i, (a, b) in enumerate(zip(before, after)) if a != b and mesh_shape[i] > 1]
+    if len(moved) != 1:
+        return None
+    (i,) = moved
+    if type(before[i]) is Shard and isinstance(after[i], Replicate):
+        dim = before[i].dim  # type: ignore[attr-defined]
+    elif isinstance(before[i], Partial) and type(after[i]) is Shard:
+        dim = after[i].dim  # type: ignore[attr-defined]
+    else:
+        return None
+    others = [p for j, p in enumerate(before) if j != i]
+    if any(isinstance(p, StridedShard) or isinstance(p, Shard) and p.dim == dim for p in others):
+        return None
+    return i, dim
+
+
+def _copied(graph: torch.fx.Graph) -> int:
+    """Bytes of copies of their own, with those that gathers and reduce_scatters turn into when they are lowered."""
+    total = 0
+    for node in graph.nodes:
+        if is_standalone(node):
+            total += bytes_of(node)
+        elif node.target is redistribute_op and (rows := rows_of(node)) is not None:
+            this = read(node)
+            gathers = node.meta["val"].numel() > this.local.meta["val"].numel()
+            if gathers and any(map(is_outside, readers(node))):
+                total += bytes_of(node)
+            elif not gathers and is_outside(_written_by(this.local)):
+                total += bytes_of(this.local)
+    return total
+
+
+def _written_by(node: torch.fx.Node) -> torch.fx.Node:
+    """What wrote the memory of a node, behind views."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+class _Order:
+    """One order of rows in one graph. `in_order` maps a node to its rows in the order of the chunks, ``[rows, ...]``."""
+
+    def __init__(self, graph: torch.fx.Graph, rows: Rows) -> None:
+        self.graph, self.rows = graph, rows
+        self.in_order: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.natural: dict[torch.fx.Node, torch.fx.Node] = {}
+        #: Nodes that are in the order of the program anyway, and copied into the other one.
+        self.freely: set[torch.fx.Node] = set()
+        self.old: set[torch.fx.Node] = set()
+        self.made: set[torch.fx.Node] = set()
+        #: The last of the nodes that were put behind a node.
+        self.behind: dict[torch.fx.Node, torch.fx.Node] = {}
+
+    def run(self) -> list[Decision]:
+        decisions = []
+        nodes = list(self.graph.nodes)
+        scatters = []
+        for node in nodes:
+            if node.target is redistribute_op and rows_of(node) == self.rows:
+                if _gathers(read(node).source, self._mesh_dim(node)):
+                    self._gather(node)
+                    decisions.append(self._decision(node))
+                else:
+                    scatters.append(node)
+            else:
+                self._follow(node)
+        for node in nodes:
+            if node.target is aten.mm.default:
+                self._sum_over_rows(node)
+        for node in scatters:
+            if self._hoist(read(node).local):
+                self._scatter(node)
+                decisions.append(self._decision(node))
+        for node in nodes:
+            if node in self.in_order and node not in self.freely:
+                for user in [user for user in node.users if user not in self.in_order and user not in self.old]:
+                    user.replace_input_with(node, self._natural(node))
+        self._erase_unused()
+        return decisions
+
+    def _decision(self, node: torch.fx.Node) -> Decision:
+        reason = f"rows stay in the order of the collective, {self.rows.chunks} chunks; their permutation is part of another kernel"
+        return Decision("order_rows", source_line(node), reason, str(read(node)), "the same over chunks")
+
+    # ---- rows in the order of the chunks -----------------------------------------------------------------------------------------
+
+    def _rest(self, node: torch.fx.Node) -> list[int] | None:
+        """Sizes behind the rows; None where the node's leading dims are not the rows."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+            return None
+        for k in range(1, value.dim() + 1):
+            if math.prod(value.shape[:k]) == self.rows.count:
+                return list(value.shape[k:])
+        return None
+
+    def _follow(self, node: torch.fx.Node) -> bool:
+        """Computes `node` in order where its operands are; whether it is."""
+        rest = self._rest(node)
+        if node.op != "call_function" or rest is None or not any(source in self.in_order for source in node.all_input_nodes):
+            return node in self.in_order
+        if node.target in _RESHAPES:
+            self._add(node, aten.view.default, self.in_order[node.args[0]], [self.rows.count, *rest])
+        elif node.target is aten.mm.default and node.args[0] in self.in_order and node.args[1] not in self.in_order:
+            if not self._from_rows(node.args[1]):
+                self._add(node, node.target, self.in_order[node.args[0]], node.args[1])
+        elif is_redistribution(node):
+            self._redistribute(node, rest)
+        elif node.target in _ROWWISE or _is_pointwise(node.target):
+            if all(self._elementwise(source, rest) for source in node.all_input_nodes):
+                args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.in_order.get(n, n))
+                self._add(node, node.target, *args, **{**kwargs, **self._contiguous(node)})
+        return node in self.in_order
+
+    def _redistribute(self, node: torch.fx.Node, rest: list[int]) -> None:
+        """A redistribution of what is behind the rows treats them row by row."""
+        this = read(node)
+        first = this.local.meta["val"].dim() - len(self._rest(this.local) or [])
+        placements = [parse_spec(text) for text in (this.source, this.target)]
+        cut = [p for p in (*placements[0], *placements[1]) if isinstance(p, (Shard, StridedShard))]
+        if any(p.dim < first or isinstance(p, StridedShard) for p in cut) or len(this.shape) - first != len(rest):
+            return
+        texts = [spec_text([Shard(p.dim - first + 1) if isinstance(p, Shard) else p for p in spec]) for spec in placements]
+        self._add(node, redistribute_op, self.in_order[this.local], *texts, this.mesh, [self.rows.count, *this.shape[first:]])
+
+    @staticmethod
+    def _contiguous(node: torch.fx.Node) -> dict[str, Any]:
+        return {"memory_format": torch.contiguous_format} if node.target is aten.clone.default else {}
+
+    def _elementwise(self, source: torch.fx.Node, rest: list[int]) -> bool:
+        """Whether an operand of an elementwise operator is in order, or the same for all rows."""
+        value = source.meta.get("val")
+        if source in self.in_order:
+            return self.in_order[source].meta["val"].dim() == len(rest) + 1
+        return not isinstance(value, torch.Tensor) or value.dim() <= len(rest)
+
+    def _from_rows(self, node: Any) -> bool:
+        """Whether a right operand is a transposed one with rows: a product of rows with rows."""
+        return isinstance(node, torch.fx.Node) and node.target in VIEWS and any(s in self.in_order for s in node.all_input_nodes)
+
+    def _add(self, node: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
+        self.in_order[node] = self._call(node, node, target, *args, **kwargs)
+
+    def _call(self, after: torch.fx.Node, like: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A new node behind `after` and those that were put there before it."""
+        with self.graph.inserting_after(self.behind.get(after, after)):
+            new = self.graph.call_function(target, args, kwargs)
+        new.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta")}
+        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+        new.meta["val"] = target(*values, **named)
+        self.behind[after] = new
+        self.made.add(new)
+        return new
+
+    # ---- the ends ----------------------------------------------------------------------------------------------------------------
+
+    def _mesh_dim(self, node: torch.fx.Node) -> int:
+        this = read(node)
+        moved = _moved(this.source, this.target, parse_mesh(this.mesh).shape)
+        assert moved is not None
+        return moved[0]
+
+    def _over_chunks(self, node: torch.fx.Node) -> tuple[str, str, list[int]]:
+        """Specs and shape of the redistribution over a new first dim, that of the chunks."""
+        this = read(node)
+        moved = _moved(this.source, this.target, parse_mesh(this.mesh).shape)
+        assert moved is not None
+        mesh_dim, dim = moved
+
+        def shifted(text: str) -> str:
+            placements: list[Placement] = []
+            for i, p in enumerate(parse_spec(text)):
+                placements.append(p if not isinstance(p, Shard) else Shard(0) if i == mesh_dim else Shard(p.dim + 1))
+            return spec_text(placements)
+
+        shape = [self.rows.chunks, *this.shape[:dim], self.rows.length, *this.shape[dim + 1 :]]
+        return shifted(this.source), shifted(this.target), shape
+
+    def _gather(self, node: torch.fx.Node) -> None:
+        source, target, shape = self._over_chunks(node)
+        this = read(node)
+        local = self._call(node, node, aten.unsqueeze.default, this.local, 0)
+        whole = self._call(node, node, redistribute_op, local, source, target, this.mesh, shape)
+        rest = self._rest(node)
+        assert rest is not None
+        self._add(node, aten.view.default, whole, [self.rows.count, *rest])
+        self.old.add(node)
+
+    def _scatter(self, node: torch.fx.Node) -> None:
+        source, target, shape = self._over_chunks(node)
+        this = read(node)
+        value = this.local.meta["val"]
+        dim = len(shape) - 1 - len(self._rest(this.local) or [])
+        local = [self.rows.chunks, *value.shape[: dim - 1], self.rows.length, *value.shape[dim:]]
+        chunks = self._call(node, node, aten.view.default, self.in_order[this.local], local)
+        part = self._call(node, node, redistribute_op, chunks, source, target, this.mesh, shape)
+        node.replace_all_uses_with(self._call(node, node, aten.view.default, part, list(node.meta["val"].shape)))
+        self.old.add(node)
+
+    def _hoist(self, node: torch.fx.Node) -> bool:
+        """Computes `node` in order: what it is made of is, or is written by a kernel that may write it in any order."""
+        if node in self.in_order:
+            return True
+        rest = self._rest(node)
+        if rest is None or node.op != "call_function":
+            return False
+        if node.target in _RESHAPES and self._hoist(node.args[0]):
+            return self._follow(node)
+        if node.target is aten.mm.default and self._rows_written_freely(node.args[0]):
+            return self._follow(node)
+        return False
+
+    def _rows_written_freely(self, node: torch.fx.Node) -> bool:
+        """Puts `node` in order where that costs no copy of its own."""
+        if node in self.in_order:
+            return True
+        rest = self._rest(node)
+        if rest is None or is_outside(_written_by(node)):
+            return False
+        lead, chunks, length = self.rows
+        parts = self._call(node, node, aten.view.default, node, [lead, chunks, length, *rest])
+        moved = self._call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+        copy = self._call(node, node, aten.clone.default, moved, memory_format=torch.contiguous_format)
+        self._add(node, aten.view.default, copy, [self.rows.count, *rest])
+        self.freely.add(node)
+        return True
+
+    def _sum_over_rows(self, node: torch.fx.Node) -> None:
+        """``mm(t(x), y)`` with rows on both sides: in order, if one of them is and the other can be."""
+        left, right = node.args
+        if node in self.in_order or not isinstance(left, torch.fx.Node) or not _transposes(left):
+            return
+        x = left.args[0]
+        if x not in self.in_order and right not in self.in_order:
+            return
+        if len(self._rest(x) or []) == 1 and self._rows_written_freely(x) and self._rows_written_freely(right):
+            flipped = self._call(node, node, aten.permute.default, self.in_order[x], [1, 0])
+            product = self._call(node, node, aten.mm.default, flipped, self.in_order[right])
+            node.replace_all_uses_with(product)
+            self.old.add(node)
+
+    def _natural(self, node: torch.fx.Node) -> torch.fx.Node:
+        """`node` in the order of the program, from what is in the order of the chunks."""
+        if node not in self.natural:
+            rest = self._rest(node) or []
+            lead, chunks, length = self.rows
+            place = self.in_order[node]
+            parts = self._call(place, node, aten.view.default, place, [chunks, lead, length, *rest])
+            moved = self._call(place, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+            copy = self._call(place, node, aten.clone.default, moved, memory_format=torch.contiguous_format)
+            self.natural[node] = self._call(place, node, aten.view.default, copy, list(node.meta["val"].shape))
+        return self.natural[node]
+
+    def _erase_unused(self) -> None:
+        mine = {*self.in_order, *self.made, *self.old}
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and node.op == "call_function" and (node in mine or node.target in VIEWS):
+                self.graph.erase_node(node)
+
+
+def _is_pointwise(target: Any) -> bool:
+    tags = getattr(target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _transposes(node: torch.fx.Node) -> bool:
+    if node.target is aten.t.default:
+        return True
+    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]

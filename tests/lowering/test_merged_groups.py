@@ -1,0 +1,30 @@
+"""Process groups over several dims of a mesh: made by their own ranks alone, once, before anything is compiled."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dtensor_compile.compat.mesh import all_groups
+from dtensor_compile.report.recorder import record
+from dtensor_compile.testing import on_ranks
+
+
+def gathered(x):
+    return x.redistribute(placements=[Replicate(), Replicate()]).to_local() * 2
+
+
+@on_ranks(5)
+def test_ranks_outside_of_the_mesh_hold_up_nobody():
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    if dist.get_rank() == 4:
+        return  # this rank compiles nothing, and the others do not wait for it
+    part = torch.arange(3.0) + 10 * dist.get_rank()
+    x = DTensor.from_local(part, mesh, [Shard(0), Shard(0)])
+    for _ in range(2):
+        torch._dynamo.reset()
+        with record() as recording:
+            out = torch.compile(gathered, backend="dtensor_aten", fullgraph=True)(x)
+        assert torch.equal(out, torch.cat([torch.arange(3.0) + 10 * rank for rank in range(4)]) * 2)
+        assert [(c.kind, c.ranks) for c in recording.collectives] == [("all_gather", (0, 1, 2, 3))]
+        assert sum(ranks == (0, 1, 2, 3) for _, ranks, _ in all_groups()) == 1

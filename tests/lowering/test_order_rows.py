@@ -1,0 +1,187 @@
+"""Gathered rows in the order of the collective: golden graph, nothing to gain, what is left alone, and numbers on real ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.capture.redistribute import redistribute_op
+from dtensor_compile.lowering.extra_copies import extra_copies, standalone_copies
+from dtensor_compile.lowering.lower import lower_redistributions
+from dtensor_compile.lowering.order_rows import order_rows
+from dtensor_compile.report.recorder import watch_graphs
+from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
+
+aten = torch.ops.aten
+B, S, D, H = 2, 6, 4, 8
+
+
+def gather(x, shape=(B, S, D)):
+    return redistribute_op(x, "S(1)", "R", mesh_text(make_mesh((2,))), list(shape))
+
+
+def scatter(x, shape=(B, S, D)):
+    return redistribute_op(x, "P(sum)", "S(1)", mesh_text(make_mesh((2,))), list(shape))
+
+
+def mlp(x, w1, w2, w3):
+    rows = aten.view(gather(x), [B * S, D])
+    hidden = aten.mul(aten.silu(aten.mm(rows, w1)), aten.mm(rows, w2))
+    return scatter(aten.view(aten.mm(hidden, w3), [B, S, D]))
+
+
+def weight_gradient(x, y):
+    rows, others = (aten.view(gather(v), [B * S, D]) for v in (x, y))
+    return aten.mm(aten.permute(rows, [1, 0]), others)
+
+
+def heads(x, w):
+    rows = aten.view(aten.mm(aten.view(gather(x), [B * S, D]), w), [B, S, 2, H // 2])
+    return aten.exp(aten.permute(rows, [0, 2, 1, 3]))
+
+
+def attention_output(x, w):
+    rows = aten.view(aten.clone(aten.permute(x, [0, 2, 1, 3]), memory_format=torch.contiguous_format), [B * S, H])
+    return scatter(aten.view(aten.mm(rows, w), [B, S, D]))
+
+
+def logits(x, w):
+    value = aten.view(aten.mm(aten.view(gather(x), [B * S, D]), w), [B, S, H])
+    return aten.exp(redistribute_op(value, "S(2)", "R", mesh_text(make_mesh((2,))), [B, S, 2 * H]))
+
+
+def local(*shape):
+    make_mesh((2,))  # process groups are not made while a program is traced
+    n = torch.Size(shape).numel()
+    return ((torch.arange(n) * 7 + dist.get_rank()) % 31 - 15).float().reshape(shape)
+
+
+PROGRAMS = {
+    "mlp": (mlp, [(B, S // 2, D), (D, H), (D, H), (H, D)]),
+    "weight gradient": (weight_gradient, [(B, S // 2, D), (B, S // 2, D)]),
+    "heads": (heads, [(B, S // 2, D), (D, H)]),
+    "attention output": (attention_output, [(B, 2, S, H // 2), (H, D)]),
+    "logits": (logits, [(B, S // 2, D), (D, H)]),
+}
+
+
+def ordered(name):
+    """Text of the graph afterwards; copies of their own in the lowered one, before and after."""
+    function, shapes = PROGRAMS[name]
+    args = [local(*shape) for shape in shapes]
+    gm = make_fx(function, tracing_mode="fake")(*args)
+    plain = make_fx(function, tracing_mode="fake")(*args)
+    wanted = gm(*args)
+    assert order_rows(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    assert torch.equal(gm(*args), wanted)  # small integers: sums are exact in any order
+    text = graph_text(gm.graph)
+    counts = []
+    for graph in (plain.graph, gm.graph):
+        lower_redistributions(graph, strict=True)
+        counts.append(extra_copies(graph))
+    gm.recompile()
+    assert torch.equal(gm(*args), wanted)
+    return text, counts
+
+
+class Golden(TestCase):
+    maxDiff = None
+
+    def test_permutations_meet_and_are_gone(self):
+        (text, counts), other = run_on_ranks(2, ordered, "mlp")
+        assert (text, counts) == other and counts == [2 * B * S * D * 4, 0]
+        self.assertExpectedInline(text, """\
+x_1: [2, 3, 4]
+w1_1: [4, 8]
+w2_1: [4, 8]
+w3_1: [8, 4]
+unsqueeze_default: [1, 2, 3, 4] = unsqueeze(x_1, 0)
+redistribute_default: [2, 2, 3, 4] = redistribute(unsqueeze_default, S(0)->R)
+view_default: [12, 4] = view(redistribute_default, [12, 4])
+view_default_1: [12, 4] = view(view_default, [12, 4])
+mm_default: [12, 8] = mm(view_default_1, w1_1)
+silu_default: [12, 8] = silu(mm_default)
+mm_default_1: [12, 8] = mm(view_default_1, w2_1)
+mul_tensor: [12, 8] = mul(silu_default, mm_default_1)
+mm_default_2: [12, 4] = mm(mul_tensor, w3_1)
+view_default_2: [12, 4] = view(mm_default_2, [12, 4])
+view_default_3: [2, 2, 3, 4] = view(view_default_2, [2, 2, 3, 4])
+redistribute_default_1: [1, 2, 3, 4] = redistribute(view_default_3, P(sum)->S(0))
+view_default_4: [2, 3, 4] = view(redistribute_default_1, [2, 3, 4])
+return view_default_4
+""")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same_values_without_copies_of_their_own(name):
+    for _, (before, after) in run_on_ranks(2, ordered, name):
+        assert after == 0 < before
+
+
+def untouched(function, *shapes):
+    gm = make_fx(function, tracing_mode="fake")(*(local(*shape) for shape in shapes))
+    before = graph_text(gm.graph)
+    return order_rows(gm.graph) == [] and graph_text(gm.graph) == before
+
+
+def elementwise_reader(x):
+    return aten.exp(gather(x))
+
+
+def returned(x):
+    return gather(x)
+
+
+def one_sequence(x, w):
+    return aten.mm(aten.view(gather(x, (1, S, D)), [S, D]), w)
+
+
+def uneven(x, w):
+    return aten.mm(aten.view(gather(x, (B, 5, D)), [B * 5, D]), w)
+
+
+@on_ranks(2)
+def test_nothing_to_gain_nothing_changes():
+    assert untouched(elementwise_reader, (B, S // 2, D))
+    assert untouched(returned, (B, S // 2, D))
+    assert untouched(one_sequence, (1, S // 2, D), (D, H))
+    assert untouched(uneven, (B, 3 - dist.get_rank(), D), (D, H))
+
+
+def block(x, w1, w2, w3):
+    mesh = make_mesh((2,), ("tp",))
+    x = DTensor.from_local(x, mesh, [Shard(1)]).redistribute(mesh, [Replicate()])
+    w1, w2 = (DTensor.from_local(w, mesh, [Shard(0)]) for w in (w1, w2))
+    w3 = DTensor.from_local(w3, mesh, [Shard(1)])
+    hidden = torch.nn.functional.silu(x @ w1.t()) * (x @ w2.t())
+    return (hidden @ w3.t()).redistribute(mesh, [Shard(1)]).to_local()
+
+
+def step(options):
+    torch.manual_seed(dist.get_rank())
+    args = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(3, 4, 8), (6, 8), (6, 8), (8, 6)]]
+    lowered = []
+    with watch_graphs(lambda stage, graph: lowered.append(graph) if stage == "lowered" else None):
+        function = block if options is None else torch.compile(block, backend="dtensor_aten", fullgraph=True, options=options)
+        out = function(*args)
+        out.square().sum().backward()
+    return out.detach(), [a.grad for a in args], [sum(map(extra_copies, lowered)), sum(len(standalone_copies(g)) for g in lowered)]
+
+
+def steps():
+    eager, plain, ours = (step(o) for o in (None, {"disable_passes": ("order_rows",)}, {"strict": True}))
+    assert torch.equal(ours[0], plain[0])  # rows keep their values
+    for mine, theirs in ((ours, plain), (ours, eager)):
+        torch.testing.assert_close(mine[0], theirs[0])
+        torch.testing.assert_close(mine[1], theirs[1])
+    return plain[2], ours[2]
+
+
+def test_forward_and_backward_of_a_sequence_parallel_block():
+    for plain, ours in run_on_ranks(2, steps):
+        assert plain[0] > 0 and ours == [0, 0], (plain, ours)
