@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from dtensor_compile.capture.redistribute import carry_out
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.decisions import Decision
+from dtensor_compile.errors import PlanError
 from dtensor_compile.passes.nodes import RECORDED_AS, REDISTRIBUTES, read, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
@@ -33,6 +34,8 @@ def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> lis
         try:
             lower_node(node, traced)
         except Exception as error:
+            if strict and isinstance(error, PlanError):
+                raise PlanError(f"{read(node).local.name} of {node.meta['val'].dtype} at {source_line(node)}: {error}") from error
             if strict:
                 raise
             reason = f"runs through the operator's eager kernel: {type(error).__name__}: {error}"

@@ -177,6 +177,8 @@ class _Order:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return None
+        if not value.is_contiguous():
+            return None
         for k in range(1, value.dim() + 1):
             if math.prod(value.shape[:k]) == self.rows.count:
                 return list(value.shape[k:])

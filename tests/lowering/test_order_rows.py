@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import TestCase
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -185,3 +186,21 @@ def steps():
 def test_forward_and_backward_of_a_sequence_parallel_block():
     for plain, ours in run_on_ranks(2, steps):
         assert plain[0] > 0 and ours == [0, 0], (plain, ours)
+
+
+def kernels(options):
+    """Kernels that Inductor writes for the forward of a block."""
+    args = [torch.randn(shape) for shape in [(3, 4, 8), (6, 8), (6, 8), (8, 6)]]
+    wanted = block(*args)
+    out, codes = run_and_get_code(torch.compile(block, backend="dtensor", fullgraph=True, options=options), *args)
+    torch.testing.assert_close(out, wanted)
+    return sum(code.count("async_compile.cpp") for code in codes)
+
+
+def kernels_of_both():
+    return kernels({"disable_passes": ("order_rows",)}), kernels({})
+
+
+def test_inductor_writes_no_kernel_for_a_copy():
+    for plain, ours in run_on_ranks(2, kernels_of_both, timeout=280):
+        assert (plain, ours) == (3, 1)  # two copies and silu(a) * b; that alone
