@@ -1,7 +1,7 @@
 """Lowering: from ``dtensor_compile::redistribute`` nodes to functional collectives.
 
-- ``plan``: which collectives lead from one spec to another; with ``shards`` (who holds what), ``costs``, ``moves`` (the steps there
-  are), ``exchange`` (who sends what to whom) and ``torch_path`` (what torch would do); integers only.
+- ``plan``: which collectives lead from one spec to another; with ``shards`` (who holds what), ``costs``, ``moves`` (the
+  steps there are), ``exchange`` (who sends what to whom) and ``torch_path`` (what torch would do); integers only.
 - ``expand``: a plan carried out on a local tensor, real or fake; ``rearrange`` for steps over several mesh dims.
 - ``order_rows``: gathered rows stay in the order of the collective; ``extra_copies`` counts what is copied all the same.
 - ``lower``: every node of a graph replaced by the expansion of its plan.

@@ -9,15 +9,14 @@ its performance figures; unit: elements of the tensor):
     all_to_all         (n-1)/n L       padded likewise
     exchange         what the busiest rank sends to others (`lowering/exchange.py`)
 
-Seconds: `dtensor_compile.topology.links`, over the slowest link of the mesh dims that take part, plus a copy of the local tensor at
-`COPY` bytes per second.
+Seconds: `dtensor_compile.topology.links`, over the slowest link of the mesh dims that take part, plus a copy of the local tensor
+at `COPY` bytes per second.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from dtensor_compile.compat.dtensor import Placement
@@ -34,15 +33,6 @@ COPY = 1e11
 
 #: Seconds of a local step, so that of two plans the one with fewer steps wins.
 STEP = 1e-9
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a plan costs: what a rank sends, collectives, seconds."""
-
-    bytes: int
-    collectives: int
-    seconds: float
 
 
 def elements_sent(kind: str, n: int, local: int) -> int:
@@ -90,4 +80,4 @@ def seconds(
     return local + network.seconds("all_to_all" if kind == "exchange" else kind, mesh_dims, n, sent, messages)
 
 
-__all__ = ["COLLECTIVES", "Cost", "StepKind", "elements_sent", "local_elements", "local_sizes", "pieces_of", "seconds"]
+__all__ = ["COLLECTIVES", "StepKind", "elements_sent", "local_elements", "local_sizes", "pieces_of", "seconds"]

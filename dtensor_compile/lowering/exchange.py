@@ -7,10 +7,11 @@ is the common part of what the one holds and the other needs, so no rank receive
     RS(0) -> S(0)S(0)                         each rank fetches the part of its quarter that lies in the other half
 
 Where several ranks hold the same block, the one that asks is served by itself, else by the holder with the least to send: longest
-demand first (R. Graham: Bounds on Multiprocessing Timing Anomalies, 1969); demands are split where that leaves holders idle. Where ranks hold terms of a sum, a rank needs its part
-from each term and adds them up in the order of the terms.
+demand first (R. Graham: Bounds on Multiprocessing Timing Anomalies, 1969); demands are split where that leaves holders idle. Where
+ranks hold terms of a sum, a rank needs its part from each term and adds them up in the order of the terms.
 
-It is a legal step if what a rank needs lies in what its group holds, which is counted, not derived: cuts may be uneven or strided.
+It is a legal step if what a rank needs lies in what its group holds, which is counted, not derived: cuts may be uneven or
+strided.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ MOST_PAIRS = 1 << 20
 REDUCES = ("sum", "min", "max")
 
 State = tuple[Placement, ...]
+Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Table:
         senders: per member, the members that send to it (itself among them, where it keeps something), in order.
         terms: per member, which term of the sum it holds; 0 where nothing is summed.
         split: the tensor dim along which demands are split.
-        shares: for a sender and a receiver that share a demand with others, first and last index along `split` in what they have in
-            common.
+        shares: for a sender and a receiver that share a demand with others, first and last index along `split` in what they have
+            in common.
     """
 
     mesh_dims: tuple[int, ...]
@@ -58,7 +60,9 @@ class Table:
     split: int
     shares: Mapping[tuple[int, int], tuple[int, int]]
 
-    def part(self, sender: int, receiver: int, has: Mapping[int, Intervals], needs: Mapping[int, Intervals]) -> dict[int, Intervals]:
+    def part(
+        self, sender: int, receiver: int, has: Mapping[int, Intervals], needs: Mapping[int, Intervals]
+    ) -> dict[int, Intervals]:
         """What the one sends to the other, per tensor dim."""
         parts = {d: shards.common(has[d], needs[d]) for d in has}
         if (sender, receiver) in self.shares:
@@ -81,7 +85,7 @@ def changed_dims(before: Sequence[Placement], after: Sequence[Placement], mesh_s
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def traffic(before: State, after: State, mesh_dims: tuple[int, ...], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Traffic | None:
+def traffic(before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shape: Dims) -> Traffic | None:
     """What an exchange over `mesh_dims` sends; None where it cannot lead from `before` to `after`, or is too large to count."""
     dims = changed_dims(before, after, mesh_shape)
     group = math.prod(mesh_shape[i] for i in mesh_dims)
@@ -112,7 +116,7 @@ def _around(before: State, after: State, mesh_dims: Sequence[int], mesh_shape: S
 
 
 def table(
-    before: State, after: State, mesh_dims: tuple[int, ...], mesh_shape: tuple[int, ...], shape: tuple[int, ...], coordinate: tuple[int, ...]
+    before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shape: Dims, coordinate: Dims
 ) -> Table:
     """The table of the group of the rank at `coordinate`."""
     found = _assign(before, after, mesh_dims, mesh_shape, shape, coordinate)
@@ -134,7 +138,7 @@ class _Assignment:
 
 @functools.lru_cache(maxsize=4096)
 def _assign(
-    before: State, after: State, mesh_dims: tuple[int, ...], mesh_shape: tuple[int, ...], shape: tuple[int, ...], around: tuple[int, ...]
+    before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shape: Dims, around: Dims
 ) -> _Assignment | None:
     """Who sends what to whom; None where something is missing."""
     dims = changed_dims(before, after, mesh_shape)
@@ -197,7 +201,7 @@ _Served = tuple[int, int, int, tuple[int, int] | None]
 
 
 def _split(holders: Sequence[int], demands: Sequence[tuple[int, int, int]], fair: int) -> Iterator[_Served]:
-    """Demands (receiver, elements, indices along the split dim) filled into one holder after the other, up to `fair` elements each."""
+    """Demands (receiver, elements, indices along the split dim) filled into one holder after the other, up to `fair` elements."""
     place, load = 0, 0
     for q, amount, indices in demands:
         each, first = amount // indices, 0

@@ -1,8 +1,9 @@
 """Copies that are a kernel of their own: bytes that are written only to have another layout.
 
-In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot make part of another
-kernel: what they read comes from outside of generated code (a matrix product, a collective, an input), and what reads them is outside
-of it too (or an output). A copy beside an elementwise operator or a reduction is part of that operator's kernel and costs nothing more.
+In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot make part of
+another kernel: what they read comes from outside of generated code (a matrix product, a collective, an input), and what reads them
+is outside of it too (or an output). A copy beside an elementwise operator or a reduction is part of that operator's kernel and costs
+nothing more.
 
     wait_tensor -> permute -> clone -> mm      a kernel of its own
     wait_tensor -> permute -> clone -> mul     part of the multiplication
@@ -29,8 +30,8 @@ VIEWS = frozenset(
     {
         aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
         aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default,
-        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.detach.default, aten.alias.default, aten.view_as_real.default,
-        aten.view_as_complex.default, operator.getitem,
+        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.detach.default, aten.alias.default,
+        aten.view_as_real.default, aten.view_as_complex.default, operator.getitem,
     }
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dtensor_compile.capture.spec import parse_spec, placement_text, spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate
 from dtensor_compile.errors import PlanError
-from dtensor_compile.lowering.costs import COLLECTIVES, Cost, StepKind, elements_sent, local_elements
+from dtensor_compile.lowering.costs import COLLECTIVES, StepKind, elements_sent
 from dtensor_compile.lowering.moves import Problem, State, Step, moves
 from dtensor_compile.lowering.shards import CUTS
 from dtensor_compile.lowering.torch_path import torch_steps
@@ -126,21 +126,23 @@ def _one_reduction(state: State) -> list[Placement]:
 def _check_partial(source: str, target: str, a: Placement, b: Partial) -> None:
     """Raises where nothing leads from placement `a` to the partial `b`."""
     if isinstance(a, Partial):
-        legal = f"{placement_text(a)}->R" + (f" and R->{placement_text(b)} as two" if b.reduce_op in _PARTITIONS else " is the nearest legal one")
+        again = f" and R->{placement_text(b)} as two" if b.reduce_op in _PARTITIONS else " is the nearest legal one"
+        legal = f"{placement_text(a)}->R{again}"
     elif b.reduce_op not in _PARTITIONS:
         legal = f"{placement_text(a)}->R is the nearest legal one"
     else:
         return
     raise PlanError(
-        f"redistribute from {source} to {target} not supported: nothing leads from {placement_text(a)} to {placement_text(b)}; {legal}"
+        f"redistribute from {source} to {target} not supported: "
+        f"nothing leads from {placement_text(a)} to {placement_text(b)}; {legal}"
     )
 
 
 def cheapest(problem: Problem) -> tuple[Step, ...]:
     """Dijkstra's algorithm within torch's limits.
 
-    A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many elements. Ties are
-    broken by order of discovery, which is the same on every rank.
+    A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many elements.
+    Ties are broken by order of discovery, which is the same on every rank.
     """
     theirs = torch_steps(problem)
     most_collectives = math.inf if theirs is None else collectives(theirs)
@@ -171,7 +173,8 @@ def cheapest(problem: Problem) -> tuple[Step, ...]:
             time = seconds + step.seconds
             heapq.heappush(queue, (key(after[1], time), next(order), step.after, (*steps, step), *after, time))
     if theirs is None:
-        raise PlanError(f"redistribute from {spec_text(problem.start)} to {spec_text(problem.goal)}: no sequence of collectives found")
+        change = f"{spec_text(problem.start)} to {spec_text(problem.goal)}"
+        raise PlanError(f"redistribute from {change}: no sequence of collectives found; go by {'R' * len(problem.goal)}")
     return theirs
 
 
@@ -185,9 +188,4 @@ def collectives(steps: Sequence[Step]) -> int:
     return sum(step.sends for step in steps)
 
 
-def cost_of(steps: Sequence[Step], itemsize: int) -> Cost:
-    """What a plan costs; compare by `Cost.bytes` where mesh dims are alike, by `Cost.seconds` where a topology was named."""
-    return Cost(bytes_sent(steps, itemsize), collectives(steps), sum(step.seconds for step in steps))
-
-
-__all__ = ["COLLECTIVES", "Step", "StepKind", "bytes_sent", "collectives", "cost_of", "elements_sent", "local_elements", "plan"]
+__all__ = ["COLLECTIVES", "Step", "StepKind", "bytes_sent", "collectives", "elements_sent", "plan"]

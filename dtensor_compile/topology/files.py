@@ -93,7 +93,8 @@ def _link(value: Any, where: str) -> Link:
             raise TopologyError(f"{where}: no link is called {value!r}; presets: {', '.join(LINKS)}")
         return LINKS[value]
     if not isinstance(value, Mapping) or not {"latency", "bandwidth"} <= value.keys() <= {"latency", "bandwidth", "shared"}:
-        raise TopologyError(f"{where}: a link is latency (seconds), bandwidth (bytes per second) and shared (optional), not {value!r}")
+        said = "latency (seconds), bandwidth (bytes per second) and shared (optional)"
+        raise TopologyError(f"{where}: a link is {said}, not {value!r}")
     shared = value.get("shared", False)
     if not isinstance(shared, bool):
         raise TopologyError(f"{where}.shared is true or false, not {shared!r}")
@@ -104,7 +105,8 @@ def _device(value: Any, where: str) -> Device:
     if value is None:
         return CLUSTERS["h100"].device
     if not isinstance(value, Mapping) or value.keys() != {"peak", "memory", "launch"} or not isinstance(value["peak"], Mapping):
-        raise TopologyError(f"{where}: a device is peak (operations per second by bytes of an element), memory and launch, not {value!r}")
+        said = "peak (operations per second by bytes of an element), memory and launch"
+        raise TopologyError(f"{where}: a device is {said}, not {value!r}")
     try:
         peak = tuple(sorted((int(size), _number(rate, f"{where}.peak")) for size, rate in value["peak"].items()))
     except ValueError as error:
@@ -115,7 +117,8 @@ def _device(value: Any, where: str) -> Device:
 
 
 def _number(value: Any, where: str, *, zero: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or zero and value == 0) or value == float("inf"):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (value > 0 or zero and value == 0) or value == float("inf"):
         raise TopologyError(f"{where} is a number {'not below' if zero else 'above'} zero, not {value!r}")
     return float(value)
 
