@@ -26,7 +26,7 @@ from dtensor_compile.compat.inductor import compile_as_stock, compile_with_induc
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes
 from dtensor_compile.compat.scheduler import rearrange
-from dtensor_compile.compat.shapes import split_nary
+from dtensor_compile.compat.shapes import powers_of_sizes, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.views import views_of_dtensors
 from dtensor_compile.decisions import Decision
@@ -122,6 +122,7 @@ def dtensor(
         bind_shard_sizes(),
         views_of_dtensors(),
         backward_in_time(),
+        powers_of_sizes(),
     ]
     if not opts.strict:
         scopes.append(defer_backward_errors(log.decided))

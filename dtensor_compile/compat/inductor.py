@@ -17,6 +17,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtensor_compile.compat.cache_keys import meshes_by_layout
+
 GraphFunction = Callable[[torch.fx.Graph], None]
 
 #: Inductor's settings under which it computes eager's numbers, where it does not by default: a rounding that the program asks for
@@ -127,7 +129,8 @@ def compile_with_inductor(
         for place, run in (("_pre_fusion_custom_pass", loosen), ("_post_fusion_custom_pass", kernel_pass)):
             patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
-    return compile_fx(gm, example_inputs, config_patches=patches)
+    with meshes_by_layout():
+        return compile_fx(gm, example_inputs, config_patches=patches)
 
 
 def _spell_out_alpha(graph: torch.fx.Graph) -> None:

@@ -40,6 +40,13 @@ class SchedulerPass(CustomSchedulerPass):
         nodes = self.run(nodes)
         return nodes if self.then is None else self.then(nodes)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keys of caches are pickled settings, and this is one of them; what it calls is no part of a key."""
+        return SchedulerPass, (None, self.uuid())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerPass:
+        return self
+
     def uuid(self) -> Any:
         follower = self.then.uuid() if hasattr(self.then, "uuid") else None
         return None if self.key is None or self.then is not None and follower is None else (self.key, follower)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import sympy
 import torch
@@ -39,6 +42,17 @@ def _divisor(expression: sympy.Expr) -> int:
     # Terms with other functions than sums and products of integers (floors, maxima) count as 1.
     terms = sympy.Add.make_args(sympy.expand(expression)) if expression.is_polynomial(*expression.free_symbols) else ()
     return math.gcd(*(int(term.as_coeff_Mul()[0]) for term in terms)) if terms else 1
+
+
+@contextlib.contextmanager
+def powers_of_sizes() -> Iterator[None]:
+    """While it is entered, torch can trace where a square of a symbolic size came from, as it can for products of two sizes.
+
+    Sizes that DTensor's sharding propagation computes are not traced, and torch rebuilds their expressions from the sizes that are.
+    It knows no powers, so that the strides of ``(x @ x.t()).unsqueeze(0)`` ended the compilation.
+    """
+    with mock.patch.dict(proxy_tensor._sympy_handlers(), {sympy.Pow: operator.pow}):
+        yield
 
 
 def split_nary(graph: torch.fx.Graph) -> None:
