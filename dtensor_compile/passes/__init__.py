@@ -14,8 +14,10 @@ import torch
 from dtensor_compile.compat.fx import copy_of_graph, put_back
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
+from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
 from dtensor_compile.passes.merge_sums import merge_sums
+from dtensor_compile.passes.reduce_before_sending import reduce_before_sending
 from dtensor_compile.passes.send_in_narrow_dtype import reduce_in_narrow_dtype, send_in_narrow_dtype
 from dtensor_compile.passes.share_equal_redistributions import share_equal_redistributions
 
@@ -25,6 +27,8 @@ PASSES: tuple[Pass, ...] = (
     share_equal_redistributions,
     cancel_inverse_pairs,
     compose_redistributions,
+    compose_across_operators,
+    reduce_before_sending,
     send_in_narrow_dtype,
     reduce_in_narrow_dtype,
     merge_sums,
@@ -52,19 +56,24 @@ def run_passes(
     A pass that raises is dropped with a warning and a decision that says so; with `strict` its exception goes on.
     """
     decisions: list[Decision] = []
+    saved: torch.fx.Graph | None = None
     for run in passes:
         name = run.__name__
         if name in disabled or name in OPTIONAL and name not in enabled:
             continue
-        saved = None if strict else copy_of_graph(graph)
+        if saved is None and not strict:
+            saved = copy_of_graph(graph)
         try:
             made = run(graph)
             graph.lint()
             decisions += made
+            if made:  # a pass that decides nothing changes nothing
+                saved = None
         except Exception as error:
             if saved is None:
                 raise
             put_back(graph, saved)
+            saved = None
             reason = f"pass dropped: {type(error).__name__}: {error}"
             warnings.warn(f'dtensor_compile: {name}: {reason}; options={{"strict": True}} raises instead', stacklevel=2)
             decisions.append(Decision(name, "", reason))

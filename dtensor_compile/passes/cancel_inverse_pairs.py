@@ -43,6 +43,7 @@ def cancel_inverse_pairs(graph: torch.fx.Graph) -> list[Decision]:
             original, before = previous.local, f"{previous}->{this.target}"
         if not can_copy(original, node):
             continue
-        decisions.append(Decision("cancel_inverse_pairs", source_line(node), "the result is the tensor that was there before", before, "nothing"))
+        reason = "the result is the tensor that was there before"
+        decisions.append(Decision("cancel_inverse_pairs", source_line(node), reason, before, "nothing"))
         replace_by_copy(node, original)
     return decisions

@@ -2,9 +2,9 @@
 
     redistribute(redistribute(x, A -> B), B -> C)  =  redistribute(x, A -> C)
 
-Right because every spec on the way describes the same global tensor. What A owes (a sum, an average, a minimum) is owed until it is
-reduced, on the way to B or on that to C; the order in which ranks are added may change. Where B or C owes what the spec before it
-did not, the pair stays: such a step divides, which rounds.
+Right because every spec on the way describes the same global tensor. What A owes (a sum, an average, a minimum) is owed until it
+is reduced, on the way to B or on that to C; the order in which ranks are added may change. Where B or C owes what the spec before
+it did not, the pair stays: such a step divides, which rounds.
 
 It pays where the direct way sends less than what goes away: an all-reduce of which only a part is read becomes a reduce-scatter.
 Where the middle has other readers it stays, and the direct way has to send less than the second half alone.
@@ -21,7 +21,7 @@ from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.dtensor import Partial
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.copies import behind_copies, is_view, replace
-from dtensor_compile.passes.nodes import NOTHING, cost, is_redistribution, read, redistribute, redistributions, source_line
+from dtensor_compile.passes.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line
 
 
 def compose_redistributions(graph: torch.fx.Graph) -> list[Decision]:
@@ -35,7 +35,8 @@ def compose_redistributions(graph: torch.fx.Graph) -> list[Decision]:
         if node.users or not (is_redistribution(node) or is_view(node)):
             continue
         if is_redistribution(node):
-            decisions.append(Decision("compose_redistributions", source_line(node), "nobody reads it", str(read(node)), "nothing"))
+            where = source_line(node)
+            decisions.append(Decision("compose_redistributions", where, "nobody reads it", str(read(node)), "nothing"))
         graph.erase_node(node)
     return decisions
 
@@ -47,14 +48,12 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     first = read(inner)
     if (first.target, first.mesh, first.shape) != (this.source, this.mesh, this.shape):
         return None
-    if not (_owes_no_more(first.source, first.target) and _owes_no_more(this.source, this.target)):
+    if not (owes_no_more(first.source, first.target) and owes_no_more(this.source, this.target)):
         return None
     direct = this._replace(local=first.local, source=first.source)
     itemsize = node.meta["val"].element_size()
     goes = _is_only_reader(node, inner)
-    half = cost(first, itemsize) if goes else NOTHING
-    before = type(half)(*(a + b for a, b in zip(half, cost(this, itemsize))))
-    after = cost(direct, itemsize)
+    before, after = cost_of([inner, node] if goes else [node]), cost(direct, itemsize)
     if not (after.is_less(before) or after == before and goes):
         return None
     where, text = source_line(node), f"{first}->{this.target}"
@@ -64,7 +63,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     return Decision("compose_redistributions", where, reason, text, str(direct))
 
 
-def _owes_no_more(source: str, target: str) -> bool:
+def owes_no_more(source: str, target: str) -> bool:
     """Whether the target spec is partial only where the source spec is so in the same way."""
     return all(a == b for a, b in zip(parse_spec(source), parse_spec(target)) if isinstance(b, Partial))
 

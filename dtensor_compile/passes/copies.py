@@ -7,12 +7,19 @@ nobody can tell from the original.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _clone = torch.ops.aten.clone.default
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+_VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "alias", "detach"))
+
+
+def equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether sizes or strides are equal for all values of their symbols; asks for no guard."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
 
 
 def behind_copies(node: Any) -> Any:
@@ -27,7 +34,7 @@ def is_same_view(node: Any) -> bool:
     if not isinstance(node, torch.fx.Node) or node.target not in _VIEWS:
         return False
     was, now = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-    return was is not None and now is not None and was.shape == now.shape and was.stride() == now.stride()
+    return was is not None and now is not None and equal(was.shape, now.shape) and equal(was.stride(), now.stride())
 
 
 def is_view(node: torch.fx.Node) -> bool:
@@ -41,18 +48,45 @@ def is_view(node: torch.fx.Node) -> bool:
 def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
     """Whether a copy of `original` can have the strides of `node`, for which its readers were traced."""
     was, now = node.meta.get("val"), original.meta.get("val")
-    return was is None or now is None or was.is_contiguous() or was.stride() == torch.clone(now).stride()
+    return was is None or now is None or equal(was.stride(), torch.clone(now).stride()) or _order_of_dims(was) is not None
 
 
 def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
     """Readers of `node` read a copy of `original` with the strides of `node`; `node` goes away."""
     was, now = node.meta.get("val"), original.meta.get("val")
-    same = was is None or now is None or was.stride() == now.stride()
-    with node.graph.inserting_before(node):
-        copy = node.graph.call_function(_clone, (original,), {} if same else {"memory_format": torch.contiguous_format})
-    copy.meta = dict(node.meta)
-    node.replace_all_uses_with(copy)
+    graph, permute = node.graph, torch.ops.aten.permute.default
+    if was is None or now is None or equal(was.stride(), torch.clone(now).stride()):
+        with graph.inserting_before(node):
+            new = graph.call_function(_clone, (original,))
+    else:
+        order = _order_of_dims(was)
+        assert order is not None, "see can_copy"
+        contiguous = {"memory_format": torch.contiguous_format}
+        with graph.inserting_before(node):
+            if order == sorted(order):
+                new = graph.call_function(_clone, (original,), contiguous)
+            else:
+                source = graph.call_function(permute, (original, order))
+                copy = graph.call_function(_clone, (source,), contiguous)
+                new = graph.call_function(permute, (copy, [order.index(dim) for dim in range(len(order))]))
+                source.meta, copy.meta = {**node.meta, "val": now.permute(order)}, {**node.meta, "val": was.permute(order)}
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
     erase_dead(node)
+
+
+def _order_of_dims(value: torch.Tensor) -> list[int] | None:
+    """The order of dims in which a tensor is contiguous, strides of dims of size 1 included; None where there is none."""
+    if not all(type(number) is int for number in (*value.shape, *value.stride())):
+        return list(range(value.dim())) if value.is_contiguous() else None
+    for order in (list(range(value.dim())), sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim]))):
+        strides, step = [], 1
+        for dim in reversed(order):
+            strides.insert(0, step)
+            step *= max(value.shape[dim], 1)
+        if strides == [value.stride(dim) for dim in order]:
+            return order
+    return None
 
 
 def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) -> bool:
@@ -64,8 +98,8 @@ def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) ->
     Returns False where the strides cannot be had; then `new` goes away.
     """
     was, now = node.meta["val"], new.meta["val"]
-    assert (was.shape, was.dtype) == (now.shape, now.dtype), f"{node} is {was.shape} {was.dtype}, {new} is {now.shape} {now.dtype}"
-    if not shared and was.stride() == now.stride():
+    assert was.dtype == now.dtype and was.dim() == now.dim(), f"{new} does not stand for {node}"
+    if not shared and equal(was.stride(), now.stride()):
         node.replace_all_uses_with(new)
         erase_dead(node)
         return True
@@ -77,7 +111,7 @@ def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) ->
 
 
 def erase_dead(node: torch.fx.Node) -> None:
-    """Erases a node that nobody reads, and those that it alone was made of; inputs, and what acts on more than its result, stay."""
+    """Erases a node that nobody reads and those that it alone was made of; not inputs, nor what acts on more than its result."""
     pending = [node]
     while pending:
         node = pending.pop()

@@ -4,8 +4,8 @@
 
 Right where A -> B is linear: what it moves is moved element by element, and what it reduces is summed or averaged. Where nothing
 is reduced the numbers are bitwise the same. Where something is, the same terms are added in another order: each rank's own first.
-Minima, maxima and products are left alone, and so is what becomes partial on the way. ``-`` and ``neg`` are exact and count as sums
-with a sign; factors are not looked through, because they would round every term where they rounded the sum.
+Minima, maxima and products are left alone, and so is what becomes partial on the way. ``-`` and ``neg`` are exact and count as
+sums with a sign; factors are not looked through, because they would round every term where they rounded the sum.
 
 It pays wherever something is sent: one collective for several. The local sum is over tensors in spec A, which may be larger than
 those in spec B; it is fused into what makes them, or read at the speed of memory.
@@ -23,7 +23,7 @@ import torch
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.dtensor import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.copies import is_same_view, replace
+from dtensor_compile.passes.copies import equal, is_same_view, replace
 from dtensor_compile.passes.nodes import Redistribution, call, cost_of, is_redistribution, read, redistribute, source_line, when
 
 aten = torch.ops.aten
@@ -50,8 +50,8 @@ def _is_sum(node: torch.fx.Node) -> bool:
         return False
     value = node.meta.get("val")
     others = [argument.meta.get("val") if isinstance(argument, torch.fx.Node) else None for argument in node.args]
-    return len(others) == 2 and all(
-        isinstance(x, torch.Tensor) and isinstance(value, torch.Tensor) and (x.shape, x.dtype) == (value.shape, value.dtype) for x in others
+    return isinstance(value, torch.Tensor) and all(
+        isinstance(x, torch.Tensor) and x.dtype == value.dtype and equal(x.shape, value.shape) for x in others
     )
 
 

@@ -88,9 +88,6 @@ class Cost(NamedTuple):
         return self.collectives <= other.collectives and self.bytes <= other.bytes and self != other
 
 
-NOTHING = Cost(0, 0)
-
-
 def cost(this: Redistribution, itemsize: int) -> Cost:
     """What a redistribution of elements of `itemsize` bytes sends; symbolic sizes count with their hints.
 

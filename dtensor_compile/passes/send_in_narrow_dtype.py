@@ -3,9 +3,9 @@
     cast(redistribute(x, A -> B), narrow)  =  redistribute(cast(x, narrow), A -> B)
     redistribute(cast(y, wide), A -> B)    =  cast(redistribute(y, A -> B), wide)
 
-Bitwise the same where nothing is reduced, because a cast is made element by element: `send_in_narrow_dtype`. Where A owes a sum, it
-would be added up in the narrow dtype, which rounds more: `reduce_in_narrow_dtype`, for those who ask for it. Views between the
-redistribution and the casts move along.
+Bitwise the same where nothing is reduced, because a cast is made element by element: `send_in_narrow_dtype`. Where A owes a sum,
+it would be added up in the narrow dtype, which rounds more: `reduce_in_narrow_dtype`, for those who ask for it. Views between
+the redistribution and the casts move along.
 
 It pays where something is sent. A redistribution that somebody reads in the wide dtype stays as it is.
 

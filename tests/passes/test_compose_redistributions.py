@@ -114,7 +114,8 @@ def test_chains_on_a_2d_mesh_with_uneven_shards_have_eagers_numbers():
 
         for start in ([Partial(), Shard(1)], [Partial(), Partial()], [Shard(0), Shard(0)]):
             x = DTensor.from_local(torch.randn(3, 5), mesh, start, run_check=False).requires_grad_()
-            assert_parity(function, [x], loss=lambda out: out.square().sum().full_tensor(), backend="dtensor_aten", options={"strict": True})
+            loss = lambda out: out.square().sum().full_tensor()  # noqa: E731
+            assert_parity(function, [x], loss=loss, backend="dtensor_aten", options={"strict": True})
 
 
 @on_ranks(2)

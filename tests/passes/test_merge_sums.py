@@ -138,7 +138,8 @@ def test_slices_which_send_nothing_stay():
 
 @on_ranks(2)
 def test_factors_broadcasts_and_promotions_stay():
-    unchanged(merge_sums, lambda x, y: (torch.add(move(x, "P(sum)", "R"), move(y, "P(sum)", "R"), alpha=3),), local(4, 6), local(4, 6))
+    factor = lambda x, y: (torch.add(move(x, "P(sum)", "R"), move(y, "P(sum)", "R"), alpha=3),)  # noqa: E731
+    unchanged(merge_sums, factor, local(4, 6), local(4, 6))
     unchanged(merge_sums, lambda x, y: (move(x, "P(sum)", "R") + move(y, "P(sum)", "R", (6,)),), local(4, 6), local(6))
     unchanged(merge_sums, lambda x, y: (move(x, "P(sum)", "R") + move(y, "P(sum)", "R"),), local(4, 6), local(4, 6).double())
 
@@ -185,7 +186,8 @@ def test_uneven_partial_sums_on_a_2d_mesh_have_eagers_numbers():
     def function(x, w, v):
         a, b = x @ w, x @ v  # partial over the second dim
         a, b = (y.redistribute(placements=[Shard(0), Shard(1)]) for y in (a, b))
-        return (a - b + x.redistribute(placements=[Shard(0), Shard(1)])).redistribute(placements=[Replicate(), Replicate()]).to_local()
+        total = a - b + x.redistribute(placements=[Shard(0), Shard(1)])
+        return total.redistribute(placements=[Replicate(), Replicate()]).to_local()
 
     torch.manual_seed(0)
     x = distribute_tensor(torch.randn(5, 7), mesh, [Shard(0), Shard(1)]).requires_grad_()

@@ -1,4 +1,4 @@
-"""Small models that spread over ranks as users write them, for the benchmarks: name, mesh, and a function from mesh to model and inputs.
+"""Small models, spread over ranks as users do it, for the benchmarks: a name, a mesh, and a function to a model and its inputs.
 
 Nothing here knows of a compiler. A model is called with its inputs; the sum of what it returns is what goes backward.
 """
@@ -132,7 +132,7 @@ def cast_then_gathered(mesh: DeviceMesh) -> Built:
 
 
 class GroupedQueryAttention(nn.Module):
-    """Attention with two heads of keys and values, fewer than ranks; they are made whole and repeated, then split by query heads."""
+    """Attention with few heads of keys and values; they are made whole and repeated, then split by query heads."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -266,7 +266,8 @@ class Attend(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        q, k, v = (w(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for w, y in ((self.q, x), (self.k, memory), (self.v, memory)))
+        projected = self.q(x), self.k(memory), self.v(memory)
+        q, k, v = (y.unflatten(-1, (-1, self.head)).transpose(1, 2) for y in projected)
         weights = torch.softmax(q @ k.transpose(-1, -2) * self.head**-0.5, dim=-1)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 

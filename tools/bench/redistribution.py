@@ -2,10 +2,10 @@
 
     python tools/bench/redistribution.py [--only REGEX] [--json FILE] [--disable PASS,...]
 
-Per model and for one rank: collectives, bytes sent, their estimated time, and bytes that are copied to put what a collective takes
-or gives in order. Columns: stock with its default planner of redistributions (greedy), stock with its other one (min-cost), and
-this backend. The job is simulated in this process; the graphs are those that Inductor would get. On a CPU stock makes an all-gather
-where it makes an all-to-all on a GPU, and sends what that sends.
+Per model and for one rank: collectives, bytes sent and their estimated time. Columns: stock with its default planner of
+redistributions (greedy), stock with its other one (min-cost), and this backend. The job is simulated in this process; the graphs
+are those that Inductor would get. On a CPU stock makes an all-gather where it makes an all-to-all on a GPU, and sends what that
+sends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -65,10 +65,9 @@ def measure(case: Case, variant: str, disabled: tuple[str, ...] = ()) -> Sent | 
     elif variant == "stock greedy":
         recording = recorded_stock(model, run)
     else:
-        try:
-            with min_cost_plans():
-                recording = recorded_stock(model, run)
-        except TorchRuntimeError:
+        with min_cost_plans():
+            recording = recorded_stock(model, run)
+        if recording.breaks:
             return None
     if recording.breaks:
         raise RuntimeError(f"{case.name}, {variant}: {recording.breaks[0].message}")
@@ -90,20 +89,24 @@ def main() -> None:
             table.add_column(f"{title}\n{variant}", justify="right")
     table.add_column("bytes\nsaved", justify="right")
     results: dict[str, dict[str, Any]] = {}
-    for case in CASES:
-        if not re.search(args.only, case.name):
-            continue
-        with warnings.catch_warnings(), running(Job(world=RANKS)):
-            warnings.simplefilter("ignore")
+    with warnings.catch_warnings(), running(Job(world=RANKS)):
+        warnings.simplefilter("ignore")
+        for case in (case for case in CASES if re.search(args.only, case.name)):
             sent = [measure(case, variant, disabled) for variant in VARIANTS]
-        results[case.name] = {variant: asdict(this) for variant, this in zip(VARIANTS, sent)}
-        least = min(this.bytes for this in sent[:2])
-        row = [f"{s.collectives}" for s in sent] + [f"{s.bytes:,}" for s in sent] + [f"{s.seconds * 1e6:.0f} us" for s in sent]
-        table.add_row(case.name, *row, f"{1 - sent[2].bytes / least:.0%}" if least else "")
-        print(case.name, *row, file=sys.stderr, flush=True)
-    Console(width=180).print(table)
+            results[case.name] = {variant: this and asdict(this) for variant, this in zip(VARIANTS, sent)}
+            table.add_row(case.name, *_row(sent))
+            print(case.name, flush=True)
+    Console(width=170).print(table)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _row(sent: Sequence[Sent | None]) -> list[str]:
+    texts = [("fails", "", "") if s is None else (f"{s.collectives}", f"{s.bytes:,}", f"{s.seconds * 1e6:.0f} us") for s in sent]
+    *stock, ours = sent
+    least = min(this.bytes for this in stock if this is not None)
+    assert ours is not None
+    return [text for column in zip(*texts) for text in column] + [f"{1 - ours.bytes / least:.0%}" if least else ""]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,77 @@
+"""Two redistributions with operators on one tensor between them become one.
+
+    redistribute(f(redistribute(x, A -> B)), B' -> C)  =  redistribute(f'(x), A' -> C)
+
+Right by the algebra of ``carry.py``: f is made of elementwise operators without numbers, permutations, views and reductions, and
+f' is the same on the local tensor of A. The numbers are bitwise the same where nothing is reduced; else the same terms are added
+in another order.
+
+It pays where the direct way sends less than both: a gather of the sequence, split into heads and cut by heads, becomes an
+all-to-all; what is gathered and cut the same way is not sent at all.
+
+    before   a = redistribute(x, S(1) -> R); h = view(a, [4, 32, 8, 16]); y = redistribute(h, R -> S(2))
+    after    h = view(x, [4, 8, 8, 16]); y = redistribute(h, S(1) -> S(2))
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.carry import Global, apply, carry, may_round
+from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.copies import replace
+from dtensor_compile.passes.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line, when
+
+#: Operators between the two at most.
+LONGEST = 16
+
+
+def compose_across_operators(graph: torch.fx.Graph) -> list[Decision]:
+    """Composes redistributions in `graph` between which only operators on one tensor stand."""
+    return [made for node in redistributions(graph) if (made := _compose(node)) is not None]
+
+
+def _compose(node: torch.fx.Node) -> Decision | None:
+    this, between = read(node), []
+    inner = this.local
+    while not is_redistribution(inner):
+        if len(between) == LONGEST or len(inner.users) != 1 or len(inner.all_input_nodes) != 1 or when(inner) != when(node):
+            return None
+        between.insert(0, inner)
+        inner = inner.all_input_nodes[0]
+    first = read(inner)
+    if not between or len(inner.users) != 1 or when(inner) != when(node) or first.mesh != this.mesh:
+        return None
+    layout = parse_mesh(this.mesh)
+    coordinate = layout.coordinate(dist.get_rank())
+    forms: list[Global] | None = [g for spec in (first.source, first.target) if (g := Global.of(spec, first.shape))]
+    if coordinate is None or len(forms) < 2:
+        return None
+    if not (owes_no_more(first.source, first.target) and owes_no_more(this.source, this.target)):
+        return None
+    steps = []
+    for operator in between:
+        forms = carry(operator, forms, layout, coordinate)
+        if forms is None or may_round(operator, forms[0]):
+            return None
+        steps.append(forms[0])
+    held, wanted = forms
+    if (wanted.spec, wanted.shape) != (this.source, this.shape) or not owes_no_more(held.spec, this.target):
+        return None
+    direct = this._replace(source=held.spec)
+    after, before = cost(direct, node.meta["val"].element_size()), cost_of([inner, node])
+    if not after.is_less(before):
+        return None
+    where, text = source_line(node), f"{first}->{this}"
+    local = first.local
+    for operator, form in zip(between, steps):
+        local = apply(operator, local, form, layout, coordinate, node)
+    same = direct.source == direct.target
+    new = local if same else redistribute(direct._replace(local=local), like=node, before=node)
+    if not replace(node, new, shared=same):
+        return None
+    reason = f"past what stands between the two ({len(between)}): {after} and not {before}"
+    return Decision("compose_across_operators", where, reason, text, str(direct))

@@ -1,0 +1,67 @@
+"""What is redistributed and then reduced is reduced first.
+
+    sum(redistribute(x, A -> B), dims)  =  redistribute(sum(x, dims), A' -> B')
+
+Right by the algebra of ``carry.py``; A' owes a sum where A sharded one of the dims. Other operators on one tensor between the two
+move along. Sums are the same terms in another order; where a narrow dtype would round between a local sum and the sum over ranks,
+everything stays. Maxima and minima are bitwise the same.
+
+It pays by what the reduction drops: the gather of a tensor becomes the all-reduce of a number.
+
+    before   w = redistribute(x, S(0) -> R); s = sum(w, [0, 1])
+    after    p = sum(x, [0, 1]); s = redistribute(p, P(sum) -> R)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.carry import Global, apply, carry, is_reduction, may_round
+from dtensor_compile.passes.compose_across_operators import LONGEST
+from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.copies import replace
+from dtensor_compile.passes.nodes import Redistribution, cost, cost_of, read, redistribute, redistributions, source_line, when
+
+
+def reduce_before_sending(graph: torch.fx.Graph) -> list[Decision]:
+    """Moves reductions in `graph` in front of redistributions."""
+    return [made for node in redistributions(graph) if (made := _reduce(node)) is not None]
+
+
+def _reduce(node: torch.fx.Node) -> Decision | None:
+    this, behind, last = read(node), [], node
+    while not (behind and is_reduction(last)):
+        if len(behind) == LONGEST or len(last.users) != 1 or when(last) != when(node):
+            return None
+        last = next(iter(last.users))
+        if last.op != "call_function" or len(last.all_input_nodes) != 1:
+            return None
+        behind.append(last)
+    layout = parse_mesh(this.mesh)
+    coordinate = layout.coordinate(dist.get_rank())
+    forms: list[Global] | None = [g for spec in (this.source, this.target) if (g := Global.of(spec, this.shape))]
+    if coordinate is None or len(forms) < 2 or when(last) != when(node):
+        return None
+    steps = []
+    for operator in behind:
+        forms = carry(operator, forms, layout, coordinate)
+        if forms is None or may_round(operator, forms[0]):
+            return None
+        steps.append(forms[0])
+    held, wanted = forms
+    if held == wanted or not owes_no_more(held.spec, wanted.spec):
+        return None
+    direct = Redistribution(this.local, held.spec, wanted.spec, this.mesh, wanted.shape)
+    after, before = cost(direct, last.meta["val"].element_size()), cost_of([node])
+    if not after.is_less(before):
+        return None
+    where = source_line(node)
+    local = this.local
+    for operator, form in zip(behind, steps):
+        local = apply(operator, local, form, layout, coordinate, last)
+    if not replace(last, redistribute(direct._replace(local=local), like=node, before=last)):
+        return None
+    return Decision("reduce_before_sending", where, f"reduced first, {after} are sent and not {before}", str(this), str(direct))
