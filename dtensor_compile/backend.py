@@ -28,6 +28,7 @@ from dtensor_compile.compat.partition import bind_shard_sizes
 from dtensor_compile.compat.scheduler import rearrange
 from dtensor_compile.compat.shapes import powers_of_sizes, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
+from dtensor_compile.compat.unwrap import native_calls
 from dtensor_compile.compat.views import views_of_dtensors
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.check_counts import check_counts
@@ -123,6 +124,7 @@ def dtensor(
         views_of_dtensors(),
         backward_in_time(),
         powers_of_sizes(),
+        native_calls(),
     ]
     if not opts.strict:
         scopes.append(defer_backward_errors(log.decided))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dtensor import memory_of, writes_to_arguments
+from dtensor_compile.compat.dtensor import in_storages_of_their_own, memory_of, writes_to_arguments
 
 #: Python's operators that write to their first argument: ``x += y``, ``x[i] = y``.
 _WRITING = {
@@ -45,6 +45,8 @@ def _writes(node: torch.fx.Node) -> bool:
 
 def shares_memory(values: Sequence[Any]) -> bool:
     """Whether two of `values` share memory that at least one of them holds as the local tensor of a DTensor."""
+    if in_storages_of_their_own(values):
+        return False
     spans: dict[int, list[tuple[int, int, bool]]] = {}
     for value in values:
         if isinstance(value, torch.Tensor):

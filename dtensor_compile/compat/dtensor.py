@@ -109,6 +109,15 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return Memory(local.untyped_storage()._cdata, start, start + (last + 1) * local.itemsize, local is not tensor)
 
 
+def in_storages_of_their_own(values: Sequence[Any]) -> bool:
+    """Whether surely no two of `values` share memory: cheaper than to ask where the memory of each is, which False leaves open."""
+    tensors = [value._local_tensor if type(value) is DTensor else value for value in values if isinstance(value, torch.Tensor)]
+    try:
+        return len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage
+        return False
+
+
 def writes_to_arguments(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> bool:
     """Whether an operator (one of the overloads, for a packet) writes to an argument."""
     overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
@@ -143,6 +152,6 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
 
 __all__ = [
     "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
-    "apply_mask", "canonical_placements", "local_and_spec", "make_spec", "memory_of", "redistribute_hook", "redistribute_local",
-    "stock_redistribute_local", "with_local", "writes_to_arguments",
+    "apply_mask", "canonical_placements", "in_storages_of_their_own", "local_and_spec", "make_spec", "memory_of",
+    "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local", "writes_to_arguments",
 ]  # fmt: skip

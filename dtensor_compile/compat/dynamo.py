@@ -92,8 +92,8 @@ TrackMade = Callable[[Translator, Any], VariableTracker]
 Retrack = Callable[[VariableTracker], VariableTracker]
 #: Makes a tracker of an object that the program was given: ``(builder, value)``.
 TrackGiven = Callable[[VariableBuilder, Any], VariableTracker]
-#: Guards a tensor of one class beyond what torch guards: ``(source, value)``.
-GuardTensor = Callable[[Source, torch.Tensor], None]
+#: Makes the tracker of a tensor of one class, with its guards: ``(what makes torch's tracker and guards, source, value)``.
+TrackTensor = Callable[[Callable[[], VariableTracker], Source, Any], VariableTracker]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Entries:
         made: class of a value that tracing made (subclasses excluded) to what makes its tracker.
         objects: pairs of one certain object, a class for instance, and what makes its tracker.
         contexts: make context managers that are entered meanwhile.
-        tensors: class of a tensor with a source (subclasses excluded) to what guards it, after torch made its tracker.
+        tensors: class of a tensor with a source (subclasses excluded) to what makes its tracker and guards it.
         given: class of an object with a source (subclasses excluded) to what makes its tracker.
     """
 
@@ -113,7 +113,7 @@ class Entries:
     made: Mapping[type, TrackMade]
     objects: tuple[tuple[Any, Retrack], ...]
     contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
-    tensors: Mapping[type, GuardTensor] = field(default_factory=dict)
+    tensors: Mapping[type, TrackTensor] = field(default_factory=dict)
     given: Mapping[type, TrackGiven] = field(default_factory=dict)
 
 
@@ -206,8 +206,8 @@ class _Scope:
             self._enter(SourcelessBuilder._type_handlers, cls, functools.partial(self._made, track))
         for thing, retrack in self.entries.objects:
             self._enter(VariableBuilder._id_dispatch(), id(thing), functools.partial(self._object, retrack))
-        for cls, guard in self.entries.tensors.items():
-            self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._tensor, guard))
+        for cls, track_tensor in self.entries.tensors.items():
+            self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._tensor, track_tensor))
         for cls, track_given in self.entries.given.items():
             self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._given, track_given))
         contexts = ExitStack()
@@ -247,12 +247,10 @@ class _Scope:
         return retrack(variable) if self.serves(builder.tx) else variable
 
     def _tensor(
-        self, guard: GuardTensor, stock: Callable[..., VariableTracker], builder: VariableBuilder, value: torch.Tensor
+        self, track: TrackTensor, stock: Callable[..., VariableTracker], builder: VariableBuilder, value: torch.Tensor
     ) -> VariableTracker:
-        variable = stock(builder._wrap, value)
-        if self.serves(builder.tx):
-            guard(builder.get_source(), value)
-        return variable
+        by_torch = functools.partial(stock, builder._wrap, value)
+        return track(by_torch, builder.get_source(), value) if self.serves(builder.tx) else by_torch()
 
     def _given(
         self, track: TrackGiven, stock: Callable[..., VariableTracker], builder: VariableBuilder, value: Any
@@ -340,6 +338,11 @@ def leave_to_python(cls: type) -> None:
         function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(function, types.FunctionType):
             skip_code(function.__code__)
+
+
+def leave_frames_to_python(function: types.FunctionType) -> None:
+    """Frames of `function` that Python enters stay with Python from now on; what it calls may be compiled."""
+    skip_code(function.__code__)
 
 
 def leave_calls_to_python(function: types.FunctionType) -> None:
@@ -468,6 +471,6 @@ __all__ = [
     "UserFunctionVariable", "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of",
     "compiles_for_us", "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes",
     "inline_member", "install_while_tracing", "installed_backends", "keep_ddp_graphs_whole", "leave_calls_to_python",
-    "leave_to_python", "member_function", "options_on_stack", "raise_in_program", "real_object", "remember", "traces_for_us",
+    "leave_frames_to_python", "leave_to_python", "member_function", "options_on_stack", "raise_in_program", "real_object", "remember", "traces_for_us",
     "tracked", "unwrapped_backend",
 ]  # fmt: skip

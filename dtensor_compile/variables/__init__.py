@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
-from dtensor_compile.compat.dynamo import Backend, Entries, guard_sizes, install_while_tracing
+from dtensor_compile.compat.dynamo import Backend, Entries, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
+from dtensor_compile.compat.guards import track_and_guard
 from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
 from dtensor_compile.variables import (
     collectives,
@@ -61,7 +62,7 @@ ENTRIES = Entries(
         *collectives.OBJECTS,
         *functions.OBJECTS,
     ),
-    tensors={DTensor: guard_sizes},
+    tensors={DTensor: track_and_guard},
     given={**random.TYPES, **comm_debug_mode.TYPES, **functions.GIVEN},
     contexts=(
         check_redistributions,

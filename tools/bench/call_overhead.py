@@ -3,8 +3,8 @@
     python tools/bench/call_overhead.py [--parameters 10 100 300 1000] [--repeats 15] [--json FILE]
 
 Models are tiny, so that the host is what is measured; collectives go to a fake process group and cost nothing. Compared are this
-backend and stock Inductor over DTensors with Inductor over plain tensors that make the same collectives by hand. Each figure is the
-median CPU time of one call over interleaved repeats. A training step is forward, backward and the gradients set to None.
+backend and stock Inductor over DTensors with Inductor over plain tensors that make the same collectives by hand. Each figure is
+the median CPU time of one call over interleaved repeats. A training step is forward, backward and the gradients set to None.
 """
 
 from __future__ import annotations
@@ -123,9 +123,13 @@ class Decoder(nn.Module):
 
 
 Call = Callable[[], Any]
+#: Compiles for a backend what is measured: ``(model, x, backend)``.
+Prepare = Callable[[nn.Module, torch.Tensor, str], Call]
 
 
-def inference(compiled: Any, model: nn.Module, x: torch.Tensor) -> Call:
+def inference(model: nn.Module, x: torch.Tensor, backend: str) -> Call:
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+
     def call() -> None:
         with torch.no_grad():
             compiled(x)
@@ -133,8 +137,8 @@ def inference(compiled: Any, model: nn.Module, x: torch.Tensor) -> Call:
     return call
 
 
-def training(compiled: Any, model: nn.Module, x: torch.Tensor) -> Call:
-    parameters = list(model.parameters())
+def training(model: nn.Module, x: torch.Tensor, backend: str) -> Call:
+    compiled, parameters = torch.compile(model, backend=backend, fullgraph=True), list(model.parameters())
 
     def call() -> None:
         compiled(x).backward()
@@ -144,18 +148,16 @@ def training(compiled: Any, model: nn.Module, x: torch.Tensor) -> Call:
     return call
 
 
-def guards(compiled: Any, model: nn.Module, x: torch.Tensor) -> Call:
-    compiled(x)
+def guards(model: nn.Module, x: torch.Tensor, backend: str) -> Call:
+    torch.compile(model, backend=backend, fullgraph=True)(x)
     return checks_of_guards(type(model).forward, {"self": model, "x": x})
 
 
-def optimizer_step(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[..., Call]:
-    def prepare(compiled: Any, model: nn.Module, x: torch.Tensor) -> Call:
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.01)
-        return compiled(make(model.parameters()))
-
-    return prepare
+def adamw(model: nn.Module, x: torch.Tensor, backend: str) -> Call:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    return torch.compile(lambda: optimizer.step(), backend=backend)
 
 
 def cpu_seconds(call: Call, calls: int) -> float:
@@ -182,22 +184,13 @@ def measure(calls: dict[str, Call], repeats: int, seconds: float) -> dict[str, l
     return measured
 
 
-def compare(build: Callable[[Layout], nn.Module], prepare: Callable[..., Call], x: torch.Tensor, args: Any) -> dict[str, Any]:
+def compare(build: Callable[[Layout], nn.Module], prepare: Prepare, x: torch.Tensor, args: Any) -> dict[str, Any]:
     """One row of the table."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-    calls = {}
-    for name in args.variants:
-        model = build(Layout(mesh, distributed=name != "plain"))
-        options = dict(backend=VARIANTS[name], fullgraph=prepare.__name__ != "prepare" or name == "ours")
-        calls[name] = prepare(compile_step(options) if prepare.__name__ == "prepare" else torch.compile(model, **options), model, x)
+    calls = {name: prepare(build(Layout(mesh, distributed=name != "plain")), x, VARIANTS[name]) for name in args.variants}
     samples = measure(calls, args.repeats, args.seconds)
-    medians = {name: statistics.median(values) for name, values in samples.items()}
-    return {"medians": medians, "samples": samples}
-
-
-def compile_step(options: dict[str, Any]) -> Callable[[torch.optim.Optimizer], Call]:
-    return lambda optimizer: torch.compile(lambda: optimizer.step(), **options)
+    return {"medians": {name: statistics.median(values) for name, values in samples.items()}, "samples": samples}
 
 
 def main() -> None:
@@ -212,23 +205,21 @@ def main() -> None:
     args = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
 
-    def row(name: str, build: Callable[[Layout], nn.Module], prepare: Callable[..., Call], x: torch.Tensor) -> None:
+    def row(name: str, build: Callable[[Layout], nn.Module], prepare: Prepare, x: torch.Tensor) -> None:
         began = time.perf_counter()
-        rows[name] = compare(build, prepare, x, args)
-        medians = {variant: f"{value * 1e6:.1f}" for variant, value in rows[name]["medians"].items()}
-        print(f"{name}: {medians} microseconds (after {time.perf_counter() - began:.0f} s)", flush=True)
+        rows[f"{name}, {prepare.__name__}"] = found = compare(build, prepare, x, args)
+        medians = {variant: f"{value * 1e6:.1f}" for variant, value in found["medians"].items()}
+        print(f"{name}, {prepare.__name__}: {medians} us (after {time.perf_counter() - began:.0f} s)", flush=True)
 
     with simulated_job(WORLD, 0):
         for count in args.parameters:
             for prepare in (guards, inference, training):
-                row(f"{count} parameters, {prepare.__name__}", lambda layout: Scales(layout, count), prepare, torch.ones(4))
-        if args.layers:
-            for prepare in (guards, inference):
-                row(f"{9 * args.layers + 3} parameters, decoding, {prepare.__name__}", lambda layout: Decoder(layout, args.layers),
-                    prepare, torch.ones(1, 8))  # fmt: skip
+                row(f"{count} parameters", lambda layout: Scales(layout, count), prepare, torch.ones(4))
+        for prepare in (guards, inference) if args.layers else ():
+            name = f"{9 * args.layers + 3} parameters, decoding"
+            row(name, lambda layout: Decoder(layout, args.layers), prepare, torch.ones(1, 8))
         if args.optimizer:
-            step = optimizer_step(lambda parameters: torch.optim.AdamW(parameters, foreach=True))
-            row(f"{args.optimizer} parameters, AdamW", lambda layout: Scales(layout, args.optimizer), step, torch.ones(4))
+            row(f"{args.optimizer} parameters", lambda layout: Scales(layout, args.optimizer), adamw, torch.ones(4))
     table = Table(title=f"host time of a compiled call, median of {args.repeats}, microseconds")
     for column in ("", *args.variants, *(f"{name} / plain" for name in args.variants if name != "plain")):
         table.add_column(column, justify="right")

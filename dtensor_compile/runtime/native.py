@@ -1,0 +1,106 @@
+"""The C++ part of a compiled call, built once per machine and torch release; where it cannot be built, torch's own way stands.
+
+What is in it (`native.cpp`), each a callable object that is made once at compile time:
+
+- ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a DTensor is what the graph was
+  compiled for. It compares what a plain tensor's guard compares, of the DTensor and of its local tensor, and the spec: its
+  identity first; mesh, placements, order of shards and dtype where that differs.
+- ``Unwrap(plan)(arguments)``: the inputs of the graph, local tensors and meshes in place of DTensors.
+- ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are made again only for another mesh or other
+  sizes. With `accumulate`, a gradient goes right into ``.grad`` of its parameter where autograd would do nothing but that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import types
+
+import torch
+from torch.distributed.tensor import DTensor
+
+log = logging.getLogger("dtensor_compile")
+
+_NAME = "dtensor_compile_native"
+_SOURCE = pathlib.Path(__file__).with_name("native.cpp")
+
+
+@functools.cache
+def native() -> types.ModuleType | None:
+    """The C++ module; None, with a warning, where there is no compiler or it fails. The first call on a machine builds it (20 s).
+
+    ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it.
+    """
+    if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0":
+        return None
+    try:
+        module = _load(_built())
+        module.configure(DTensor, torch.Tensor._dtensor__new__)
+    except (OSError, ImportError, AttributeError, TypeError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        log.warning("calls cost what they cost under torch: the C++ part of dtensor_compile could not be built (%s)", reason)
+        return None
+    return module
+
+
+def _built() -> pathlib.Path:
+    """The compiled file, which is compiled now if there is none for this source, torch and Python."""
+    command = _command()
+    key = hashlib.sha256(_SOURCE.read_bytes() + repr((command, torch.__version__, sys.version)).encode()).hexdigest()[:16]
+    folder = _folder()
+    target = folder / f"{_NAME}-{key}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of ranks that start together one builds
+        if not target.exists():
+            log.info("building %s", target)
+            made = pathlib.Path(scratch) / target.name
+            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
+            made.replace(target)
+    return target
+
+
+def _folder() -> pathlib.Path:
+    """Where torch keeps compiled extensions."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return pathlib.Path(root) if root else pathlib.Path.home() / ".cache" / "torch_extensions" / "dtensor_compile"
+
+
+def _command() -> list[str]:
+    from torch.utils import cpp_extension  # takes a while: it imports setuptools
+
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler: set CXX, or install g++")
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return [
+        compiler, "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(_SOURCE),
+        *libraries, "-ltorch_python", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip
+
+
+def _load(path: pathlib.Path) -> types.ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    raise SystemExit(native() is None)

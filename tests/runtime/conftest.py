@@ -1,0 +1,27 @@
+"""Both ways of a call, in C++ and as torch does it, in a job of two ranks that is simulated in this process."""
+
+import pytest
+import torch
+
+from dtensor_compile.compat import counters, guards, unwrap
+from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.runtime.native import native
+from dtensor_compile.testing import make_mesh
+
+
+@pytest.fixture(scope="module")
+def job():
+    with simulated_job(2, 0):
+        yield
+
+
+@pytest.fixture(params=["native", "torch"])
+def mesh(request, job, monkeypatch):
+    if request.param == "torch":
+        for module in (guards, unwrap):
+            monkeypatch.setattr(module, "native", lambda: None)
+    else:
+        assert native() is not None, "a C++ compiler is needed"
+    counters.reset()
+    torch.manual_seed(0)
+    return make_mesh((2,), ("tp",))
