@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 LAYOUT ?= tp
+PROGRAMS ?= 2000
+SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-report bench-call bench-redistribution clean test-redistributions
+.PHONY: demo test examples bench-compile bench-report bench-call bench-redistribution clean test-redistributions fuzz
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +44,9 @@ bench-call: $(VENV)/.installed
 
 bench-redistribution: $(VENV)/.installed
 	$(BIN)/python tools/bench/redistribution.py
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python -W ignore -m tests.fuzz.run --programs $(PROGRAMS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) build *.egg-info
