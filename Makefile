@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-report bench-call bench-redistribution clean test-redistributions fuzz
+.PHONY: demo test examples bench-compile bench-overlap bench-report bench-call bench-redistribution clean test-redistributions fuzz
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ examples: $(VENV)/.installed
 
 bench-compile: $(VENV)/.installed
 	$(BIN)/python tools/bench/compile_time.py
+
+bench-overlap: $(VENV)/.installed
+	$(BIN)/python tools/bench/overlap.py
 
 bench-report: $(VENV)/.installed
 	$(BIN)/python tools/bench/report_time.py

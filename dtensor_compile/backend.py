@@ -30,12 +30,11 @@ from dtensor_compile.compat.shapes import powers_of_sizes, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.unwrap import native_calls
 from dtensor_compile.compat.views import views_of_dtensors
-from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import is_repeatable, lower_collectives, order_collectives
 from dtensor_compile.lowering.order_rows import order_rows
-from dtensor_compile.lowering.schedule_graph import schedule_graph
+from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
 from dtensor_compile.passes import run_passes
@@ -79,6 +78,8 @@ def dtensor(
     if recording():
         log.decided(cache_decisions(gm))
 
+    lowered_passes = passes_after_lowering(opts.topology, opts.overlap_memory, opts.enable_passes) if opts.schedule else ()
+
     @plans_for(opts.topology)
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
         check_gradients_of_hooks()
@@ -97,20 +98,16 @@ def dtensor(
         split_nary(graph)
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
-        if opts.schedule:
-            log.decided(run_passes(graph, (schedule,), strict=opts.strict))
+        log.decided(run_passes(graph, lowered_passes, disabled=opts.disable_passes, strict=opts.strict))
         log.lowered(graph)
         agreement.note(graph)
-
-    def schedule(graph: torch.fx.Graph) -> list[Decision]:
-        return schedule_graph(graph, opts.topology, opts.overlap_memory)
 
     def order_kernels(kernels: list[Any]) -> list[Any]:
         return rearrange(
             kernels,
             topology=opts.topology,
             overlap_memory=opts.overlap_memory,
-            told=lambda text: log.decided([Decision("schedule_kernels", "", text)]),
+            told=lambda before, after: log.decided([kernels_in_order(before, after)]),
         )
 
     planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory

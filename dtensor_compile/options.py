@@ -13,14 +13,15 @@ from typing import Any
 from dtensor_compile.compat.inductor import inductor_config_error, inductor_keys, mode_options
 from dtensor_compile.errors import OptionError, TopologyError
 from dtensor_compile.lowering.order_rows import order_rows
+from dtensor_compile.lowering.overlap import LOWERED_OPTIONAL, LOWERED_PASSES
 from dtensor_compile.passes import OPTIONAL, PASSES
 from dtensor_compile.topology.files import topology
 from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error")}
 _PASSES = {
-    "disable_passes": tuple(dict.fromkeys(run.__name__ for run in (*PASSES, order_rows))),
-    "enable_passes": OPTIONAL,
+    "disable_passes": (*dict.fromkeys(run.__name__ for run in (*PASSES, order_rows)), *LOWERED_PASSES),
+    "enable_passes": (*OPTIONAL, *LOWERED_OPTIONAL),
 }
 
 
@@ -38,7 +39,8 @@ class Options:
             or raises as in eager (``"error"``).
         topology: the links for which redistributions are planned: name of a preset or path of a file (`topology/files.py`). None: all
             mesh dims are alike.
-        schedule: order what is lowered so that collectives run beside compute (`lowering/schedule.py`).
+        schedule: order what is lowered so that collectives run beside compute, in the form and number that suits the network
+            (`lowering/overlap.py`).
         overlap_memory: part of the peak of live tensors that the order may add to it; infinity for no bound.
         inductor: settings handed to Inductor.
     """

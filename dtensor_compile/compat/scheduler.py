@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 
-from dtensor_compile.lowering.schedule import Buffer, Task, arrange, excess, simulate
+from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
 from dtensor_compile.passes.nodes import REDISTRIBUTES, is_start, is_wait
 from dtensor_compile.report.graphs import collective_of, flops_of, itemsize_of
@@ -76,14 +76,16 @@ def loosen(nodes: Nodes) -> Nodes:
     return nodes
 
 
-def rearrange(nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, told: Callable[[str], None]) -> Nodes:
+def rearrange(
+    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, told: Callable[[Simulation, Simulation], None]
+) -> Nodes:
     """The kernels in an order in which collectives run beside compute.
 
     Args:
         nodes: scheduler nodes after fusion, in an order in which they may run.
         topology: what the seconds are of; None for the default of the device.
         overlap_memory: part of the peak of Inductor's own order that may be added to it.
-        told: is told in a sentence what is predicted.
+        told: is told what is predicted for Inductor's order and for ours.
     """
     from torch._inductor.utils import contains_collective
 
@@ -96,11 +98,7 @@ def rearrange(nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, 
     before = simulate(tasks, range(len(tasks)))
     order = arrange(tasks, excess(overlap_memory, before.peak))
     after = simulate(tasks, order)
-    told(
-        f"{len(nodes)} kernels, {len(after.exposed)} collectives: {after.seconds * 1e3:.2f} ms, of which "
-        f"{sum(after.exposed.values()) * 1e3:.2f} ms exposed, and {after.peak:,} bytes at most; in Inductor's order "
-        f"{before.seconds * 1e3:.2f} ms, {sum(before.exposed.values()) * 1e3:.2f} ms and {before.peak:,} bytes"
-    )
+    told(before, after)
     return [nodes[index - given] for index in order if index >= given]
 
 

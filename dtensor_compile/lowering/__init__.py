@@ -5,5 +5,7 @@
 - ``expand``: a plan carried out on a local tensor, real or fake; ``rearrange`` for steps over several mesh dims.
 - ``order_rows``: gathered rows stay in the order of the collective; ``extra_copies`` counts what is copied all the same.
 - ``lower``: every node of a graph replaced by the expansion of its plan.
+- ``overlap``: the passes over what is lowered, in order.
+- ``reduce_by_exchange``, ``bucket``: collectives in the form that the backend sends best, and fewer of them.
 - ``schedule``, ``schedule_graph``, ``start_order``: the graph in an order in which collectives run beside compute.
 """

@@ -34,10 +34,9 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
             order of starts.
         overlap_memory: part of the peak of the graph as it is that may be added to it.
     """
-    first = next((node for node in graph.nodes if is_wait(node)), None)
-    if first is None:
+    cluster = cluster_for(graph, topology)
+    if cluster is None:
         return []
-    cluster = topology or default_cluster(first.meta["val"].device.type)
     tasks = graph_tasks(graph, cluster)
     before = simulate(tasks, range(len(tasks)))
     if hoist_gathers(graph):
@@ -70,6 +69,12 @@ def cost_of(cluster: Cluster, this: Collective) -> tuple[str, float]:
 def default_cluster(device_type: str) -> Cluster:
     """What is assumed where the user names no topology: hosts on a 1 Gbit/s network, or those of the preset of a GPU."""
     return CLUSTERS["cpu-1gbit" if device_type == "cpu" else "h100"]
+
+
+def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | None:
+    """What the seconds of a graph are of; None for a graph that waits for no collective."""
+    first = next((node for node in graph.nodes if is_wait(node)), None)
+    return None if first is None else topology or default_cluster(first.meta["val"].device.type)
 
 
 def graph_tasks(graph: torch.fx.Graph, cluster: Cluster) -> list[Task]:

@@ -14,6 +14,15 @@ TRAFFIC: dict[str, dict[str, float]] = {
 }
 
 
+#: Backend, then kind of collective: what the lowering sends instead (`lowering/reduce_by_exchange.py`).
+SENT_AS: dict[str, dict[str, str]] = {"gloo": {"reduce_scatter": "all_to_all"}}
+
+
+def sent_as(backend: str, kind: str) -> str:
+    """The kind of collective that a step of a plan is sent as."""
+    return SENT_AS.get(backend, {}).get(kind, kind)
+
+
 def traffic(backend: str, kind: str, n: int) -> float:
     """Bytes on the wire for each byte of the formula, in a collective of `n` ranks; 1 for what the table does not list."""
     return TRAFFIC.get(backend, {}).get(kind, 1.0) if n > 1 else 1.0

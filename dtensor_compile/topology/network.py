@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dtensor_compile.capture.mesh import MeshLayout
+from dtensor_compile.topology.backends import sent_as
 from dtensor_compile.topology.links import Cluster, Link, seconds_over, slowest
 
 #: One link where nothing is known: about 10 Gbit/s. With equal links plans are chosen by bytes; this only weighs what sends the same.
@@ -42,8 +43,8 @@ class Network:
         return slowest([self.links[i] for i in mesh_dims]) if self.links else PLAIN
 
     def seconds(self, kind: str, mesh_dims: Sequence[int], n: int, bytes_sent: float, messages: int | None = None) -> float:
-        """Seconds of one collective of `n` ranks over these mesh dims; as `seconds_over`."""
-        return seconds_over(self.link(mesh_dims), self.backend, kind, bytes_sent, n, messages)
+        """Seconds of one collective of `n` ranks over these mesh dims, in the form in which it is sent; as `seconds_over`."""
+        return seconds_over(self.link(mesh_dims), self.backend, sent_as(self.backend, kind), bytes_sent, n, messages)
 
 
 _topology: contextvars.ContextVar[Cluster | None] = contextvars.ContextVar("dtensor_compile_topology", default=None)

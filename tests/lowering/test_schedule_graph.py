@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from expecttest import TestCase
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,27 +30,32 @@ def reduced(x):
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", dist.get_world_size(), dist.group.WORLD.group_name))
 
 
-def traced(function, *shapes, redistributes=True):
-    gm = make_fx(function)(*(torch.randn(shape) for shape in shapes))
+def traced(function, *shapes, redistributes=True, dtype=torch.float32):
+    gm = make_fx(function)(*(torch.ones(shape, dtype=dtype) for shape in shapes))
     for node in gm.graph.nodes:
         if redistributes and is_start(node):
             node.meta[REDISTRIBUTES] = True
     return gm
 
 
-def scheduled(function, *shapes, memory=float("inf"), **about):
-    """Text of the graph of `function` after scheduling; that it gives the same is checked on the way."""
-    gm = traced(function, *shapes, **about)
-    torch.manual_seed(1)
-    inputs = [torch.randn(shape) for shape in shapes]
+def changed(run, function, *shapes, dtype=torch.float32, **about):
+    """Text of the graph of `function` after the pass `run`, and its reasons; that it gives the same is checked on the way."""
+    gm = traced(function, *shapes, dtype=dtype, **about)
+    torch.manual_seed(1 + dist.get_rank())
+    inputs = [(torch.randn(shape) * 8).to(dtype) for shape in shapes]
     wanted = gm(*(x.clone() for x in inputs))
-    decisions = schedule_graph(gm.graph, UNIT, memory)
+    decisions = run(gm.graph)
     gm.graph.lint()
     gm.recompile()
     found = gm(*(x.clone() for x in inputs))
-    for a, b in zip(torch.utils._pytree.tree_leaves(wanted), torch.utils._pytree.tree_leaves(found)):
-        assert torch.equal(a, b)
+    for a, b in zip(pytree.tree_leaves(wanted), pytree.tree_leaves(found)):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+        torch.testing.assert_close(a, b, **({"rtol": 0, "atol": 0} if dist.get_world_size() == 2 else {}))
     return graph_text(gm.graph), [d.reason for d in decisions]
+
+
+def scheduled(function, *shapes, memory=float("inf"), **about):
+    return changed(lambda graph: schedule_graph(graph, UNIT, memory), function, *shapes, **about)
 
 
 def two_layers(x, w, v):

@@ -1,0 +1,71 @@
+"""A sum that gloo would scatter is exchanged and added."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+
+from dtensor_compile.lowering import reduce_by_exchange as module
+from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
+from dtensor_compile.testing import graph_text, on_ranks, run_on_ranks
+from tests.lowering.test_schedule_graph import changed, reduced, traced
+
+_c10d = torch.ops._c10d_functional
+
+
+def total(x):
+    return reduced(x) * 2
+
+
+def exchanged(dtype=torch.float32, shape=(4, 3), unrolled=8):
+    module.UNROLLED = unrolled
+    try:
+        return changed(reduce_by_exchange, total, shape, dtype=dtype)
+    finally:
+        module.UNROLLED = 8
+
+
+class Golden(TestCase):
+    maxDiff = None
+
+    def test_parts_are_exchanged_and_added(self):
+        (text, reasons), other = run_on_ranks(2, exchanged)
+        assert (text, reasons) == other and "sends twice as much" in reasons[0]
+        self.assertExpectedInline(text, """\
+x_1: [4, 3]
+all_to_all_single_default: [4, 3] = all_to_all_single(x_1, [2, 2], [2, 2])
+wait_tensor_default: [4, 3] = wait_tensor(all_to_all_single_default)
+view: [2, 2, 3] = view(wait_tensor_default, [2, 2, 3])
+select: [2, 3] = select(view, 0, 0)
+select_1: [2, 3] = select(view, 0, 1)
+add: [2, 3] = add(select, select_1)
+mul: [2, 3] = mul(add, 2)
+return mul
+""")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_two_ranks_bitwise(dtype):
+    run_on_ranks(2, exchanged, dtype)
+
+
+@pytest.mark.parametrize("unrolled", [8, 1])
+def test_four_ranks_within_tolerance(unrolled):
+    texts = run_on_ranks(4, exchanged, torch.float32, (8, 3), unrolled)
+    assert all("all_to_all" in text and ("sum" in text) == (unrolled == 1) for text, _ in texts)
+
+
+@on_ranks(2)
+def test_other_reductions_and_the_programs_own_stay():
+    def largest(x):
+        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "max", 2, dist.group.WORLD.group_name))
+
+    for gm in (traced(largest, (4, 3)), traced(total, (4, 3), redistributes=False)):
+        before = graph_text(gm.graph)
+        assert reduce_by_exchange(gm.graph) == [] and graph_text(gm.graph) == before
+
+
+@on_ranks(2)
+def test_an_empty_tensor():
+    changed(reduce_by_exchange, total, (0, 3))
+    changed(reduce_by_exchange, total, (4, 0))

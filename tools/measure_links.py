@@ -1,0 +1,127 @@
+"""Measures the network between the ranks of a job: latency and bandwidth, and what the backend sends for each kind of collective.
+
+    torchrun --nproc-per-node 2 tools/measure_links.py --save network.json
+    python tools/netlab.py --ranks 2 --rate 1gbit -- tools/measure_links.py --save network.json
+
+Latency a (seconds a message) and bandwidth W (bytes a second) are those that fit the times of all-to-alls of several sizes best
+(least squares, relative errors):
+
+    seconds = (n - 1) a + bytes / W                        (`topology/links.py`)
+
+The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is sent is counted
+at the interface that `GLOO_SOCKET_IFNAME` names, headers included; other programs must not use it meanwhile. The table that is
+printed is how `topology/backends.py` was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from dtensor_compile.lowering.plan import StepKind, elements_sent
+from dtensor_compile.topology import CLUSTERS, Link, save
+
+SIZES = tuple(1 << exponent for exponent in range(12, 24, 2))
+KINDS: tuple[StepKind, ...] = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def collective(kind: StepKind, elements: int, n: int) -> Callable[[], object]:
+    """A call of that collective whose local input has `elements` elements."""
+    x = torch.ones(elements)
+    if kind == "all_to_all":
+        out = torch.empty_like(x)
+        return lambda: dist.all_to_all_single(out, x)
+    if kind == "all_gather":
+        out = torch.empty(n * elements)
+        return lambda: dist.all_gather_into_tensor(out, x)
+    if kind == "reduce_scatter":
+        out = torch.empty(elements // n)
+        return lambda: dist.reduce_scatter_tensor(out, x)
+    return lambda: dist.all_reduce(x)
+
+
+def seconds_of(call: Callable[[], object], repeats: int) -> float:
+    """Median over repeats of the time of the slowest rank."""
+    call()
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        slowest = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times.append(slowest.item())
+    return statistics.median(times)
+
+
+def fit(points: list[tuple[float, float]], messages: int) -> Link:
+    """The link that explains (bytes, seconds) best.
+
+    Args:
+        messages: that follow each other in one collective.
+    """
+    matrix = np.array([[messages / seconds, sent / seconds] for sent, seconds in points])
+    (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(points)), rcond=None)
+    return Link(max(float(latency), 0.0), 1.0 / max(float(per_byte), 1e-15))
+
+
+def sent_bytes() -> int | None:
+    """Bytes that the interface of the ranks has sent; None where no interface is named."""
+    counter = pathlib.Path(f"/sys/class/net/{os.environ.get('GLOO_SOCKET_IFNAME', '')}/statistics/tx_bytes")
+    return int(counter.read_text()) if counter.is_file() else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", metavar="FILE.json", help="write the topology there")
+    parser.add_argument("--name", default="measured")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--elements", type=int, default=1 << 20, help="local input of what is counted, in float32")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, n = dist.get_rank(), dist.get_world_size()
+    points = []
+    for size in SIZES:
+        elements = size // n * n
+        points.append((4.0 * elements_sent("all_to_all", n, elements), seconds_of(collective("all_to_all", elements, n), args.repeats)))
+    link = fit(points, n - 1)
+    table = Table(title=f"{n} ranks: latency {link.latency * 1e6:.0f} us, {link.bandwidth * 8 / 1e6:.0f} Mbit/s")
+    for column in ("collective", "by the formula", "on the wire", "factor", "ms"):
+        table.add_column(column, justify="right")
+    for kind in KINDS:
+        elements = args.elements // n * n
+        call, formula = collective(kind, elements, n), 4 * elements_sent(kind, n, elements)
+        milliseconds = seconds_of(call, args.repeats) * 1e3
+        dist.barrier()
+        before = sent_bytes()
+        for _ in range(4):
+            call()
+        dist.barrier()  # nothing is left in a queue
+        after = sent_bytes()
+        sent = (after - before) / 4 if before is not None and after is not None else None
+        factor = "-" if sent is None else f"{sent / formula:.2f}"
+        table.add_row(kind, f"{formula:,}", "-" if sent is None else f"{sent:,.0f}", factor, f"{milliseconds:.1f}")
+    if rank == 0:
+        Console().print(table)
+        if args.save:
+            hosts = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            links = {"inside": link, "between": link} if hosts == n else {"between": link}
+            save(dataclasses.replace(CLUSTERS["cpu-1gbit"], name=args.name, ranks_per_host=hosts, **links), args.save)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
