@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.errors import SpecTextError
+from dtensor_compile.runtime.meet import all_meet
 
 _TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[0-9]+(\.[0-9]+)*\.?)")
 _DIM = re.compile(r"((?P<name>[^=\],]+)=)?(?P<sizes>[0-9]+:[0-9]+(\*[0-9]+:[0-9]+)*)")
@@ -164,6 +165,7 @@ def mesh_named(text: str) -> DeviceMesh | None:
 def forget_meshes() -> None:
     """Forgets the meshes that were seen: their process groups are gone, and new ones may get the same names."""
     _meshes.clear()
+    _merged.clear()
 
 
 def mesh_layout(mesh: DeviceMesh) -> MeshLayout:
@@ -205,16 +207,25 @@ def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
 #: Mesh dims up to which every set of them gets its process group in advance: 4 groups for 3 mesh dims.
 MOST_MERGED = 3
 
+#: By the text of a mesh: whether its ranks came to make process groups over several of its dims together.
+_merged: dict[str, bool] = {}
+
+
+def merges(text: str) -> bool:
+    """Whether plans on the mesh of that text may use collectives over several of its dims at once."""
+    return _merged.get(text, True)
+
 
 def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
     """Makes the process groups over several mesh dims that plans over these meshes may use, before anything is compiled.
 
-    Ranks make theirs in the same order, that of the meshes in the program, and wait only for the others of each group: so also ranks
-    that are outside of a mesh, or compile another program, hold up nobody. Made in advance, they are there as well on a rank that
-    finds its graph in a cache while another compiles it.
+    Made in advance, they are there as well on a rank that finds its graph in a cache while another compiles it. Ranks make theirs in
+    the same order, that of the meshes in the program, and only once all ranks of the mesh have come (`runtime.meet`): where some
+    run other code, plans of the others do without such groups, and nobody waits for long.
 
     Returns:
-        whether all are there; False where a mesh has so many dims that groups are made when a plan first needs them.
+        whether all are there that plans may use; False where a mesh has so many dims that groups are made when a plan first needs
+        them.
     """
     complete = True
     for mesh in meshes:
@@ -225,10 +236,16 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
         if len(wide) > MOST_MERGED:
             complete = False
             continue
-        text = mesh_text(mesh)
-        for size in range(2, len(wide) + 1):
-            for mesh_dims in itertools.combinations(wide, size):
-                merged_group_name(text, mesh_dims, compat_mesh.my_rank())
+        text, rank = mesh_text(mesh), compat_mesh.my_rank()
+        layout = parse_mesh(text)
+        several = [dims for size in range(2, len(wide) + 1) for dims in itertools.combinations(wide, size)]
+        if len(several) == 1 and compat_mesh.is_whole_job(layout.ranks):
+            continue  # the group of the job
+        if _merged.get(text) and all(compat_mesh.has_group(layout.group_over(rank, dims)) for dims in several):
+            continue
+        _merged[text] = all_meet(f"process groups of {text}", layout.ranks)
+        for dims in several if _merged[text] else ():
+            merged_group_name(text, dims, rank)
     return complete
 
 

@@ -73,6 +73,16 @@ def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
+def has_group(ranks: Sequence[int]) -> bool:
+    """Whether this process has a process group with exactly these global ranks."""
+    return any(members == tuple(sorted(ranks)) for _, members, _ in all_groups())
+
+
+def is_whole_job(ranks: Sequence[int]) -> bool:
+    """Whether these are all ranks of the job."""
+    return len(ranks) == dist.get_world_size()
+
+
 def my_rank() -> int:
     """The global rank of this process."""
     return dist.get_rank()

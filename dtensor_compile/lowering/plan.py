@@ -167,6 +167,8 @@ def cheapest(problem: Problem) -> tuple[Step, ...]:
             continue
         kept.append((count, elements))
         for step in moves(problem, state, sending=count < most_collectives):
+            if step.sends and len(step.mesh_dims) > 1 and not problem.network.merges:
+                continue
             after = count + step.sends, elements + step.elements
             if after[0] > most_collectives or after[1] > most_elements:
                 continue

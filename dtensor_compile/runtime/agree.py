@@ -22,7 +22,6 @@ function's announcements over that group differ.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -34,10 +33,10 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo import of_compilation_on_stack
-from dtensor_compile.compat.mesh import default_store
 from dtensor_compile.errors import AgreementError
 from dtensor_compile.passes.nodes import source_line
 from dtensor_compile.report.graphs import group_of
+from dtensor_compile.runtime.book import Book, current_book, digest
 
 log = logging.getLogger("dtensor_compile")
 
@@ -84,8 +83,8 @@ class Announcement:
 
     @classmethod
     def of(cls, calls: Sequence[Call], symbolic: bool) -> Announcement:
-        kinds = _digest([c.kind for c in calls])
-        return cls(kinds, "?" if symbolic else _digest([c.elements for c in calls]), tuple(calls))
+        kinds = digest([c.kind for c in calls])
+        return cls(kinds, "?" if symbolic else digest([c.elements for c in calls]), tuple(calls))
 
     @property
     def digest(self) -> str:
@@ -94,10 +93,6 @@ class Announcement:
     def agrees(self, digest: str) -> bool:
         kinds, _, sizes = digest.partition(":")
         return kinds == self.kinds and (sizes == self.sizes or "?" in (sizes, self.sizes))
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def collectives_by_group(graph: torch.fx.Graph) -> dict[tuple[int, ...], list[Call]]:
@@ -125,38 +120,6 @@ def _call(node: torch.fx.Node, name: str) -> Call:
     elements = value.numel() if value is not None and name.rstrip("_") in _EQUAL_SIZES else None
     known = elements if isinstance(elements, int) else None
     return Call(" ".join([name, *map(str, arguments), *dtype]), known, source_line(node))
-
-
-class _Book:
-    """What this rank has announced on the process group that is there now.
-
-    Attributes:
-        store: of the default process group.
-        epoch: counts the process groups that this rank had on that store, which may outlive them.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.store = group, default_store()
-        self.announced: dict[tuple[tuple[int, ...], str], list[Announcement]] = {}
-        self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
-
-    def key(self, ranks: tuple[int, ...], *parts: object) -> str:
-        return "/".join(map(str, ("dtensor_compile", self.epoch, _digest(ranks), *parts)))
-
-
-_book: _Book | None = None
-
-
-def _current_book() -> _Book | None:
-    """None where there is nobody to agree with."""
-    global _book
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return None
-    group = dist.group.WORLD
-    if _book is None or _book.group is not group:
-        assert group is not None
-        _book = _Book(group)
-    return _book
 
 
 @dataclass
@@ -189,7 +152,7 @@ class Agreement:
         Raises:
             AgreementError: as `reach`.
         """
-        book = _current_book()
+        book = current_book()
         if book is None:
             return
         name = f"graph {self.graphs} of {self.function}"
@@ -207,7 +170,7 @@ class Agreement:
             AgreementError: another rank's graph calls other collectives over the same group.
         """
         self.compiled, noted, self.noted = True, self.noted, []
-        book = _current_book()
+        book = current_book()
         if book is None:
             return
         if not self.graphs:  # from a cache, which keeps what an earlier compilation agreed on
@@ -239,8 +202,8 @@ class _Waiting:
     enough: tuple[str, ...]
 
 
-def _announce(book: _Book, function: str, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[_Waiting]:
-    before = book.announced.setdefault((ranks, name), [])
+def _announce(book: Book, function: str, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[_Waiting]:
+    before: list[Announcement] = book.announced.setdefault((ranks, name), [])
     if any(mine.agrees(other.digest) for other in before):
         return
     place, rank = len(before), dist.get_rank()
@@ -255,7 +218,7 @@ def _announce(book: _Book, function: str, name: str, ranks: tuple[int, ...], min
             yield _Waiting(name, mine, other, book.key(ranks, name, place, other), enough)
 
 
-def _compare(book: _Book, waiting: list[_Waiting]) -> None:
+def _compare(book: Book, waiting: list[_Waiting]) -> None:
     deadline, pause = time.monotonic() + PATIENCE, 0.002
     while True:
         still = []

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dtensor_compile.capture.mesh import MeshLayout
+from dtensor_compile.capture.mesh import MeshLayout, merges
 from dtensor_compile.topology.backends import sent_as
 from dtensor_compile.topology.links import Cluster, Link, seconds_over, slowest
 
@@ -28,10 +28,12 @@ class Network:
     Attributes:
         links: one per mesh dim; empty where all are alike.
         backend: communication backend whose habits count, empty for none.
+        merges: whether there are process groups over several mesh dims.
     """
 
     links: tuple[Link, ...] = ()
     backend: str = ""
+    merges: bool = True
 
     @property
     def uniform(self) -> bool:
@@ -67,14 +69,14 @@ def current_topology() -> Cluster | None:
 
 def network_of(layout: MeshLayout) -> Network:
     """The network of a mesh in the topology for which this thread plans."""
-    cluster = _topology.get()
-    return Network() if cluster is None else _network(cluster, layout)
+    cluster, merged = _topology.get(), merges(str(layout))
+    return Network(merges=merged) if cluster is None else _network(cluster, layout, merged)
 
 
 @functools.lru_cache(maxsize=1024)
-def _network(cluster: Cluster, layout: MeshLayout) -> Network:
+def _network(cluster: Cluster, layout: MeshLayout, merged: bool) -> Network:
     links = []
     for i, dim in enumerate(layout.dims):
         groups = sorted({layout.group(rank, i) for rank in layout.ranks})
         links.append(cluster.dim_link(dim.name, groups))
-    return Network(tuple(links), cluster.backend)
+    return Network(tuple(links), cluster.backend, merged)
