@@ -69,7 +69,7 @@ def dtensor(
     check_program(gm, example_inputs)
     check_counts(gm)
     log, tangents, agreement = GraphLog(), Tangents.of_frame(), Agreement.of_frame()
-    spread_annotations(gm, example_inputs, log.decided)
+    spread_annotations(gm, example_inputs, log.decided, opts.fallback)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
     merged = merge_groups(tensor_meshes(gm))

@@ -157,11 +157,6 @@ def mesh_text(mesh: DeviceMesh) -> str:
     return text
 
 
-def mesh_named(text: str) -> DeviceMesh | None:
-    """The mesh that `mesh_text` was asked for in this process and that is still there; None where there is none."""
-    return _meshes.get(text)
-
-
 def forget_meshes() -> None:
     """Forgets the meshes that were seen: their process groups are gone, and new ones may get the same names."""
     _meshes.clear()

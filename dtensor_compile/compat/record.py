@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,9 +101,13 @@ def record_module(
 
 @contextmanager
 def tracing_mode() -> Iterator[FakeTensorMode]:
-    """The mode of fake tensors that a backend traces with, entered, with gradients; they are left as they were."""
+    """The mode of fake tensors that a backend traces with, entered, with gradients; they are left as they were.
+
+    Sizes that only the data decides are no sizes of the program: it makes its own when it is traced.
+    """
     mode = detect_fake_mode() or fake_mode()
-    with torch.enable_grad(), mode:
+    symbols = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else nullcontext()
+    with torch.enable_grad(), symbols, mode:
         before = torch.is_grad_enabled()
         try:
             yield mode

@@ -12,7 +12,6 @@ parameters as well. In a compiled function a mark is a constraint on the value f
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,8 @@ from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placement
 from dtensor_compile.spmd.propagate import Mark
 
 _NOTE = "_dtensor_compile_mark"
-#: Meshes that something was marked on: programs over them may mix plain tensors, which are equal on all ranks, with DTensors.
-_marked_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+#: Texts of the meshes that something was marked on: programs over them may mix plain tensors, which are equal on all ranks, with DTensors.
+_marked_meshes: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ def guard_marks(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None
             _guard_mark(node.meta["grapharg"].source)
 
 
-def is_marked_mesh(mesh: DeviceMesh) -> bool:
-    """Whether something was marked on that mesh."""
-    return mesh in _marked_meshes
+def note(t: torch.Tensor, mesh: Mesh, mark: Mark) -> None:
+    """Puts a mark on a tensor; on a DTensor it says that plain tensors beside it are equal on all ranks."""
+    setattr(t, _NOTE, MarkOn(mesh, mark))
 
 
 def plain_tensors_are_replicated() -> contextlib.AbstractContextManager[None]:
@@ -94,7 +93,7 @@ def mark_sharding(
         if not 0 <= dim < t.dim():
             raise PlacementError(f"open dim {dim}: the tensor has the dims 0 to {t.dim() - 1}")
     _use(mesh, t)
-    setattr(t, _NOTE, MarkOn(mesh, Mark(axes, tuple(open_dims), priority)))
+    note(t, mesh, Mark(axes, tuple(open_dims), priority))
     return t
 
 
@@ -122,16 +121,18 @@ def wrap_as_sharded_tensor(t: torch.Tensor, mesh: Mesh | None = None, partition_
     """
     if isinstance(t, DTensor):
         return t
-    note = mark_of(t)
-    mesh = mesh or (note.mesh if note else get_global_mesh())
+    marked = mark_of(t)
+    mesh = mesh or (marked.mesh if marked else get_global_mesh())
     if mesh is None:
         raise MeshError("wrap_as_sharded_tensor needs a mesh: give one, mark the tensor, or call set_global_mesh first")
     if partition_spec is not None:
         axes = mesh.axes(partition_spec, t.dim())
     else:
-        axes = note.mark.axes if note and note.mesh == mesh else ((),) * t.dim()
+        axes = marked.mark.axes if marked and marked.mesh == mesh else ((),) * t.dim()
     device_mesh = _use(mesh, t)
-    return as_dtensor(t, device_mesh).redistribute(device_mesh, axes_to_placements(axes, mesh.mesh_shape))
+    made = as_dtensor(t, device_mesh).redistribute(device_mesh, axes_to_placements(axes, mesh.mesh_shape))
+    note(made, mesh, Mark(axes))
+    return made
 
 
 def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
@@ -157,7 +158,7 @@ def shard_as(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _use(mesh: Mesh, t: torch.Tensor) -> DeviceMesh:
     device_mesh = mesh.to_device_mesh(t.device.type)
-    _marked_meshes.add(device_mesh)
+    _marked_meshes.add(mesh.text)
     return device_mesh
 
 

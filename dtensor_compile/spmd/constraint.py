@@ -16,17 +16,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from dtensor_compile.capture.mesh import mesh_named, parse_mesh
-from dtensor_compile.errors import MeshError
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.spmd.mesh import device_mesh_of
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
-
-
-def device_mesh_of(text: str) -> DeviceMesh:
-    """The torch mesh of that text; raises `MeshError` where it is gone."""
-    mesh = mesh_named(text)
-    if mesh is None:
-        raise MeshError(f"the mesh {text} of an annotation is gone: keep it as long as the compiled program is used")
-    return mesh
 
 
 class _PlacedBothWays(torch.autograd.Function):

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dtensor_compile.capture.mesh import mesh_text
 from dtensor_compile.errors import ManualRegionError, MeshError
 from dtensor_compile.spmd.annotate import mesh_text_in_program
-from dtensor_compile.spmd.constraint import as_dtensor, device_mesh_of, whole
-from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
+from dtensor_compile.spmd.constraint import as_dtensor, whole
+from dtensor_compile.spmd.mesh import Mesh, device_mesh_of, get_global_mesh
 from dtensor_compile.spmd.partition_spec import Axes, PartitionSpec, axes_to_placements
 
 #: Mesh axes by index.

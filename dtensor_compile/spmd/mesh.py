@@ -99,6 +99,7 @@ class Mesh:
 
     def _take(self, mesh: DeviceMesh) -> None:
         self._device_mesh, self.text = mesh, mesh_text(mesh)
+        _device_meshes[self.text] = mesh
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
@@ -142,6 +143,21 @@ def _check(ids: Sequence[int], shape: Sequence[int], names: Sequence[str] | None
         raise MeshError(f"{len(names)} axis names {tuple(names)} do not fit a mesh of {len(shape)} axes")
     if len(set(names)) != len(names):
         raise MeshError(f"axis names have to be unique: {tuple(names)}")
+
+
+# Compiled programs speak of meshes by their text; equal meshes mean the same, and the newest has process groups.
+_device_meshes: dict[str, DeviceMesh] = {}
+
+
+def device_mesh_of(text: str) -> DeviceMesh:
+    """The torch mesh of that text.
+
+    Raises:
+        MeshError: no `Mesh` of this process has it.
+    """
+    if text not in _device_meshes:
+        raise MeshError(f"no Mesh of this process is {text}: make one, and its torch mesh (to_device_mesh)")
+    return _device_meshes[text]
 
 
 _global_mesh: Mesh | None = None

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.record import record_module
 from dtensor_compile.errors import MeshError
-from dtensor_compile.spmd.annotate import mark_of
+from dtensor_compile.spmd.annotate import mark_of, note
 from dtensor_compile.spmd.constraint import as_dtensor
 from dtensor_compile.spmd.factor_cache import FactorCache
 from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
@@ -63,9 +63,9 @@ def find_shardings(module: nn.Module, inputs: Sequence[Any], mesh: Mesh) -> dict
     marks: list[tuple[torch.Tensor, Mark]] = []
 
     def given(real: torch.Tensor, fake: torch.Tensor) -> None:
-        note = mark_of(real)
-        if note is not None:
-            marks.append((fake, note.mark))
+        marked = mark_of(real)
+        if marked is not None:
+            marks.append((fake, marked.mark))
 
     program, fakes = record_module(module, inputs, given)
     shardings = propagate(program, marks, mesh.mesh_shape, FactorCache(mesh.to_device_mesh()))
@@ -91,8 +91,8 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             continue
-        note = mark_of(tensor)
-        axes = found.get(name, note.mark.axes if note else ((),) * tensor.dim())
+        marked = mark_of(tensor)
+        axes = found.get(name, marked.mark.axes if marked else ((),) * tensor.dim())
         placements = axes_to_placements(axes, mesh.mesh_shape)
         with torch.no_grad():
             value = tensor.detach().contiguous().clone()
@@ -101,7 +101,8 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
             placed = as_dtensor(value, device_mesh).redistribute(device_mesh, placements)
         is_parameter = isinstance(tensor, nn.Parameter)
         made[id(tensor)] = nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_parameter else placed
-        rows.append(Placed(name, spec_text(placements), "marked" if note else "follows" if any(axes) else "replicated"))
+        note(made[id(tensor)], mesh, Mark(axes))
+        rows.append(Placed(name, spec_text(placements), "marked" if marked else "follows" if any(axes) else "replicated"))
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):
             held.update({name: made[id(tensor)] for name, tensor in held.items() if id(tensor) in made})
@@ -109,7 +110,7 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
 
 
 def _mesh_of(values: Sequence[Any]) -> Mesh:
-    meshes = {note.mesh for note in map(mark_of, values) if note is not None}
+    meshes = {marked.mesh for marked in map(mark_of, values) if marked is not None}
     if len(meshes) > 1:
         raise MeshError(f"the marks speak of several meshes: {', '.join(map(repr, meshes))}; use one")
     mesh = meshes.pop() if meshes else get_global_mesh()

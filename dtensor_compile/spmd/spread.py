@@ -27,25 +27,32 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from dtensor_compile.capture.mesh import mesh_text
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.dtensor import StridedShard
-from dtensor_compile.compat.mesh import real_mesh
 from dtensor_compile.compat.record import Operator, Program, fake_like, fake_mode, global_fake, recording_operators, run_node, tracing_mode
 from dtensor_compile.decisions import Decision
-from dtensor_compile.errors import MeshError
+from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.passes.nodes import source_line
-from dtensor_compile.spmd.annotate import guard_marks, is_marked_mesh, mark_of
-from dtensor_compile.spmd.constraint import agree, constrain, device_mesh_of, replicated, whole
+from dtensor_compile.spmd.annotate import guard_marks, mark_of
+from dtensor_compile.spmd.constraint import agree, constrain, replicated, whole
 from dtensor_compile.spmd.factor_cache import FactorCache
 from dtensor_compile.spmd.manual import placed_from_manual, to_manual
+from dtensor_compile.spmd.mesh import device_mesh_of
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
 from dtensor_compile.spmd.propagate import Mark, Sharding, propagate
 from dtensor_compile.spmd.regions import enter_regions
 
 
-def spread_annotations(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], decided: Callable[[list[Decision]], None]) -> None:
+def spread_annotations(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], decided: Callable[[list[Decision]], None], fallback: str = "replicate"
+) -> None:
     """Rewrites a Dynamo graph with annotations in place; leaves others alone.
+
+    Args:
+        fallback: a function that cannot run on DTensors placed as they are runs on whole tensors (``"replicate"``, with a decision
+            that tells the cost), or its error is raised (``"error"``).
 
     Raises:
         MeshError: the annotations speak of more than one mesh.
+        PlacementError: the program works on local tensors outside of manual regions.
         ManualRegionError: a tensor leaves a manual region unclosed, or enters one that it does not fit.
     """
     guard_marks(gm, example_inputs)
@@ -57,7 +64,9 @@ def spread_annotations(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], 
     enter_regions(gm.graph)
     wanted, made = _propagated(gm, example_inputs, mesh)
     decided(made)
-    _Rewrite(gm, mesh, wanted).run()
+    rewrite = _Rewrite(gm, mesh, wanted, fallback == "replicate")
+    rewrite.run()
+    decided(rewrite.decisions)
     gm.graph.lint()
     gm.recompile()
 
@@ -67,10 +76,6 @@ def _mesh_of(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> DeviceM
     calls = [node for target in (constrain, to_manual) for node in gm.graph.find_nodes(op="call_function", target=target)]
     meshes = {str(node.args[1]) for node in calls}
     meshes |= {note.mesh.text for note in map(mark_of, example_inputs) if note is not None}
-    mixed = any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in example_inputs)
-    for value in example_inputs if mixed or meshes else ():
-        if isinstance(value, DTensor) and is_marked_mesh(real_mesh(value.device_mesh)):
-            meshes.add(mesh_text(value.device_mesh))
     if len(meshes) > 1:
         raise MeshError(f"the annotations of one program speak of several meshes: {', '.join(sorted(meshes))}; use one")
     return device_mesh_of(meshes.pop()) if meshes else None
@@ -96,8 +101,10 @@ def _propagated(
     try:
         shardings = run.propagate(example_inputs, FactorCache(mesh))
     except NotGlobal as reason:
-        run.nodes.clear()
-        return {}, [Decision("spread_annotations", reason.where, f"placements are those of each operator's rule: {reason}")]
+        raise PlacementError(
+            f"{reason}, and the program has annotations, which speak of global tensors ({reason.where}): use "
+            "enable_manual_sharding and disable_manual_sharding around what works on local tensors"
+        ) from None
     except Exception as error:  # noqa: BLE001 - without the propagation the program is as right, and the reason is reported
         run.nodes.clear()
         return {}, [Decision("spread_annotations", "", f"nothing is spread: {type(error).__name__}: {error}")]
@@ -123,7 +130,7 @@ class NotGlobal(Exception):
 class _GlobalRun(torch.fx.Interpreter):
     """Runs a Dynamo graph on plain fake tensors of global shape and keeps what each node gives."""
 
-    _LOCAL = frozenset({"to_local", "from_local", "full_tensor", "redistribute", "distribute_tensor", "placements", "device_mesh"})
+    _LOCAL = frozenset({"to_local", "from_local", "full_tensor", "distribute_tensor"})
 
     def __init__(self, gm: torch.fx.GraphModule, mesh_shape: tuple[int, ...]) -> None:
         super().__init__(gm)
@@ -137,13 +144,11 @@ class _GlobalRun(torch.fx.Interpreter):
         placeholders = self.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
         fakes = []
         for node, value in zip(placeholders, example_inputs):
-            if not isinstance(value, (torch.Tensor, int, float, torch.SymInt)):
-                raise NotGlobal(node)
             fake = global_fake(mode, value)
             note = mark_of(value)
             if isinstance(value, DTensor):
-                axes = placements_to_axes(value.placements, self.mesh_shape, value.dim())
-                self.marks.append((fake, Mark(axes)))
+                whole_or_cut = [Replicate() if p.is_partial() else p for p in value.placements]
+                self.marks.append((fake, Mark(placements_to_axes(whole_or_cut, self.mesh_shape, value.dim()))))
             elif note is not None:
                 self.marks.append((fake, note.mark))
             fakes.append(fake)
@@ -152,10 +157,14 @@ class _GlobalRun(torch.fx.Interpreter):
         return propagate(self.program, self.marks, self.mesh_shape, factors)
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        name = _name(n).removeprefix("prim_")  # as Dynamo writes methods of DTensors
         if n.op in ("call_function", "call_method") and name in self._LOCAL:
             raise NotGlobal(n)
-        value = super().run_node(n)
+        if name == "redistribute" and isinstance(n.args[0], torch.fx.Node):
+            x = self.env[n.args[0]]
+            value = x.new_empty(x.shape)  # the program places it: nothing is carried over
+        else:
+            value = super().run_node(n)
         if isinstance(value, torch.Tensor):
             self.nodes[n] = value
         return value
@@ -186,8 +195,9 @@ class _GlobalRun(torch.fx.Interpreter):
 class _Rewrite:
     """Runs the graph once more, now over fake DTensors, and puts in what has to stand between its nodes."""
 
-    def __init__(self, gm: torch.fx.GraphModule, mesh: DeviceMesh, wanted: dict[torch.fx.Node, Sharding]) -> None:
-        self.gm, self.graph, self.wanted = gm, gm.graph, wanted
+    def __init__(self, gm: torch.fx.GraphModule, mesh: DeviceMesh, wanted: dict[torch.fx.Node, Sharding], fall_back: bool) -> None:
+        self.gm, self.graph, self.wanted, self.fall_back = gm, gm.graph, wanted, fall_back
+        self.decisions: list[Decision] = []
         self.mesh_shape, self.text = tuple(mesh.shape), mesh_text(mesh)
         self.values: dict[torch.fx.Node, Any] = {}
         self.was_plain = {node for node in self.graph.nodes if not isinstance(node.meta.get("example_value"), DTensor)}
@@ -208,9 +218,37 @@ class _Rewrite:
                     self._place(node)
 
     def _compute(self, node: torch.fx.Node) -> None:
-        value = self.values[node] = run_node(self.gm, node, self.values)
+        try:
+            if _name(node).startswith("conv") and self._is_cut(node):
+                raise NotImplementedError("DTensor's rule for the backward of a convolution refuses shards")
+            value = run_node(self.gm, node, self.values)
+        except Exception as error:
+            if not self.fall_back or not any(isinstance(self.values[used], DTensor) for used in node.all_input_nodes):
+                raise
+            self._take_whole(node, error)
+            value = run_node(self.gm, node, self.values)
+        self.values[node] = value
         if isinstance(value, torch.Tensor):
             node.meta["example_value"] = value
+
+    def _is_cut(self, node: torch.fx.Node) -> bool:
+        values = [self.values[used] for used in node.all_input_nodes]
+        return any(isinstance(v, DTensor) and not all(p.is_replicate() for p in v.placements) for v in values)
+
+    def _take_whole(self, node: torch.fx.Node, error: Exception) -> None:
+        """The arguments of a node whole and plain: so it computes on every rank what the program says."""
+        gathered = 0
+        for used in node.all_input_nodes:
+            value = self.values[used]
+            if isinstance(value, DTensor):
+                gathered += 0 if all(p.is_replicate() for p in value.placements) else int(value.numel()) * value.element_size()
+                with self.graph.inserting_before(node):
+                    plain = self.graph.call_function(whole, (used,))
+                plain.meta = {key: item for key, item in used.meta.items() if key != "grapharg"}
+                node.replace_input_with(used, plain)
+                self._compute(plain)
+        why = f"{_name(node)} runs on whole tensors, {gathered:,} bytes gathered: {str(error).splitlines()[0]}"
+        self.decisions.append(Decision("replicate_fallback", source_line(node), why))
 
     def _insert(self, behind: torch.fx.Node, like: torch.fx.Node, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
         """A call behind a node; it takes the place of its first argument, `like`, for all that use that."""
@@ -232,7 +270,8 @@ class _Rewrite:
         if not isinstance(value, torch.Tensor) or not node.users or _is_written(node):
             return
         if isinstance(value, DTensor):
-            if value.requires_grad and mesh_text(value.device_mesh) == self.text:
+            owes = any(p.is_partial() for p in value.placements)
+            if value.requires_grad and not owes and mesh_text(value.device_mesh) == self.text:
                 axes = placements_to_axes(value.placements, self.mesh_shape, value.dim())
                 self._insert(last, node, constrain, self.text, axes, True)
             return

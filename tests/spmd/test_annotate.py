@@ -182,6 +182,112 @@ def test_marks_in_compiled_programs():
     _errors()
 
 
+# ---- other modules and ways to run ---------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.output.weight = self.embedding.weight
+        self.tokens = torch.arange(24).reshape(4, 6) % 16
+
+    def forward(self, x):
+        return self.output(self.embedding(self.tokens) + x)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Mlp()
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False) + x
+
+
+def _modules():
+    yield "normed", nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)), "0.weight", (4, 8)
+    yield "batch norm", nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)), "2.weight", (4, 8)
+    yield "tied", Tied(), "embedding.weight", (4, 1, 8)
+    yield "attention", Attention(), "attention.in_proj_weight", (4, 6, 16)
+    yield "layer", nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), "linear1.weight", (4, 6, 16)
+    yield "convolutions", nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), "0.weight", (4, 4, 8, 8)
+    yield "recomputed", Recomputed(), "inner.up.weight", (4, 8)
+
+
+def _module(module, name, shape):
+    x = torch.randn(*shape)
+    if x.dim() == 3 and x.shape[1] == 1:
+        x = x.expand(4, 6, 8).contiguous()
+    weight = module.get_parameter(name)
+    mark_sharding(weight, mesh22(), ("tp", *[None] * (weight.dim() - 1)))
+    mark_sharding(x, mesh22(), ("dp", *[None] * (x.dim() - 1)))
+    compare(module, x)
+
+
+@on_ranks(4, timeout=280)
+def test_other_modules():
+    failed = []
+    for label, module, name, shape in _modules():
+        try:
+            _module(module, name, shape)
+        except Exception as error:  # noqa: BLE001 - each is told of
+            failed.append(f"{label}: {type(error).__name__}: {str(error)[:600]}")
+    assert not failed, "\n".join(failed)
+
+
+def _program_over_local_tensors():
+    mesh = mesh22()
+    model, x = Mlp(), torch.randn(4, 8)
+    mark_sharding(model.up.weight, mesh, ("tp", None))
+    shard_module(model)
+
+    def moves(x):
+        d = wrap_as_sharded_tensor(x, mesh, ("dp", None)) if not torch.compiler.is_compiling() else x
+        return model(d)
+
+    torch._dynamo.reset()
+    assert torch.compile(moves, backend="dtensor_aten")(x).shape == (4, 8)
+    with pytest.raises(Exception, match="speak of global tensors"):
+        torch.compile(lambda x: model(x).to_local() * 2, backend="dtensor_aten")(x)
+    other = torch.compile(lambda x: model(x).redistribute(mesh.to_device_mesh(), [Shard(0), Shard(1)]) * 2, backend="dtensor_aten")(x)
+    assert other.placements == (Shard(0), Shard(1))
+
+
+@on_ranks(4, timeout=280)
+def test_other_ways_to_run():
+    _program_over_local_tensors()
+    model, x = Mlp(), torch.randn(4, 8)
+    mark_sharding(model.up.weight, mesh22(), ("tp", None))
+    mark_sharding(x, mesh22(), ("dp", None))
+    compare(model, x, backend="dtensor")
+    flat = Mesh(range(4), (1, 4, 1), ("a", "b", "c"))
+    model, x = Mlp(), torch.randn(4, 8)
+    mark_sharding(model.up.weight, flat, (("a", "b"), "c"))
+    mark_sharding(x, flat, ("c", None))
+    compare(model, x)
+    model, x = Mlp().double(), torch.randn(4, 8, dtype=torch.float64)
+    mark_sharding(x, mesh22(), (None, ("dp", "tp")))
+    compare(model, x)
+    with torch.no_grad():
+        assert torch.allclose(torch.compile(model, backend="dtensor_aten")(x), model(x))
+    wrong = torch.compile(model, backend="dtensor_aten", options={"fallback": "error"})
+    odd = Attention()
+    mark_sharding(odd.attention.in_proj_weight, mesh22(), ("tp", None))
+    with pytest.raises(Exception, match="unevenly sharded"):
+        torch.compile(odd, backend="dtensor_aten", options={"fallback": "error"})(torch.randn(4, 6, 16))
+    assert torch.allclose(wrong(x), model(x))
+
+
 # ---- outside -------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,92 @@
+"""`ShardingSpec`: a mark to be put on many tensors, and a data loader that gives each rank its slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
+
+from dtensor_compile.errors import PlacementError
+from dtensor_compile.spmd.annotate import mark_sharding, mesh_text_in_program, note, wrap_as_sharded_tensor
+from dtensor_compile.spmd.mesh import Mesh, device_mesh_of
+from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placements
+from dtensor_compile.spmd.propagate import Mark
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """How tensors of one rank are cut.
+
+    Attributes:
+        mesh, partition_spec: as for `mark_sharding`.
+        minibatch: a loader gives each rank its own part of the batch (dim 0) already, of the same size on all ranks; ranks that the
+            spec does not tell apart on dim 0 are given the same part.
+    """
+
+    mesh: Mesh
+    partition_spec: PartitionSpec
+    minibatch: bool = False
+
+    def can_apply(self, t: torch.Tensor) -> bool:
+        """Whether the tensor has as many dims as the spec has entries."""
+        return t.dim() == len(self.partition_spec)
+
+    def apply(self, t: torch.Tensor) -> torch.Tensor:
+        """`mark_sharding` of the tensor."""
+        return mark_sharding(t, self.mesh, self.partition_spec)
+
+    def slice(self, t: torch.Tensor) -> DTensor:
+        """The DTensor of which `t` is the whole value, or with `minibatch` this rank's part of the batch.
+
+        Raises:
+            PlacementError: the spec does not fit the tensor, or `minibatch` and it does not cut dim 0.
+        """
+        if not self.minibatch:
+            return wrap_as_sharded_tensor(t, self.mesh, self.partition_spec)
+        axes = self.mesh.axes(self.partition_spec, t.dim())
+        if not axes or not axes[0]:
+            raise PlacementError(f"minibatch: the spec {self.partition_spec} has to cut dim 0, of which each rank has a part")
+        mesh = device_mesh_of(mesh_text_in_program(self.mesh, t))
+        target = axes_to_placements(axes, self.mesh.mesh_shape)
+        have = [p if axis in axes[0] else Replicate() for axis, p in enumerate(target)]
+        made = DTensor.from_local(t, mesh, have, run_check=False).redistribute(mesh, target)
+        note(made, self.mesh, Mark(axes))
+        return made
+
+
+class ShardedLoader:
+    """A data loader whose tensors come as DTensors, of which each rank keeps its slice.
+
+    Args:
+        loader: gives batches: tensors in any nesting.
+        input_sharding: for every tensor that it fits (`ShardingSpec.can_apply`), or by key for batches that are mappings. Tensors
+            without one stay as they are.
+    """
+
+    def __init__(self, loader: Iterable[Any], input_sharding: ShardingSpec | Mapping[str, ShardingSpec]) -> None:
+        self.loader, self.input_sharding = loader, input_sharding
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield self._sliced(batch)
+
+    def _sliced(self, batch: Any) -> Any:
+        def slices(spec: ShardingSpec) -> Any:
+            return lambda t: spec.slice(t) if isinstance(t, torch.Tensor) and spec.can_apply(t) else t
+
+        if isinstance(self.input_sharding, ShardingSpec):
+            return tree_map(slices(self.input_sharding), batch)
+        unknown = set(self.input_sharding) - set(batch)
+        if unknown:
+            raise PlacementError(f"the batch has no {sorted(unknown)}; its keys are {sorted(batch)}")
+        return {
+            key: tree_map(slices(self.input_sharding[key]), value) if key in self.input_sharding else value
+            for key, value in batch.items()
+        }
