@@ -219,8 +219,8 @@ class _Rewrite:
 
     def _compute(self, node: torch.fx.Node) -> None:
         try:
-            if _name(node).startswith("conv") and self._is_cut(node):
-                raise NotImplementedError("DTensor's rule for the backward of a convolution refuses shards")
+            if _name(node).startswith("conv") and any(isinstance(self.values[used], DTensor) for used in node.all_input_nodes):
+                raise NotImplementedError("DTensor's rule for the backward of a convolution asserts")
             value = run_node(self.gm, node, self.values)
         except Exception as error:
             if not self.fall_back or not any(isinstance(self.values[used], DTensor) for used in node.all_input_nodes):
@@ -230,10 +230,6 @@ class _Rewrite:
         self.values[node] = value
         if isinstance(value, torch.Tensor):
             node.meta["example_value"] = value
-
-    def _is_cut(self, node: torch.fx.Node) -> bool:
-        values = [self.values[used] for used in node.all_input_nodes]
-        return any(isinstance(v, DTensor) and not all(p.is_replicate() for p in v.placements) for v in values)
 
     def _take_whole(self, node: torch.fx.Node, error: Exception) -> None:
         """The arguments of a node whole and plain: so it computes on every rank what the program says."""
