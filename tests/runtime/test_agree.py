@@ -48,7 +48,7 @@ def test_a_branch_on_the_rank_is_an_error_on_every_rank():
 
     def step(x, first):
         y = x.redistribute(placements=[Replicate()]) if first else x
-        return y.to_local().sum() + x.sum().full_tensor()
+        return y.to_local() * 2, x.sum().full_tensor()  # the gathered tensor itself: a sum of it would be reduced, not gathered
 
     x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     there = "all_gather_into_tensor float32 of 4 elements" if rank else "all_reduce sum float32 of 1 elements"
