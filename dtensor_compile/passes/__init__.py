@@ -1,5 +1,9 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
+Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives. Where all shards
+are even, ranks see the same sizes and strides; where some are not, a size of 1 on the one rank looks like what is broadcast, and
+a view like none. There the passes that look at more than specs stay out (`WITH_UNEVEN_SHARDS` has the others).
+
 A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place. What a pass that raises
 has changed until then is taken back.
 """
@@ -17,6 +21,7 @@ from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
 from dtensor_compile.passes.merge_sums import merge_sums
+from dtensor_compile.passes.nodes import has_even_shards, read, redistributions, source_line
 from dtensor_compile.passes.reduce_before_sending import reduce_before_sending
 from dtensor_compile.passes.send_in_narrow_dtype import reduce_in_narrow_dtype, send_in_narrow_dtype
 from dtensor_compile.passes.share_equal_redistributions import share_equal_redistributions
@@ -34,6 +39,9 @@ PASSES: tuple[Pass, ...] = (
     merge_sums,
     compose_redistributions,
 )
+
+#: Those that decide by specs, global shapes and which node reads which alone.
+WITH_UNEVEN_SHARDS: tuple[str, ...] = (share_equal_redistributions.__name__, cancel_inverse_pairs.__name__)
 
 #: Those that run only where the user asks for them: they may round more than another order of additions does.
 OPTIONAL: tuple[str, ...] = (reduce_in_narrow_dtype.__name__,)
@@ -57,10 +65,15 @@ def run_passes(
     """
     decisions: list[Decision] = []
     saved: torch.fx.Graph | None = None
-    for run in passes:
+    uneven = next((node for node in redistributions(graph) if not has_even_shards(node)), None)
+    chosen = [run for run in passes if run.__name__ not in disabled and (run.__name__ not in OPTIONAL or run.__name__ in enabled)]
+    if uneven is not None:
+        out = [run.__name__ for run in chosen if run.__name__ not in WITH_UNEVEN_SHARDS]
+        chosen = [run for run in chosen if run.__name__ in WITH_UNEVEN_SHARDS]
+        reason = f"{list(read(uneven).shape)} is cut unevenly: ranks see other sizes, by which {', '.join(dict.fromkeys(out))} decide"
+        decisions += [Decision("run_passes", source_line(uneven), reason)] if out else []
+    for run in chosen:
         name = run.__name__
-        if name in disabled or name in OPTIONAL and name not in enabled:
-            continue
         if saved is None and not strict:
             saved = copy_of_graph(graph)
         try:

@@ -14,6 +14,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _clone = torch.ops.aten.clone.default
+_permute = torch.ops.aten.permute.default
 _VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "alias", "detach"))
 
 
@@ -34,7 +35,12 @@ def is_same_view(node: Any) -> bool:
     if not isinstance(node, torch.fx.Node) or node.target not in _VIEWS:
         return False
     was, now = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-    return was is not None and now is not None and equal(was.shape, now.shape) and equal(was.stride(), now.stride())
+    return was is not None and now is not None and equal(was.shape, now.shape) and equal(_wide(was), _wide(now))
+
+
+def _wide(value: torch.Tensor) -> list[Any]:
+    """The strides that say where elements lie: those of dims of more than one."""
+    return [stride for size, stride in zip(value.shape, value.stride()) if not statically_known_true(size == 1)]
 
 
 def is_view(node: torch.fx.Node) -> bool:
@@ -46,7 +52,10 @@ def is_view(node: torch.fx.Node) -> bool:
 
 
 def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Whether a copy of `original` can have the strides of `node`, for which its readers were traced."""
+    """Whether a copy of `original` can have the strides of `node`, for which its readers were traced.
+
+    Strides of dims of size 1 can be any, so that a rank that holds a single row decides as the others do.
+    """
     was, now = node.meta.get("val"), original.meta.get("val")
     return was is None or now is None or equal(was.stride(), torch.clone(now).stride()) or _order_of_dims(was) is not None
 
@@ -54,38 +63,49 @@ def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
 def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
     """Readers of `node` read a copy of `original` with the strides of `node`; `node` goes away."""
     was, now = node.meta.get("val"), original.meta.get("val")
-    graph, permute = node.graph, torch.ops.aten.permute.default
-    if was is None or now is None or equal(was.stride(), torch.clone(now).stride()):
+    graph, like = node.graph, {key: value for key, value in node.meta.items() if key != "val"}
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        with graph.inserting_before(node):
+            made = graph.call_function(target, args, kwargs)
+        made.meta = {**like, "val": target(*torch.fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)}
+        return made
+
+    if was is None or now is None:
         with graph.inserting_before(node):
             new = graph.call_function(_clone, (original,))
+        new.meta = dict(node.meta)
+    elif equal(was.stride(), torch.clone(now).stride()):
+        new = call(_clone, original)
     else:
         order = _order_of_dims(was)
         assert order is not None, "see can_copy"
-        contiguous = {"memory_format": torch.contiguous_format}
-        with graph.inserting_before(node):
-            if order == sorted(order):
-                new = graph.call_function(_clone, (original,), contiguous)
-            else:
-                source = graph.call_function(permute, (original, order))
-                copy = graph.call_function(_clone, (source,), contiguous)
-                new = graph.call_function(permute, (copy, [order.index(dim) for dim in range(len(order))]))
-                source.meta, copy.meta = {**node.meta, "val": now.permute(order)}, {**node.meta, "val": was.permute(order)}
-    new.meta = dict(node.meta)
+        if order == sorted(order):
+            new = call(_clone, original, memory_format=torch.contiguous_format)
+        else:
+            copy = call(_clone, call(_permute, original, order), memory_format=torch.contiguous_format)
+            new = call(_permute, copy, [order.index(dim) for dim in range(len(order))])
+        if not equal(was.stride(), new.meta["val"].stride()):
+            new = call(torch.ops.aten.as_strided.default, new, list(was.shape), list(was.stride()))
     node.replace_all_uses_with(new)
     erase_dead(node)
 
 
 def _order_of_dims(value: torch.Tensor) -> list[int] | None:
-    """The order of dims in which a tensor is contiguous, strides of dims of size 1 included; None where there is none."""
+    """The order of dims in which a tensor is dense; None where there is none. Dims of size 1 fit anywhere, as all do without elements."""
     if not all(type(number) is int for number in (*value.shape, *value.stride())):
         return list(range(value.dim())) if value.is_contiguous() else None
-    for order in (list(range(value.dim())), sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim]))):
-        strides, step = [], 1
-        for dim in reversed(order):
-            strides.insert(0, step)
-            step *= max(value.shape[dim], 1)
-        if strides == [value.stride(dim) for dim in order]:
-            return order
+    natural = list(range(value.dim()))
+    orders = (natural, sorted(natural, key=lambda dim: (-value.stride(dim), -value.shape[dim])))
+    for fits in (natural, [dim for dim in natural if value.shape[dim] > 1]):
+        for order in orders:
+            step = 1
+            for dim in (dim for dim in reversed(order) if dim in fits):
+                if value.stride(dim) != step and value.numel():
+                    break
+                step *= value.shape[dim]
+            else:
+                return order
     return None
 
 

@@ -12,8 +12,11 @@ from torch.fx.node import map_arg
 
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
+from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.compat.collectives import wait_tensor
 from dtensor_compile.lowering.plan import bytes_sent, collectives
+from dtensor_compile.lowering.shards import CUTS
 
 #: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives.
 RECORDED_AS = "dtensor_compile_recorded_as"
@@ -103,6 +106,24 @@ def cost_of(nodes: Iterable[torch.fx.Node]) -> Cost:
     """What redistribute nodes send together."""
     each = [cost(read(node), node.meta["val"].element_size()) for node in nodes]
     return Cost(sum(c.collectives for c in each), sum(c.bytes for c in each))
+
+
+def has_even_shards(node: torch.fx.Node) -> bool:
+    """Whether the local tensors of a redistribute node, before and after, have the same sizes on every rank of the mesh.
+
+    A symbolic size counts with its hint: that is what a rank sees of it while it compiles.
+    """
+    this = read(node)
+    shape = size_hints([size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape])
+    mesh_shape = parse_mesh(this.mesh).shape
+    for spec in (this.source, this.target):
+        parts = [1] * len(shape)
+        for placement, n in zip(parse_spec(spec), mesh_shape):
+            if isinstance(placement, CUTS):
+                parts[placement.dim] *= n
+        if any(size % n for size, n in zip(shape, parts)):
+            return False
+    return True
 
 
 #: Keys of a node's ``meta`` that say in which graph of the two it runs, and whether it runs again.
