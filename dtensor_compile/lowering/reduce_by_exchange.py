@@ -14,6 +14,9 @@ bits may differ. Sums only, of numbers that gloo exchanges, and only what all ra
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -54,10 +57,10 @@ def _on_gloo(group: str, x: torch.Tensor) -> bool:
 
 def _replace(start: torch.fx.Node, wait: torch.fx.Node) -> None:
     graph, (x, _, n, group) = start.graph, start.args
-    rows = x.meta["val"].shape[0] // n
+    rows: Any = x.meta["val"].shape[0] // n
     inherited = {key: value for key, value in start.meta.items() if key != "val"}
 
-    def add(parts: torch.Tensor) -> torch.Tensor:
+    def add(parts: torch.Tensor, rows: Any) -> torch.Tensor:
         parts = parts.unflatten(0, (n, rows))
         if n > UNROLLED:
             return parts.sum(0, dtype=parts.dtype)
@@ -67,16 +70,22 @@ def _replace(start: torch.fx.Node, wait: torch.fx.Node) -> None:
         return total
 
     with graph.inserting_before(start):
-        exchange = graph.call_function(_all_to_all, (x, [rows] * n, [rows] * n, group))
+        part = rows
+        if isinstance(rows, torch.SymInt):
+            size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
+            part = graph.call_function(operator.floordiv, (size, n))
+            size.meta, part.meta = {**inherited, "val": x.meta["val"].shape[0]}, {**inherited, "val": rows}
+        exchange = graph.call_function(_all_to_all, (x, [part] * n, [part] * n, group))
         exchange.meta = {**inherited, "val": x.meta["val"].new_empty(x.meta["val"].shape)}
     with graph.inserting_before(wait):
         done = graph.call_function(wait_tensor, (exchange,))
         done.meta = {**inherited, "val": exchange.meta["val"].new_empty(x.meta["val"].shape)}
-        values = {}
-        for inner in trace_local(add, [done.meta["val"]]).graph.nodes:
+        traced = trace_local(add, [done.meta["val"], rows]).graph
+        values = dict(zip(traced.find_nodes(op="placeholder"), (done, part)))
+        for inner in traced.nodes:
             if inner.op == "placeholder":
-                values[inner] = done
-            elif inner.op == "output":
+                continue
+            if inner.op == "output":
                 wait.replace_all_uses_with(values[inner.args[0]])
             else:
                 values[inner] = graph.node_copy(inner, values.__getitem__)
