@@ -49,7 +49,7 @@ OPTIONAL: tuple[str, ...] = (reduce_in_narrow_dtype.__name__,)
 
 def run_passes(
     graph: torch.fx.Graph,
-    passes: Sequence[Pass] = PASSES,
+    passes: Sequence[Pass] | None = None,
     *,
     disabled: Sequence[str] = (),
     enabled: Sequence[str] = (),
@@ -58,6 +58,7 @@ def run_passes(
     """Runs the passes in order and returns what they decided.
 
     Args:
+        passes: other ones than `PASSES`.
         disabled: names of passes that do not run.
         enabled: names of `OPTIONAL` ones that do.
 
@@ -66,11 +67,12 @@ def run_passes(
     decisions: list[Decision] = []
     saved: torch.fx.Graph | None = None
     uneven = next((node for node in redistributions(graph) if not has_even_shards(node)), None)
-    chosen = [run for run in passes if run.__name__ not in disabled and (run.__name__ not in OPTIONAL or run.__name__ in enabled)]
+    out_of_play = {*disabled, *(name for name in OPTIONAL if name not in enabled)}
+    chosen = [run for run in (PASSES if passes is None else passes) if run.__name__ not in out_of_play]
     if uneven is not None:
-        out = [run.__name__ for run in chosen if run.__name__ not in WITH_UNEVEN_SHARDS]
+        out = ", ".join(dict.fromkeys(run.__name__ for run in chosen if run.__name__ not in WITH_UNEVEN_SHARDS))
         chosen = [run for run in chosen if run.__name__ in WITH_UNEVEN_SHARDS]
-        reason = f"{list(read(uneven).shape)} is cut unevenly: ranks see other sizes, by which {', '.join(dict.fromkeys(out))} decide"
+        reason = f"{list(read(uneven).shape)} is cut unevenly: ranks see other sizes, by which these decide, so that they did not run: {out}"
         decisions += [Decision("run_passes", source_line(uneven), reason)] if out else []
     for run in chosen:
         name = run.__name__
