@@ -1,8 +1,8 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
-Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives. Where all shards
-are even, ranks see the same sizes and strides; where some are not, a size of 1 on the one rank looks like what is broadcast, and
-a view like none. There the passes that look at more than specs stay out (`WITH_UNEVEN_SHARDS` has the others).
+Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives. Where all
+shards are even, ranks see the same sizes and strides; where some are not, a size of 1 on the one rank looks like what is broadcast,
+and a view like none. There the passes that look at more than specs stay out (`WITH_UNEVEN_SHARDS` has the others).
 
 A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place. What a pass that raises
 has changed until then is taken back.
@@ -72,7 +72,8 @@ def run_passes(
     if uneven is not None:
         out = ", ".join(dict.fromkeys(run.__name__ for run in chosen if run.__name__ not in WITH_UNEVEN_SHARDS))
         chosen = [run for run in chosen if run.__name__ in WITH_UNEVEN_SHARDS]
-        reason = f"{list(read(uneven).shape)} is cut unevenly: ranks see other sizes, by which these decide, so that they did not run: {out}"
+        shape = list(read(uneven).shape)
+        reason = f"{shape} is cut unevenly: ranks see other sizes, by which these decide, so that they did not run: {out}"
         decisions += [Decision("run_passes", source_line(uneven), reason)] if out else []
     for run in chosen:
         name = run.__name__
