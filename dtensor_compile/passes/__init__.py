@@ -1,8 +1,8 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
 Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives. Where all
-shards are even, ranks see the same sizes and strides; where some are not, a size of 1 on the one rank looks like what is broadcast,
-and a view like none. There the passes that look at more than specs stay out (`WITH_UNEVEN_SHARDS` has the others).
+shards are even, ranks see the same sizes and strides; where some are not, a size of 1 on the one rank looks like what is
+broadcast, and a view like none. There the passes that look at more than specs stay out (`WITH_UNEVEN_SHARDS` has the others).
 
 A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place. What a pass that raises
 has changed until then is taken back.
