@@ -92,7 +92,10 @@ def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
 
 
 def _order_of_dims(value: torch.Tensor) -> list[int] | None:
-    """The order of dims in which a tensor is dense, None where there is none. Dims of size 1 fit anywhere; without elements all do."""
+    """The order of dims in which a tensor is dense; None where there is none.
+
+    Dims of size 1 fit anywhere; without elements, all do.
+    """
     if not all(type(number) is int for number in (*value.shape, *value.stride())):
         return list(range(value.dim())) if value.is_contiguous() else None
     natural = list(range(value.dim()))
