@@ -157,14 +157,15 @@ def _ends_compilation(error: Exception) -> bool:
     return not isinstance(error, (exc.SkipFrame, exc.RestartAnalysis)) and not getattr(error, "logged", False)
 
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+#: A frame in a stack that torch keeps as text.
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
 def _break(event: Exception, compilation: Compilation | None, *, error: bool) -> Break:
     stack = getattr(event, "real_stack", None) or torch._guards.TracingContext.extract_stack()
     frames = tuple((frame.filename, frame.lineno or 0, frame.line or "") for frame in stack or ())
     if not frames:  # an error inside of Dynamo, which has the frames in its text
-        frames = tuple((m["file"], int(m["line"]), m["code"].strip()) for m in _FRAME.finditer(str(event)))
+        frames = tuple((m["file"], int(m["line"]), m["code"].strip()) for m in FRAME.finditer(str(event)))
     kind = getattr(event, "gb_type", None) or type(event).__name__
     return Break(str(kind), str(getattr(event, "msg", None) or event), frames, compilation, error)
 

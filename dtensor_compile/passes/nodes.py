@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch.fx.node import map_arg
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
 from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.observe import FRAME
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.compat.collectives import wait_tensor
 from dtensor_compile.lowering.plan import bytes_sent, collectives
@@ -154,12 +154,11 @@ def redistribute(this: Redistribution, *, like: torch.fx.Node, before: torch.fx.
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
 def source_line(node: torch.fx.Node) -> str:
     """The user's line that caused a node, ``file:line: code``; for a node of the backward that of its forward operator."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return ""
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
