@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import dtensor_compile
@@ -10,10 +11,14 @@ from dtensor_compile.compat import counters
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
 
 
-def sharded(*shape, placement=None, grad=False, mesh=None):
+def full(*shape):
     torch.manual_seed(sum(shape))
+    return torch.randn(*shape)
+
+
+def sharded(*shape, placement=None, placements=None, grad=False, mesh=None):
     mesh = mesh or make_mesh((2,), ("tp",))
-    return distribute_tensor(torch.randn(*shape), mesh, [placement or Shard(0)]).requires_grad_(grad)
+    return distribute_tensor(full(*shape), mesh, placements or [placement or Shard(0)]).requires_grad_(grad)
 
 
 def compiled(function, **kwargs):
@@ -44,6 +49,22 @@ def test_redistributions_follow_an_uneven_size():
         out.to_local().sum().backward()
         torch.testing.assert_close(out.full_tensor(), x.full_tensor() * 2)
         assert x.grad.shape == (rows, 4)
+
+
+@on_ranks(4)
+def test_uneven_shards_over_two_dims_of_a_mesh_that_was_flattened():
+    """Eager merges the two gathers and cuts the flat dim in equal parts, which is not where the shards end: it loses values."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh._flatten("all")
+    for rows, dim in ((7, 0), (5, 0), (5, 1), (8, 0)):
+        x = sharded(rows, rows, mesh=mesh, placements=[Shard(dim)] * 2, grad=True)
+        whole = torch.randn(rows, rows, generator=torch.Generator().manual_seed(0))
+        run = compiled(lambda x: x.redistribute(placements=[Replicate()] * 2).to_local(grad_placements=[Replicate()] * 2))
+        out = run(x)
+        (out * whole).sum().backward()
+        assert torch.equal(out, full(rows, rows))
+        expected = distribute_tensor(whole, mesh, [Shard(dim)] * 2)  # cut by each rank for itself
+        assert torch.equal(x.grad.to_local(), expected.to_local())
 
 
 @on_ranks(2)

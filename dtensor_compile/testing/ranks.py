@@ -78,7 +78,10 @@ def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: 
 
 @functools.lru_cache(maxsize=None)
 def make_mesh(shape: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu") -> Any:
-    """`init_device_mesh`, once per process for the same arguments: tests share the process groups."""
+    """`init_device_mesh`, once per process for the same arguments: tests share the process groups.
+
+    A test that flattens mesh dims makes a mesh of its own: torch then redistributes over the flattened mesh, for all who share it.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, tuple(shape), mesh_dim_names=names)

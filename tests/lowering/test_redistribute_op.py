@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -219,7 +219,7 @@ def test_shards_of_two_dims_in_the_order_of_fsdp_over_tensor_parallel():
 
 
 def compare_other_meshes():
-    grid = make_mesh((2, 2), ("dp", "tp"))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # its own: it is flattened
     meshes = [grid["dp"], grid["tp"], grid._flatten("flat"), DeviceMesh("cpu", [[0, 2], [1, 3]])]
     wrong = []
     for mesh in meshes:
