@@ -43,7 +43,7 @@ def _writes(node: torch.fx.Node) -> bool:
     return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
 
 
-def shares_memory(values: Sequence[Any]) -> bool:
+def shares_memory(values: tuple[Any, ...]) -> bool:
     """Whether two of `values` share memory that at least one of them holds as the local tensor of a DTensor."""
     if in_storages_of_their_own(values):
         return False

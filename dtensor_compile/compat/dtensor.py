@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
+from dtensor_compile.runtime.native import native
+
 StridedShard = _StridedShard
 MaskPartial = _MaskPartial
 Spec = DTensorSpec
@@ -109,8 +111,10 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return Memory(local.untyped_storage()._cdata, start, start + (last + 1) * local.itemsize, local is not tensor)
 
 
-def in_storages_of_their_own(values: Sequence[Any]) -> bool:
+def in_storages_of_their_own(values: tuple[Any, ...]) -> bool:
     """Whether surely no two of `values` share memory: cheaper than to ask where the memory of each is, which False leaves open."""
+    if native() is not None:
+        return native().own_storages(values)
     tensors = [value._local_tensor if type(value) is DTensor else value for value in values if isinstance(value, torch.Tensor)]
     try:
         return len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)

@@ -1,6 +1,6 @@
 """The C++ part of a compiled call, built once per machine and torch release; where it cannot be built, torch's own way stands.
 
-What is in it (`native.cpp`), each a callable object that is made once at compile time:
+What is in it (`native_code/`, a subject a file). Callable objects, each made once at compile time:
 
 - ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a DTensor is what the graph was
   compiled for. It compares what a plain tensor's guard compares, of the DTensor and of its local tensor, and the spec: its
@@ -8,6 +8,8 @@ What is in it (`native.cpp`), each a callable object that is made once at compil
 - ``Unwrap(plan)(arguments)``: the inputs of the graph, local tensors and meshes in place of DTensors.
 - ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are made again only for another mesh or other
   sizes. With `accumulate`, a gradient goes right into ``.grad`` of its parameter where autograd would do nothing but that.
+
+And a function, ``own_storages(arguments)``: whether surely no two tensors, or local tensors of DTensors, have one storage.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torch.distributed.tensor import DTensor
 log = logging.getLogger("dtensor_compile")
 
 _NAME = "dtensor_compile_native"
-_SOURCE = pathlib.Path(__file__).with_name("native.cpp")
+_SOURCES = pathlib.Path(__file__).with_name("native_code")
 
 
 @functools.cache
@@ -57,7 +59,8 @@ def native() -> types.ModuleType | None:
 def _built() -> pathlib.Path:
     """The compiled file, which is compiled now if there is none for this source, torch and Python."""
     command = _command()
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((command, torch.__version__, sys.version)).encode()).hexdigest()[:16]
+    source = b"".join(path.read_bytes() for path in sorted(_SOURCES.iterdir()))
+    key = hashlib.sha256(source + repr((command, torch.__version__, sys.version)).encode()).hexdigest()[:16]
     folder = _folder()
     target = folder / f"{_NAME}-{key}.so"
     if target.exists():
@@ -89,7 +92,7 @@ def _command() -> list[str]:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     return [
-        compiler, "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(_SOURCE),
+        compiler, "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(_SOURCES / "module.cpp"),
         *libraries, "-ltorch_python", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
 

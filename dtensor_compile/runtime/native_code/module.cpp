@@ -1,0 +1,106 @@
+// The C++ part of a compiled call, one extension: see ../native.py for what each type is for.
+
+#include "tensors.h"  // before all others
+
+#include "arguments.h"
+#include "gradients.h"
+#include "guard.h"
+#include "results.h"
+#include "storages.h"
+
+namespace {
+
+// Wrap(plan, accumulate): see native.py.
+PyObject* wrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
+  PyObject* plan;
+  int accumulate;
+  if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &plan, &accumulate)) {
+    return nullptr;
+  }
+  Ref self = Ref::steal(type->tp_alloc(type, 0));
+  auto* wrap = reinterpret_cast<Wrap*>(self.get());
+  wrap->call = accumulate != 0 ? accumulate_call : wrap_call;
+  wrap->outputs = new std::vector<Output>();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(plan); ++i) {
+    PyObject* item = PyList_GET_ITEM(plan, i);
+    Output output;
+    if (PyLong_Check(item)) {
+      output.index = PyLong_AsSsize_t(item);
+    } else {
+      PyObject *sizes, *strides, *make_spec;
+      int requires_grad;
+      if (!PyArg_ParseTuple(item, "nO!O!Op", &output.index, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &make_spec,
+                            &requires_grad)) {
+        return nullptr;
+      }
+      output.is_dtensor = true;
+      output.sizes = extents(sizes, output.fixed);
+      output.strides = extents(strides, output.fixed);
+      output.make_spec = Ref::copy(make_spec);
+      output.requires_grad = requires_grad != 0;
+    }
+    wrap->outputs->push_back(std::move(output));
+  }
+  return self.release();
+  END_HANDLE_TH_ERRORS
+}
+
+void wrap_dealloc(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<Wrap*>(self)->owner);
+  delete reinterpret_cast<Wrap*>(self)->outputs;
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyMemberDef wrap_members[] = {{"owner", T_OBJECT, offsetof(Wrap, owner), 0, nullptr}, {nullptr}};
+
+PyTypeObject guards = guard_type();
+PyTypeObject unwraps = callable_type<Unwrap>("dtensor_compile.Unwrap", unwrap_new, unwrap_dealloc);
+PyTypeObject wraps = callable_type<Wrap>("dtensor_compile.Wrap", wrap_new, wrap_dealloc);
+
+// configure(DTensor, torch.Tensor._dtensor__new__)
+PyObject* configure(PyObject*, PyObject* args) {
+  PyObject *type, *construct;
+  if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &construct)) {
+    return nullptr;
+  }
+  auto local = offset_of_slot(type, "_local_tensor"), spec = offset_of_slot(type, "_spec");
+  if (!local || !spec) {
+    PyErr_SetString(PyExc_TypeError, "DTensor has no slots for its local tensor and its spec");
+    return nullptr;
+  }
+  dtensor.type = reinterpret_cast<PyTypeObject*>(Ref::copy(type).release());
+  dtensor.construct = Ref::copy(construct).release();
+  dtensor.local = *local;
+  dtensor.spec = *spec;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {{"configure", configure, METH_VARARGS, nullptr},
+                         {"own_storages", own_storages, METH_O, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "dtensor_compile_native", nullptr, -1, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_dtensor_compile_native() {
+  names.mesh = PyUnicode_InternFromString("mesh");
+  names.placements = PyUnicode_InternFromString("placements");
+  names.shard_order = PyUnicode_InternFromString("shard_order");
+  names.tensor_meta = PyUnicode_InternFromString("tensor_meta");
+  names.dtype = PyUnicode_InternFromString("dtype");
+  const char* marks[] = {"_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices",
+                         "_dynamo_strict_unbacked_indices", "_dynamo_static_indices"};
+  for (size_t i = 0; i < 5; ++i) {
+    names.marks[i] = PyUnicode_InternFromString(marks[i]);
+  }
+  names.requires_grad = Py_BuildValue("(s)", "requires_grad");
+  wraps.tp_members = wrap_members;
+  PyObject* made = PyModule_Create(&module);
+  for (auto [name, type] : {std::pair{"Guard", &guards}, {"Unwrap", &unwraps}, {"Wrap", &wraps}}) {
+    if (made == nullptr || PyType_Ready(type) != 0 || PyModule_AddObjectRef(made, name, reinterpret_cast<PyObject*>(type)) != 0) {
+      return nullptr;
+    }
+  }
+  return made;
+}

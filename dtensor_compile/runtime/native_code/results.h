@@ -1,0 +1,106 @@
+// Wrap: the results of a graph as those of the compiled call, with DTensors made of local tensors.
+#pragma once
+
+#include "tensors.h"
+
+namespace {
+
+// A size or stride: a number, or where in the graph's results it is.
+struct Extent {
+  bool is_result;
+  int64_t value;
+};
+
+struct Output {
+  Py_ssize_t index;  // of the value, or of the local tensor; the mesh is the next one
+  bool is_dtensor = false, requires_grad = false;
+  std::vector<Extent> sizes, strides;
+  Ref make_spec;  // (mesh, shape, stride) -> spec
+  Ref spec, mesh, shape, stride;  // of the last call
+  bool fixed = true;  // no size or stride is a result
+};
+
+struct Wrap {
+  PyObject_HEAD
+  vectorcallfunc call;
+  std::vector<Output>* outputs;
+  PyObject* owner;  // of gradients: the class of the autograd node that they come from
+};
+
+Ref tuple_of(const std::vector<Extent>& extents, PyObject* results) {
+  Ref tuple = Ref::steal(PyTuple_New(static_cast<Py_ssize_t>(extents.size())));
+  for (size_t i = 0; tuple && i < extents.size(); ++i) {
+    PyObject* item = extents[i].is_result ? Ref::copy(PySequence_Fast_GET_ITEM(results, extents[i].value)).release()
+                                          : PyLong_FromLongLong(extents[i].value);
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), item);
+  }
+  return tuple;
+}
+
+// The spec of an output: the one of the last call where mesh and sizes are the same. Borrowed; null with an error set.
+PyObject* spec_of(Output& output, PyObject* results) {
+  PyObject* mesh = PySequence_Fast_GET_ITEM(results, output.index + 1);
+  if (output.spec && output.fixed && mesh == output.mesh.get()) {
+    return output.spec.get();
+  }
+  Ref shape = tuple_of(output.sizes, results), stride = tuple_of(output.strides, results);
+  if (!shape || !stride) {
+    return nullptr;
+  }
+  if (output.spec && mesh == output.mesh.get() && same(shape.get(), output.shape.get()) && same(stride.get(), output.stride.get())) {
+    return output.spec.get();
+  }
+  output.spec = Ref::steal(PyObject_CallFunctionObjArgs(output.make_spec.get(), mesh, shape.get(), stride.get(), nullptr));
+  output.mesh = Ref::copy(mesh), output.shape = std::move(shape), output.stride = std::move(stride);
+  return output.spec.get();
+}
+
+Ref make_dtensor(PyObject* local, PyObject* spec, bool requires_grad) {
+  PyObject* args[] = {reinterpret_cast<PyObject*>(dtensor.type), local, spec, requires_grad ? Py_True : Py_False};
+  return Ref::steal(PyObject_Vectorcall(dtensor.construct, args, 3, names.requires_grad));
+}
+
+Ref wrapped(Output& output, PyObject* results) {
+  PyObject* value = PySequence_Fast_GET_ITEM(results, output.index);
+  if (!output.is_dtensor || value == Py_None) {
+    return Ref::copy(value);
+  }
+  PyObject* spec = spec_of(output, results);
+  return spec != nullptr ? make_dtensor(value, spec, output.requires_grad) : Ref();
+}
+
+// Takes the results of a graph, a list or a tuple; gives a tuple.
+PyObject* wrap_call(PyObject* self, PyObject* const* args, size_t nargs, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto& outputs = *reinterpret_cast<Wrap*>(self)->outputs;
+  if (PyVectorcall_NARGS(nargs) != 1 || !(PyList_CheckExact(args[0]) || PyTuple_CheckExact(args[0]))) {
+    PyErr_SetString(PyExc_TypeError, "expected the results of a graph");
+    return nullptr;
+  }
+  Ref tuple = Ref::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
+  for (size_t i = 0; tuple && i < outputs.size(); ++i) {
+    Ref value = wrapped(outputs[i], args[0]);
+    if (!value) {
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), value.release());
+  }
+  return tuple.release();
+  END_HANDLE_TH_ERRORS
+}
+
+std::vector<Extent> extents(PyObject* pairs, bool& fixed) {
+  std::vector<Extent> result;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(pairs); ++i) {
+    int is_result;
+    long long value;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pairs, i), "pL", &is_result, &value)) {
+      throw python_error();
+    }
+    result.push_back({is_result != 0, value});
+    fixed = fixed && is_result == 0;
+  }
+  return result;
+}
+
+}  // namespace
