@@ -9,7 +9,8 @@ input, and the additions become part of the kernel that reads them.
 
 The same numbers: with 2 ranks there is one addition, whose order does not matter. With more, parts are added in the order of
 ranks, with a rounding after each as gloo does it; gloo goes around a ring that starts elsewhere for each part, so that the last
-bits may differ. Sums only, of numbers that gloo exchanges, and only what all ranks run alike (`REDISTRIBUTES`).
+bits may differ. A mean is the sum divided by n, as torch computes it for gloo. Only these two, of numbers that gloo exchanges, and
+only what all ranks run alike (`REDISTRIBUTES`).
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
     decisions = []
     for node in graph.find_nodes(op="call_function", target=_reduce_scatter):
         x, op, n, group = node.args
-        if op != "sum" or REDISTRIBUTES not in node.meta or not _on_gloo(group, x.meta["val"]):
+        value = x.meta["val"]
+        if op not in ("sum", "avg") or REDISTRIBUTES not in node.meta or not _on_gloo(group, value):
             continue
+        if op == "avg" and not value.is_floating_point():
+            continue  # gloo refuses to average integers
         waits = [user for user in node.users if is_wait(user)]
         if len(waits) != 1 or len(node.users) != 1:
             continue
@@ -56,18 +60,19 @@ def _on_gloo(group: str, x: torch.Tensor) -> bool:
 
 
 def _replace(start: torch.fx.Node, wait: torch.fx.Node) -> None:
-    graph, (x, _, n, group) = start.graph, start.args
+    graph, (x, op, n, group) = start.graph, start.args
     rows: Any = x.meta["val"].shape[0] // n
     inherited = {key: value for key, value in start.meta.items() if key != "val"}
 
     def add(parts: torch.Tensor, rows: Any) -> torch.Tensor:
         parts = parts.unflatten(0, (n, rows))
         if n > UNROLLED:
-            return parts.sum(0, dtype=parts.dtype)
-        total = parts[0]
-        for rank in range(1, n):
-            total = total + parts[rank]
-        return total
+            total = parts.sum(0, dtype=parts.dtype)
+        else:
+            total = parts[0]
+            for rank in range(1, n):
+                total = total + parts[rank]
+        return total / n if op == "avg" else total
 
     with graph.inserting_before(start):
         part = rows

@@ -17,10 +17,15 @@ def total(x):
     return reduced(x) * 2
 
 
-def exchanged(dtype=torch.float32, shape=(4, 3), unrolled=8):
+def mean(x):
+    n, group = dist.get_world_size(), dist.group.WORLD.group_name
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "avg", n, group)) + 1
+
+
+def exchanged(dtype=torch.float32, shape=(4, 3), unrolled=8, function=total):
     module.UNROLLED = unrolled
     try:
-        return changed(reduce_by_exchange, total, shape, dtype=dtype)
+        return changed(reduce_by_exchange, function, shape, dtype=dtype)
     finally:
         module.UNROLLED = 8
 
@@ -53,6 +58,27 @@ def test_two_ranks_bitwise(dtype):
 def test_four_ranks_within_tolerance(unrolled):
     texts = run_on_ranks(4, exchanged, torch.float32, (8, 3), unrolled)
     assert all("all_to_all" in text and ("sum" in text) == (unrolled == 1) for text, _ in texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_means_of_two_ranks_bitwise(dtype):
+    text, reasons = run_on_ranks(2, exchanged, dtype, (6, 5), 8, mean)[0]
+    assert "all_to_all" in text and "div" in text and len(reasons) == 1
+
+
+@pytest.mark.parametrize("unrolled", [8, 1])
+def test_means_of_four_ranks_within_tolerance(unrolled):
+    texts = run_on_ranks(4, exchanged, torch.float32, (8, 3), unrolled, mean)
+    assert all("all_to_all" in text for text, _ in texts)
+
+
+@on_ranks(2)
+def test_a_mean_of_integers_stays_the_error_that_it_is():
+    gm = traced(lambda x: mean(x.float()), (4, 3))
+    node = next(n for n in gm.graph.nodes if "reduce_scatter" in n.name)
+    node.args[0].meta["val"] = torch.ones(4, 3, dtype=torch.int64)
+    before = graph_text(gm.graph)
+    assert reduce_by_exchange(gm.graph) == [] and graph_text(gm.graph) == before
 
 
 @on_ranks(2)
