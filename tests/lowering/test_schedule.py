@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtensor_compile.lowering import schedule
 from dtensor_compile.lowering.schedule import Buffer, Task, arrange, excess, simulate
 
 
@@ -89,6 +90,15 @@ def test_memory_bounds_what_is_in_flight():
         assert simulate(program, arrange(program, bound)).peak <= bound
     assert exposed(program, arrange(program, 100)) == [4] * 5
     assert exposed(program, arrange(program, 200)) == [4, 0, 0, 0, 0]
+
+
+def test_of_the_orders_that_keep_the_bound_the_fastest_is_taken(monkeypatch):
+    program = layers(5, 4, 5, size=100)
+    slow, fast, large = list(range(15)), arrange(program, 200), [*range(0, 15, 3), *(i for i in range(15) if i % 3)]
+    assert simulate(program, large).peak > 200 and exposed(program, large) == exposed(program, fast)
+    orders = iter([large, slow, fast])
+    monkeypatch.setattr(schedule._Arrangement, "run", lambda self: next(orders))
+    assert arrange(program, 200) == fast and not list(orders)
 
 
 def test_what_a_start_reads_is_there_until_its_wait():
