@@ -24,7 +24,7 @@ from dtensor_compile.compat.data_dependent import backward_in_time
 from dtensor_compile.compat.effects import tokens_from_inputs
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
-from dtensor_compile.compat.partition import bind_shard_sizes
+from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states
 from dtensor_compile.compat.scheduler import rearrange
 from dtensor_compile.compat.shapes import powers_of_sizes, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
@@ -37,7 +37,7 @@ from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.options import Options
-from dtensor_compile.passes import run_passes
+from dtensor_compile.passes import dropped, run_passes
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
 from dtensor_compile.runtime.agree import Agreement
 from dtensor_compile.spmd.spread import spread_annotations
@@ -103,12 +103,18 @@ def dtensor(
         agreement.note(graph)
 
     def order_kernels(kernels: list[Any]) -> list[Any]:
-        return rearrange(
-            kernels,
-            topology=opts.topology,
-            overlap_memory=opts.overlap_memory,
-            told=lambda before, after: log.decided([kernels_in_order(before, after)]),
-        )
+        try:
+            return rearrange(
+                kernels,
+                topology=opts.topology,
+                overlap_memory=opts.overlap_memory,
+                told=lambda before, after: log.decided([kernels_in_order(before, after)]),
+            )
+        except Exception as error:
+            if opts.strict:
+                raise
+            log.decided([dropped("schedule_kernels", error)])
+            return kernels
 
     planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory
     key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
@@ -118,6 +124,7 @@ def dtensor(
         dtensor_tangents(gm, tangents),
         tokens_from_inputs(),
         bind_shard_sizes(),
+        place_random_states(),
         views_of_dtensors(),
         backward_in_time(),
         powers_of_sizes(),

@@ -1,10 +1,11 @@
-"""What AOTAutograd keeps from forward to backward: symbols of shard sizes among it."""
+"""What AOTAutograd keeps from forward to backward: symbols of shard sizes and states of random generators among it."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import sympy
@@ -28,6 +29,34 @@ def bind_shard_sizes() -> Iterator[None]:
         return {**_sizes_of_inputs(graph, set(bindings)), **bindings} if threading.get_ident() == owner else bindings
 
     with mock.patch.object(partitioners, "find_symbol_binding_fx_nodes", find):
+        yield
+
+
+@contextlib.contextmanager
+def place_random_states() -> Iterator[None]:
+    """While it is entered, partitioning on this thread saves the states of generators among the tensors.
+
+    Where a region that is recomputed draws random numbers, the forward graph saves the generator's state. torch puts it behind the
+    opaque objects that are saved, such as the mesh of a DTensor, whereas AOTAutograd takes saved tensors first and those next.
+
+        before   return (out, saved, mesh, state)      def backward(saved, mesh, state, tangent)
+        after    return (out, saved, state, mesh)      def backward(saved, state, mesh, tangent)
+    """
+    owner, stock = threading.get_ident(), partitioners.functionalize_rng_ops
+
+    def place(joint: Any, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, symbols: int) -> Any:
+        if threading.get_ident() != owner:
+            return stock(joint, forward, backward, symbols)
+        known = backward.graph.find_nodes(op="placeholder")
+        saved = [node for node in known if not str(node.target).startswith("tangents")]
+        opaque = [node for node in saved if partitioners.is_opaque_node(node)]
+        forward, backward = stock(joint, forward, backward, symbols + len(opaque))
+        for state in [node for node in backward.graph.find_nodes(op="placeholder") if opaque and node not in known]:
+            opaque[0].prepend(state)
+        backward.recompile()
+        return forward, backward
+
+    with mock.patch.object(partitioners, "functionalize_rng_ops", place):
         yield
 
 

@@ -90,7 +90,12 @@ def run_passes(
                 raise
             put_back(graph, saved)
             saved = None
-            reason = f"pass dropped: {type(error).__name__}: {error}"
-            warnings.warn(f'dtensor_compile: {name}: {reason}; options={{"strict": True}} raises instead', stacklevel=2)
-            decisions.append(Decision(name, "", reason))
+            decisions.append(dropped(name, error))
     return decisions
+
+
+def dropped(name: str, error: Exception) -> Decision:
+    """Warns that a pass raised and was dropped; the decision that says so."""
+    reason = f"pass dropped: {type(error).__name__}: {error}"
+    warnings.warn(f'dtensor_compile: {name}: {reason}; options={{"strict": True}} raises instead', stacklevel=3)
+    return Decision(name, "", reason)

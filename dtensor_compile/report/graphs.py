@@ -180,7 +180,7 @@ def itemsize_of(node: torch.fx.Node) -> int:
 
 def flops_of(node: torch.fx.Node) -> int:
     """Floating-point operations of a node, by torch's formulas; 0 where it has none."""
-    formula = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))  # operators of higher order have none
     if formula is None:
         return 0
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
