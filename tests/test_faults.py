@@ -1,0 +1,189 @@
+"""What goes wrong around a compilation ends in an error or in the right result, and in time: ranks that die, passes that raise,
+compilers that die, disks that are full."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import unittest.mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dtensor_compile.backend
+import dtensor_compile.passes
+from dtensor_compile.passes import PASSES
+from dtensor_compile.report.recorder import watch_graphs
+from dtensor_compile.runtime import agree
+from dtensor_compile.testing import RankError, assert_parity, make_mesh, on_ranks, run_on_ranks
+
+#: Seconds in which a job whose rank 1 has died has to be over.
+LIMIT = 150
+
+
+def die():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def step(x):
+    return (x.redistribute(placements=[Replicate()]) * 2).relu().redistribute(placements=[Shard(0)])
+
+
+def argument():
+    return distribute_tensor(torch.ones(4, 2), make_mesh((2,), ("tp",)), [Shard(0)]).requires_grad_()
+
+
+def run():
+    agree.PATIENCE = 0.5
+    out = torch.compile(step, backend="dtensor_aten", fullgraph=True)(argument())
+    return out
+
+
+def dies_in_compile():
+    with watch_graphs(lambda stage, graph: die()):
+        x = run()
+    dist.barrier()
+    return x.shape
+
+
+def dies_between_compile_and_run():
+    reach = agree.Agreement.reach
+
+    def reach_and_die(self):
+        reach(self)
+        die()
+
+    with unittest.mock.patch.object(agree.Agreement, "reach", reach_and_die):
+        run()
+    dist.barrier()
+
+
+def dies_in_the_middle_of_a_step():
+    out = run()
+    die()
+    out.to_local().sum().backward()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("program", [dies_in_compile, dies_between_compile_and_run, dies_in_the_middle_of_a_step])
+def test_the_death_of_a_rank_ends_the_others_with_an_error(program):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0: Traceback[\s\S]*rank 1: the process ended") as error:
+        run_on_ranks(2, program, timeout=LIMIT)
+    assert time.monotonic() - begin < LIMIT + 20
+    assert "Connection" in str(error.value) or "closed" in str(error.value), error.value
+
+
+@on_ranks(2)
+def test_a_pass_that_raises_is_dropped_and_the_numbers_are_eagers():
+    def raises(graph):
+        for node in list(graph.nodes)[:3]:
+            node.args = ()
+        raise ValueError("a bug")
+
+    with (
+        unittest.mock.patch.object(dtensor_compile.passes, "PASSES", (*PASSES, raises)),
+        pytest.warns(UserWarning, match="raises: pass dropped: ValueError: a bug"),
+    ):
+        assert_parity(step, [argument()], loss=lambda out: out.full_tensor().square().sum(), backend="dtensor_aten")
+
+
+@on_ranks(2)
+def test_a_kernel_order_that_raises_leaves_inductors():
+    def fails(kernels, **kwargs):
+        raise ValueError("a bug")
+
+    with (
+        unittest.mock.patch.object(dtensor_compile.backend, "rearrange", fails),
+        pytest.warns(UserWarning, match="schedule_kernels: pass dropped: ValueError: a bug"),
+    ):
+        assert_parity(step, [argument()], loss=lambda out: out.full_tensor().square().sum())
+
+
+@on_ranks(2)
+def test_a_compilation_that_fails_leaves_the_job_usable():
+    def fails(graph, **kwargs):
+        raise RuntimeError("a bug")
+
+    with unittest.mock.patch.object(dtensor_compile.backend, "lower_collectives", fails), pytest.raises(Exception, match="a bug"):
+        run()
+    torch._dynamo.reset()
+    assert run().full_tensor().tolist() == [[2.0] * 2] * 4
+
+
+JOB = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)], src_data_rank=None)
+run = torch.compile(lambda x: (x.sin() * 2).redistribute(placements=[Replicate()]) + 1, backend="dtensor", fullgraph=True)
+{before}
+try:
+    out = run(x).to_local()
+    torch.testing.assert_close(out, torch.arange(8.0).view(4, 2).sin() * 2 + 1)
+    print("right\\n", end="", flush=True)
+except Exception as error:
+    print("raised", type(error).__name__, str(error)[:300].replace(chr(10), " ") + "\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def job(tmp_path, before="", **environment):
+    """What each of two ranks says of a compilation through Inductor."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(before=before))
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), **environment
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    said = [line for line in result.stdout.splitlines() if line.startswith(("right", "raised"))]
+    assert len(said) == 2, (result.stdout + result.stderr)[-3000:]
+    return said
+
+
+def test_a_compiler_that_dies_is_an_error_on_every_rank(tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *.cpp*) kill -9 $$;; *) exec g++ "$@";; esac\n')
+    compiler.chmod(0o755)
+    for line in job(tmp_path, CXX=str(compiler)):
+        assert line.startswith("raised") and "ompil" in line, line
+
+
+FULL = """
+import builtins, errno
+stock = builtins.open
+def full(file, mode="r", *args, **kwargs):
+    if {folder!r} in str(file) and set(mode) & set("wxa") and {what!r} in str(file):
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+    return stock(file, mode, *args, **kwargs)
+builtins.open = full
+import pathlib, io
+pathlib.Path.open = lambda self, mode="r", *args, **kwargs: full(self, mode, *args, **kwargs)
+"""
+
+
+@pytest.mark.parametrize("what", ["aotautograd", ""])
+def test_a_disk_that_is_full_is_an_error_or_no_cache(tmp_path, what):
+    # Entries that cannot be kept cost nothing but the cache; kernels that cannot be written cannot run.
+    said = job(tmp_path, FULL.format(folder=str(tmp_path / "cache"), what=what))
+    assert all(line == "right" or not what and "No space left" in line for line in said), said
+
+
+def test_two_jobs_at_once_share_a_cache(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(before=""))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    for started in jobs:
+        out, _ = started.communicate(timeout=200)
+        assert out.count("right") == 2, out
