@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,11 @@ import torch
 import torch.optim.optimizer as _optimizer
 from torch._dynamo import graph_break as break_function
 from torch._dynamo import config, trace_rules
+from torch._dynamo.bytecode_transformation import create_binary_subscr, create_call_function
+from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.eval_frame import TorchPatcher
-from torch._dynamo.source import ConstDictKeySource, DictGetItemSource, is_from_optimizer_source
+from torch._dynamo.source import ChainedSource, ConstDictKeySource, DictGetItemSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_static_address_type, unpack_iterable
 from torch._dynamo.variables import builder as _builder
@@ -37,7 +40,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
-from dtensor_compile.compat.dynamo import Source, Translator, traces_for_us
+from dtensor_compile.compat.dynamo import Source, Translator, fact_guard, traces_for_us
 
 #: Reads the number of steps out of the state of an optimizer.
 read_step = _optimizer._get_value
@@ -164,17 +167,56 @@ class TracedOptimizerVariable(OptimizerVariable):
                 yield parameter, tracker.realize()
 
     def _state(self, tx: Translator) -> dict[int, VariableTracker]:
-        """Trackers of all tensors in the state as it is outside of the region, by identity; its keys are guarded."""
+        """Trackers of all tensors in the state as it is outside of the region, by identity.
+
+        Entries are known by their position, and a guard says which parameter each is of: `load_state_dict` may bring another order.
+        """
         state, found = self.var_getattr(tx, "state").realize(), {}
         tx.output.guard_on_key_order.add(state.source)
+        _same_owners(self.source)
         for position, entry in enumerate(self.value.state.values()):
-            source = DictGetItemSource(state.source, ConstDictKeySource(state.source, position))
+            source = DictGetItemSource(state.source, _KeySource(state.source, position))
             VariableTracker.build(tx, entry, source).realize()
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor):
                     _mark_static([value])
                     found[id(value)] = VariableTracker.build(tx, value, DictGetItemSource(source, name)).realize()
         return found
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> list[int | None]:
+    """Of each entry of the state, the position of its parameter among all parameters."""
+    position = {id(parameter): i for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    return [position.get(id(parameter)) for parameter in optimizer.state]
+
+
+_same_owners = fact_guard("STATE_OWNERS_MATCH", _owners)
+
+
+@dataclass(frozen=True)
+class _KeysSource(ChainedSource):
+    """All keys of a dict, in a tuple."""
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen.add_push_null(lambda: codegen.load_import_from("builtins", "tuple"))
+        codegen(self.base)
+        codegen.extend_output(create_call_function(1, False))
+
+    @property
+    def _name_template(self) -> str:
+        return "tuple({0})"
+
+
+@dataclass(frozen=True)
+class _KeySource(ConstDictKeySource):
+    """A key of a dict by its position. torch walks to that position each time: quadratic where all entries are read."""
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        keys = _KeysSource(self.base)
+        codegen.mark_source_temp(keys)
+        codegen(keys)
+        codegen.append_output(codegen.create_load_const(self.index))
+        codegen.append_output(create_binary_subscr())
 
 
 def _mark_static(tensors: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,122 @@
+"""Compiled steps of optimizers over DTensors: what programs do to the optimizer in between reaches the next step."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dtensor_compile.testing.parity import compare_values
+
+MAKE = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+}
+
+
+def dtensor(mesh, value, size=4):
+    return DTensor.from_local(torch.full((size,), value), mesh, [Shard(0)], run_check=False)
+
+
+class Job:
+    """Three parameters that only their values tell apart, and an optimizer of them."""
+
+    def __init__(self, mesh, make, compiled):
+        self.mesh, self.make = mesh, make
+        self.parameters = [nn.Parameter(dtensor(mesh, 1.0 + i)) for i in range(3)]
+        self.optimizer = make(self.parameters)
+        step = lambda: self.optimizer.step()  # noqa: E731
+        self.run = torch.compile(step, backend="dtensor_aten", fullgraph=True) if compiled else step
+
+    def steps(self, count=2, but=()):
+        for _ in range(count):
+            for i, parameter in enumerate(self.parameters):
+                size = parameter.to_local().numel()
+                parameter.grad = None if i in but else dtensor(self.mesh, 0.1 * (i + 1), size)
+            self.run()
+
+    def values(self):
+        state = [self.optimizer.state[p] for p in self.parameters]
+        tensors = [*self.parameters, *(entry[name] for entry in state for name in sorted(entry) if entry[name] is not None)]
+        return [t.detach()._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def follows_eager(mesh, make, between):
+    jobs = [Job(mesh, make, compiled) for compiled in (False, True)]
+    for job in jobs:
+        job.steps()
+        between(job)
+        job.steps()
+    differences = compare_values("after the steps", *(job.values() for job in jobs))
+    assert not differences, "\n".join(map(str, differences))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_state_is_loaded_in_another_order(mesh, name):
+    def load(job):
+        state = job.optimizer.state_dict()
+        state["state"] = dict(reversed(state["state"].items()))
+        job.optimizer.load_state_dict(state)
+
+    follows_eager(mesh, MAKE[name], load)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_parameters_in_another_order(mesh, name):
+    follows_eager(mesh, MAKE[name], lambda job: job.optimizer.param_groups[0]["params"].reverse())
+
+
+def test_the_first_parameter_gets_its_state_last(mesh):
+    def late(job):
+        job.optimizer = job.make(job.parameters)
+        job.steps(1, but=[0])
+
+    follows_eager(mesh, MAKE["adamw foreach"], late)
+
+
+def test_state_of_one_parameter_goes(mesh):
+    follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state.pop(job.parameters[1]))
+
+
+def test_state_in_other_tensors(mesh):
+    def renew(job):
+        for entry in job.optimizer.state.values():
+            entry["exp_avg"] = entry["exp_avg"].clone()
+
+    follows_eager(mesh, MAKE["adamw foreach"], renew)
+
+
+def test_a_parameter_is_replaced(mesh):
+    def replace(job):
+        job.parameters[1] = nn.Parameter(dtensor(mesh, 5.0))
+        job.optimizer.param_groups[0]["params"][1] = job.parameters[1]
+
+    follows_eager(mesh, MAKE["adamw foreach"], replace)
+
+
+def test_a_parameter_of_another_size_takes_the_place_of_one(mesh):
+    def replace(job):
+        job.parameters[1] = nn.Parameter(dtensor(mesh, 5.0, size=6))
+        job.optimizer.param_groups[0]["params"][1] = job.parameters[1]
+
+    follows_eager(mesh, MAKE["adamw foreach"], replace)
+
+
+def test_two_states_in_one_memory(mesh):
+    """Which torch cannot see: such a step runs operator by operator."""
+
+    def share(job):
+        first, second = (job.optimizer.state[p] for p in job.parameters[:2])
+        second["momentum_buffer"]._local_tensor = first["momentum_buffer"]._local_tensor
+
+    follows_eager(mesh, MAKE["sgd"], share)
+
+
+def test_gradients_that_are_placed_otherwise(mesh):
+    def gather(job):
+        for parameter in job.parameters:
+            parameter.grad = DTensor.from_local(torch.full((8,), 0.3), mesh, [Replicate()], run_check=False)
+        job.run()
+
+    follows_eager(mesh, MAKE["adamw foreach"], gather)
