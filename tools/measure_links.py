@@ -1,4 +1,6 @@
-"""Measures the network between the ranks of a job: latency and bandwidth, and what the backend sends for each kind of collective.
+"""Measures the network between the ranks of a job, and what a rank computes on.
+
+Latency and bandwidth of the network, what the backend sends for each kind of collective, and the rates of a rank's device:
 
     torchrun --nproc-per-node 2 tools/measure_links.py --save network.json
     python tools/netlab.py --ranks 2 --rate 1gbit -- tools/measure_links.py --save network.json
@@ -8,7 +10,9 @@ Latency a (seconds a message) and bandwidth W (bytes a second) are those that fi
 
     seconds = (n - 1) a + bytes / W                        (`topology/links.py`)
 
-The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is sent is counted
+The device's rates are those of matrix products and copies while all ranks run them, which is how they are when ranks share a host.
+A link that lets a burst through before it holds a rate (`tools/netlab.py`: 192 KB) looks faster than it is to a fit of small
+messages. The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is sent is counted
 at the interface that `GLOO_SOCKET_IFNAME` names, headers included; other programs must not use it meanwhile. The table that is
 printed is how `topology/backends.py` was made.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import pathlib
 import statistics
@@ -30,8 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dtensor_compile.lowering.plan import StepKind, elements_sent
-from dtensor_compile.topology import CLUSTERS, Link, save
+from dtensor_compile.topology import CLUSTERS, Device, Link, save
 
+#: Sizes of the matrix product that is timed, and elements that are copied: those of a small model's layer.
+PRODUCT, COPIED = (512, 256, 1024), 1 << 18
 SIZES = tuple(1 << exponent for exponent in range(12, 24, 2))
 KINDS: tuple[StepKind, ...] = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -76,6 +83,33 @@ def fit(points: list[tuple[float, float]], messages: int) -> Link:
     return Link(max(float(latency), 0.0), 1.0 / max(float(per_byte), 1e-15))
 
 
+def measure_device(repeats: int = 9) -> Device:
+    """What each rank computes on while all compute; the same on every rank. Called on all ranks."""
+
+    def slowest(call: Callable[[], object]) -> float:
+        call()
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        if dist.is_initialized():
+            dist.barrier()
+        result = torch.tensor(statistics.median(times), dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(result, dist.ReduceOp.MAX)
+        return result.item()
+
+    peak = []
+    for dtype in (torch.float32, torch.float64):
+        a, b = torch.ones(PRODUCT[:2], dtype=dtype), torch.ones(PRODUCT[1:], dtype=dtype)
+        peak.append((a.element_size(), 2 * math.prod(PRODUCT) / slowest(lambda a=a, b=b: torch.mm(a, b))))
+    source = torch.ones(COPIED)
+    target, small = torch.empty_like(source), torch.ones(1)
+    memory = 2 * source.nbytes / slowest(lambda: target.copy_(source))
+    return Device(tuple(peak), memory, slowest(lambda: torch.neg(small, out=small)))
+
+
 def sent_bytes() -> int | None:
     """Bytes that the interface of the ranks has sent; None where no interface is named."""
     counter = pathlib.Path(f"/sys/class/net/{os.environ.get('GLOO_SOCKET_IFNAME', '')}/statistics/tx_bytes")
@@ -96,7 +130,7 @@ def main() -> None:
     for size in SIZES:
         elements = size // n * n
         points.append((4.0 * elements_sent("all_to_all", n, elements), seconds_of(collective("all_to_all", elements, n), args.repeats)))
-    link = fit(points, n - 1)
+    link, device = fit(points, n - 1), measure_device(args.repeats)
     table = Table(title=f"{n} ranks: latency {link.latency * 1e6:.0f} us, {link.bandwidth * 8 / 1e6:.0f} Mbit/s")
     for column in ("collective", "by the formula", "on the wire", "factor", "ms"):
         table.add_column(column, justify="right")
@@ -114,11 +148,13 @@ def main() -> None:
         factor = "-" if sent is None else f"{sent / formula:.2f}"
         table.add_row(kind, f"{formula:,}", "-" if sent is None else f"{sent:,.0f}", factor, f"{milliseconds:.1f}")
     if rank == 0:
+        table.caption = f"a rank: {device.peak[0][1] / 1e9:.1f} Gflop/s in float32, {device.memory / 1e9:.1f} GB/s"
         Console().print(table)
         if args.save:
             hosts = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             links = {"inside": link, "between": link} if hosts == n else {"between": link}
-            save(dataclasses.replace(CLUSTERS["cpu-1gbit"], name=args.name, ranks_per_host=hosts, **links), args.save)
+            about = {"name": args.name, "ranks_per_host": hosts, "device": device, **links}
+            save(dataclasses.replace(CLUSTERS["cpu-1gbit"], **about), args.save)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -7,7 +7,8 @@ One message carries what several did: each rank sends and receives the same elem
 before (with more than 2 ranks gloo's all_reduce goes around its ring from another start, so that the last bits of a sum may
 differ). It pays while a collective takes longer to start than to send: up to `FULL` times what the link carries in its latency.
 Nothing is copied for it in the graph: these are the coalesced forms of the backend, which sends several tensors at once (NCCL),
-or packs them beside compute, in the thread that sends (gloo).
+or packs them beside compute, in the thread that sends (gloo). What gloo would scatter is packed by one kernel instead, for an
+exchange (`reduce_by_exchange.py`).
 
 What joins a bucket:
 
@@ -36,6 +37,7 @@ from dtensor_compile.topology.links import Cluster, rounds
 _COALESCED = {
     functional("all_gather_into_tensor"): functional("all_gather_into_tensor_coalesced"),
     functional("all_reduce"): functional("all_reduce_coalesced"),
+    functional("reduce_scatter_tensor"): functional("reduce_scatter_tensor_coalesced"),
 }
 
 #: A bucket is full when sending takes this much longer than starting.
@@ -67,7 +69,7 @@ def _buckets(graph: torch.fx.Graph, cluster: Cluster) -> list[_Bucket]:
             continue
         this = collective_of(node)
         full = FULL * _saturating(cluster, this.kind, this.ranks)
-        if this.bytes >= full:
+        if this.bytes >= full or any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
             continue
         late = _unused(node)
         key = (node.target, node.args[1:], this.dtype, node.meta["val"].device, late)

@@ -15,8 +15,8 @@ from dtensor_compile.passes import Pass
 from dtensor_compile.topology.links import Cluster
 
 #: Names under which they can be left out.
-LOWERED_PASSES: tuple[str, ...] = ("reduce_by_exchange", "schedule_graph")
-#: Those that run only where the user asks for them: a report knows the line of each collective, not yet of each part of one.
+LOWERED_PASSES: tuple[str, ...] = ("bucket_collectives", "reduce_by_exchange", "schedule_graph")
+#: Those that run only for a topology that the user names, whose latency says what pays, or where the user asks for them.
 LOWERED_OPTIONAL: tuple[str, ...] = ("bucket_collectives",)
 
 
@@ -26,7 +26,7 @@ def passes_after_lowering(topology: Cluster | None, overlap_memory: float, enabl
     Args:
         topology: of the job; None for the default of the device.
         overlap_memory: part of the peak that the order may add.
-        enabled: names of `LOWERED_OPTIONAL` ones that run.
+        enabled: names of `LOWERED_OPTIONAL` ones that run without a topology too.
     """
 
     def bucket_collectives(graph: torch.fx.Graph) -> list[Decision]:
@@ -37,8 +37,8 @@ def passes_after_lowering(topology: Cluster | None, overlap_memory: float, enabl
         return schedule_graph(graph, topology, overlap_memory)
 
     in_order.__name__ = schedule_graph.__name__
-    passes = (reduce_by_exchange, bucket_collectives, in_order)
-    return tuple(run for run in passes if run.__name__ not in LOWERED_OPTIONAL or run.__name__ in enabled)
+    passes = (bucket_collectives, reduce_by_exchange, in_order)
+    return tuple(run for run in passes if topology is not None or run.__name__ not in LOWERED_OPTIONAL or run.__name__ in enabled)
 
 
 def kernels_in_order(before: Simulation, after: Simulation) -> Decision:

@@ -16,6 +16,7 @@ only what all ranks run alike (`REDISTRIBUTES`).
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.nodes import REDISTRIBUTES, is_wait, source_line
 
 _reduce_scatter = functional("reduce_scatter_tensor")
+_reduce_scatters = functional("reduce_scatter_tensor_coalesced")
 _all_to_all = functional("all_to_all_single")
 
 #: More ranks than this have each part added pairwise by one kernel of torch's.
@@ -38,19 +40,31 @@ def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
     """Replaces every sum that gloo would scatter."""
     decisions = []
     for node in graph.find_nodes(op="call_function", target=_reduce_scatter):
-        x, op, n, group = node.args
-        value = x.meta["val"]
-        if op not in ("sum", "avg") or REDISTRIBUTES not in node.meta or not _on_gloo(group, value):
-            continue
-        if op == "avg" and not value.is_floating_point():
-            continue  # gloo refuses to average integers
         waits = [user for user in node.users if is_wait(user)]
-        if len(waits) != 1 or len(node.users) != 1:
-            continue
-        _replace(node, waits[0])
-        reason = f"gloo would reduce all of it on each of the {n} ranks, which sends twice as much"
-        decisions.append(Decision("reduce_by_exchange", source_line(node), reason, "reduce_scatter", "all_to_all + sum"))
+        if _is_exchanged(node, [node.args[0]]) and len(waits) == 1 and len(node.users) == 1:
+            decisions.append(_decision(node, "reduce_scatter"))
+            _replace(node, waits[0])
+    for node in graph.find_nodes(op="call_function", target=_reduce_scatters):
+        waits = [next(iter(item.users)) for item in node.users if len(item.users) == 1]
+        if _is_exchanged(node, node.args[0]) and len(waits) == len(node.args[0]) and all(map(is_wait, waits)):
+            decisions.append(_decision(node, f"reduce_scatter of {len(waits)}"))
+            _replace_bucket(node, waits)
     return decisions
+
+
+def _is_exchanged(node: torch.fx.Node, inputs: Sequence[torch.fx.Node]) -> bool:
+    op, group = node.args[1], node.args[3]
+    if op not in ("sum", "avg") or REDISTRIBUTES not in node.meta:
+        return False
+    values = [x.meta["val"] for x in inputs]
+    if op == "avg" and not values[0].is_floating_point():
+        return False  # gloo refuses to average integers
+    return all(_on_gloo(group, value) for value in values)
+
+
+def _decision(node: torch.fx.Node, text: str) -> Decision:
+    reason = f"gloo would reduce all of it on each of the {node.args[2]} ranks, which sends twice as much"
+    return Decision("reduce_by_exchange", source_line(node), reason, text, "all_to_all + sum")
 
 
 def _on_gloo(group: str, x: torch.Tensor) -> bool:
@@ -59,41 +73,99 @@ def _on_gloo(group: str, x: torch.Tensor) -> bool:
     return on_cpu and found is not None and dist.get_backend(found) == "gloo"
 
 
+def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
+    """What `op` makes of the first dim of `parts`, in the order of ranks."""
+    n = parts.shape[0]
+    if n > UNROLLED:
+        total = parts.sum(0, dtype=parts.dtype)
+    else:
+        total = parts[0]
+        for rank in range(1, n):
+            total = total + parts[rank]
+    return total / n if op == "avg" else total
+
+
 def _replace(start: torch.fx.Node, wait: torch.fx.Node) -> None:
     graph, (x, op, n, group) = start.graph, start.args
     rows: Any = x.meta["val"].shape[0] // n
-    inherited = {key: value for key, value in start.meta.items() if key != "val"}
-
-    def add(parts: torch.Tensor, rows: Any) -> torch.Tensor:
-        parts = parts.unflatten(0, (n, rows))
-        if n > UNROLLED:
-            total = parts.sum(0, dtype=parts.dtype)
-        else:
-            total = parts[0]
-            for rank in range(1, n):
-                total = total + parts[rank]
-        return total / n if op == "avg" else total
-
+    inherited = _inherited(start)
     with graph.inserting_before(start):
         part = rows
         if isinstance(rows, torch.SymInt):
             size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
             part = graph.call_function(operator.floordiv, (size, n))
             size.meta, part.meta = {**inherited, "val": x.meta["val"].shape[0]}, {**inherited, "val": rows}
-        exchange = graph.call_function(_all_to_all, (x, [part] * n, [part] * n, group))
-        exchange.meta = {**inherited, "val": x.meta["val"].new_empty(x.meta["val"].shape)}
+        exchange = _exchange(x, [part] * n, group, inherited)
     with graph.inserting_before(wait):
-        done = graph.call_function(wait_tensor, (exchange,))
-        done.meta = {**inherited, "val": exchange.meta["val"].new_empty(x.meta["val"].shape)}
-        traced = trace_local(add, [done.meta["val"], rows]).graph
-        values = dict(zip(traced.find_nodes(op="placeholder"), (done, part)))
-        for inner in traced.nodes:
-            if inner.op == "placeholder":
-                continue
-            if inner.op == "output":
-                wait.replace_all_uses_with(values[inner.args[0]])
-            else:
-                values[inner] = graph.node_copy(inner, values.__getitem__)
-                values[inner].meta.update(inherited)
+        done = _waited(exchange, inherited)
+        result = _traced(graph, lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), (done, part), inherited)
+    wait.replace_all_uses_with(result)
     graph.erase_node(wait)
     graph.erase_node(start)
+
+
+def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> None:
+    """Parts for one rank of all tensors lie together, so that the bucket is one exchange.
+
+    before   s = reduce_scatter_tensor_coalesced([x, y], "sum", 2, group); a = wait(s[0]); b = wait(s[1])
+    after    p = cat([x.view(2, -1), y.view(2, -1)], 1); w = wait(all_to_all_single(p)).view(2, -1)
+             a = w[0, :k] + w[1, :k]; b = w[0, k:] + w[1, k:]
+    """
+    graph, (inputs, op, n, group) = start.graph, start.args
+    sizes = [x.meta["val"].numel() // n for x in inputs]
+    inherited = _inherited(start)
+
+    def pack(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.reshape(n, size) for x, size in zip(tensors, sizes)], 1).view(-1)
+
+    with graph.inserting_before(start):
+        packed = _traced(graph, pack, inputs, inherited)
+        exchange = _exchange(packed, [sum(sizes)] * n, group, inherited)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    with graph.inserting_before(min(waits, key=order.__getitem__)):
+        done, first = _waited(exchange, inherited), 0
+        for size, item in zip(sizes, sorted(start.users, key=lambda item: item.args[1])):
+            (wait,) = item.users
+            part = _part((n, sum(sizes)), slice(first, first + size), wait.meta["val"].shape, op)
+            wait.replace_all_uses_with(_traced(graph, part, (done,), _inherited(wait)))
+            first += size
+    for item in list(start.users):
+        for wait in list(item.users):
+            graph.erase_node(wait)
+        graph.erase_node(item)
+    graph.erase_node(start)
+
+
+def _part(packed: tuple[int, int], where: slice, shape: Sequence[int], op: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda parts: _reduced(parts.view(packed)[:, where], op).view(shape)
+
+
+def _inherited(node: torch.fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in node.meta.items() if key != "val"}
+
+
+def _exchange(x: torch.fx.Node, splits: list[Any], group: str, inherited: dict[str, Any]) -> torch.fx.Node:
+    made = x.graph.call_function(_all_to_all, (x, splits, splits, group))
+    made.meta = {**inherited, "val": x.meta["val"].new_empty(x.meta["val"].shape)}
+    return made
+
+
+def _waited(exchange: torch.fx.Node, inherited: dict[str, Any]) -> torch.fx.Node:
+    done = exchange.graph.call_function(wait_tensor, (exchange,))
+    done.meta = {**inherited, "val": exchange.meta["val"].new_empty(exchange.meta["val"].shape)}
+    return done
+
+
+def _traced(
+    graph: torch.fx.Graph, function: Callable[..., torch.Tensor], args: Sequence[Any], inherited: dict[str, Any]
+) -> torch.fx.Node:
+    """The operators of `function`, put in where `graph` inserts; the node of its result."""
+    traced = trace_local(function, [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args]).graph
+    values = dict(zip(traced.find_nodes(op="placeholder"), args))
+    for inner in traced.nodes:
+        if inner.op == "output":
+            return values[inner.args[0]]
+        if inner.op != "placeholder":
+            values[inner] = graph.node_copy(inner, values.__getitem__)
+            values[inner].meta.update(inherited)
+    raise AssertionError("a graph has an output")

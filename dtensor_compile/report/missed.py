@@ -60,7 +60,7 @@ def _not_bucketed(collectives: Sequence[Collective]) -> Iterator[Decision]:
             if len(run) > 1:
                 text = f"{len(run)} {_text(run[0])}"
                 total = sum(c.bytes for c in run)
-                reason = f"they follow each other in one group and send {total:,} bytes together; no pass here merges them"
+                reason = f"they follow each other in one group and send {total:,} bytes together; `bucket_collectives` did not merge them"
                 yield Decision("bucket", run[0].where, reason, text, text)
             run = []
         if collective is not None and 0 < collective.bytes < SMALL:

@@ -4,10 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import TestCase
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dtensor_compile.lowering import reduce_by_exchange as module
+from dtensor_compile.lowering.bucket import bucket_collectives
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.testing import graph_text, on_ranks, run_on_ranks
+from tests.lowering.test_bucket import SLOW
 from tests.lowering.test_schedule_graph import changed, reduced, traced
 
 _c10d = torch.ops._c10d_functional
@@ -95,3 +99,64 @@ def test_other_reductions_and_the_programs_own_stay():
 def test_an_empty_tensor():
     changed(reduce_by_exchange, total, (0, 3))
     changed(reduce_by_exchange, total, (4, 0))
+
+
+def bucketed(dtype=torch.float32, op="sum", shapes=((4, 3), (8,), (4, 0), (12, 2, 2))):
+    def run(graph):
+        inputs = [torch.ones(shape, dtype=dtype) for shape in shapes]
+        FakeTensorProp(graph.owning_module, FakeTensorMode()).propagate(*inputs)  # of one mode, as a compiled graph's are
+        return bucket_collectives(graph, SLOW) + reduce_by_exchange(graph)
+
+    def function(*tensors):
+        n, group = dist.get_world_size(), dist.group.WORLD.group_name
+        return tuple(_c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, op, n, group)) for x in tensors)
+
+    return changed(run, function, *shapes, dtype=dtype)
+
+
+class GoldenBucket(TestCase):
+    maxDiff = None
+
+    def test_a_bucket_is_one_exchange(self):
+        first, other = run_on_ranks(2, bucketed, shapes=((4, 3), (8,)))
+        assert first == other
+        self.assertExpectedInline(first[0], """\
+arg0_1: [4, 3]
+arg1_1: [8]
+view: [2, 6] = view(arg0_1, [2, 6])
+view_1: [2, 4] = view(arg1_1, [2, 4])
+cat: [2, 10] = cat([view, view_1], 1)
+view_2: [20] = view(cat, [-1])
+all_to_all_single_default: [20] = all_to_all_single(view_2, [10, 10], [10, 10])
+wait_tensor_default: [20] = wait_tensor(all_to_all_single_default)
+view_3: [2, 10] = view(wait_tensor_default, [2, 10])
+slice_1: [2, 6] = slice(view_3, 1, 0, 6)
+select: [6] = select(slice_1, 0, 0)
+select_1: [6] = select(slice_1, 0, 1)
+add: [6] = add(select, select_1)
+view_4: [2, 3] = view(add, [2, 3])
+view_5: [2, 10] = view(wait_tensor_default, [2, 10])
+slice_2: [2, 4] = slice(view_5, 1, 6, 10)
+select_2: [4] = select(slice_2, 0, 0)
+select_3: [4] = select(slice_2, 0, 1)
+add_1: [4] = add(select_2, select_3)
+view_6: [4] = view(add_1, [4])
+return [view_4, view_6]
+""")
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buckets_of_two_ranks_bitwise(dtype, op):
+    text, reasons = run_on_ranks(2, bucketed, dtype, op)[0]
+    assert text.count("= all_to_all") == 1 and "reduce_scatter" not in text and len(reasons) == 2
+
+
+@on_ranks(2)
+def test_a_bucket_of_empty_tensors():
+    bucketed(shapes=((4, 0), (0,)))
+
+
+def test_buckets_of_four_ranks_within_tolerance():
+    texts = run_on_ranks(4, bucketed)
+    assert all(text.count("= all_to_all") == 1 for text, _ in texts)

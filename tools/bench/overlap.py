@@ -42,7 +42,8 @@ from dtensor_compile.report.recorder import record
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Link
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-import netlab  # noqa: E402 - a tool beside this one
+import measure_links  # noqa: E402 - tools beside this one
+import netlab  # noqa: E402
 
 #: Stock's own passes for overlap that do not need a GPU.
 KNOBS = {
@@ -56,12 +57,13 @@ KNOBS = {
 
 
 def cluster(mbit: float) -> Cluster:
-    """Hosts of one rank each on a network of that rate."""
+    """Hosts of one rank each on a network of that rate, with the device that is there. Called on all ranks."""
     rate = Link(1e-4, mbit * 1e6 / 8, shared=True)
-    return dataclasses.replace(CLUSTERS["cpu-1gbit"], name=f"{mbit:g} Mbit/s", between=rate)
+    device = measure_links.measure_device()
+    return dataclasses.replace(CLUSTERS["cpu-1gbit"], name=f"{mbit:g} Mbit/s", between=rate, device=device)
 
 
-def variants(mbit: float) -> dict[str, Callable[[Any], Any]]:
+def variants(topology: Cluster) -> dict[str, Callable[[Any], Any]]:
     def stock(model: Any, **options: Any) -> Any:
         return torch.compile(model, backend="inductor", options=options)
 
@@ -69,7 +71,7 @@ def variants(mbit: float) -> dict[str, Callable[[Any], Any]]:
         "eager": lambda model: model,
         "stock": stock,
         "knobs": lambda model: stock(model, **KNOBS),
-        "ours": lambda model: torch.compile(model, backend="dtensor", fullgraph=True, options={"topology": cluster(mbit)}),
+        "ours": lambda model: torch.compile(model, backend="dtensor", fullgraph=True, options={"topology": topology}),
     }
 
 
@@ -89,11 +91,11 @@ def measure(layout_name: str, layers: int, mbit: float, repeats: int, names: lis
     layout, config = LAYOUTS[layout_name], LlamaConfig(layers=layers)
     mesh = init_device_mesh("cpu", layout.mesh_shape(dist.get_world_size()), mesh_dim_names=layout.dims)
     result: dict[str, Any] = {"seconds": {}, "peak": {}, "failed": {}}
-    trainers = {}
+    trainers, wraps = {}, variants(cluster(mbit))
     for name in names:
         try:
             with record() if name == "ours" else contextlib.nullcontext() as recording:
-                trainers[name] = Trainer(layout, mesh, config, 1, variants(mbit)[name])
+                trainers[name] = Trainer(layout, mesh, config, 1, wraps[name])
                 trainers[name].loss(0).backward()
         except Exception as error:  # noqa: BLE001 - a variant of stock's may not work here, which is a result
             result["failed"][name] = f"{type(error).__name__}: {error}"[:300]
