@@ -5,14 +5,16 @@ Latency and bandwidth of the network, what the backend sends for each kind of co
     torchrun --nproc-per-node 2 tools/measure_links.py --save network.json
     python tools/netlab.py --ranks 2 --rate 1gbit -- tools/measure_links.py --save network.json
 
-Latency a (seconds a message) and bandwidth W (bytes a second) are those that fit the times of all-to-alls of several sizes best
-(least squares, relative errors):
+Bandwidth W (bytes a second) is that of `STREAM` all-to-alls in flight at once, latency a (seconds a message) what a small one takes
+beyond its bytes:
 
     seconds = (n - 1) a + bytes / W                        (`topology/links.py`)
 
-The device's rates are those of matrix products and copies while all ranks run them, which is how they are when ranks share a host.
-A link that lets a burst through before it holds a rate (`tools/netlab.py`: 192 KB) looks faster than it is to a fit of small
-messages. The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is sent is counted
+A stream, because a link may let a burst through before it holds its rate (`tools/netlab.py`: 192 KB), and looks faster than it is to
+messages with pauses between them. The device's rates are those of matrix products and copies while all ranks run them, which is how
+they are when ranks share a host.
+
+The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is sent is counted
 at the interface that `GLOO_SOCKET_IFNAME` names, headers included; other programs must not use it meanwhile. The table that is
 printed is how `topology/backends.py` was made.
 """
@@ -28,7 +30,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -39,7 +40,8 @@ from dtensor_compile.topology import CLUSTERS, Device, Link, save
 
 #: Sizes of the matrix product that is timed, and elements that are copied: those of a small model's layer.
 PRODUCT, COPIED = (512, 256, 1024), 1 << 18
-SIZES = tuple(1 << exponent for exponent in range(12, 24, 2))
+#: Elements (float32) of the local input of a small and of a large all-to-all, and how many large ones are in flight.
+SMALL, LARGE, STREAM = 1 << 10, 1 << 19, 8
 KINDS: tuple[StepKind, ...] = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -66,21 +68,36 @@ def seconds_of(call: Callable[[], object], repeats: int) -> float:
         dist.barrier()
         began = time.perf_counter()
         call()
-        slowest = torch.tensor(time.perf_counter() - began)
+        slowest = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(slowest.item())
     return statistics.median(times)
 
 
-def fit(points: list[tuple[float, float]], messages: int) -> Link:
-    """The link that explains (bytes, seconds) best.
+def fit(stream: tuple[float, float], small: tuple[float, float], messages: int) -> Link:
+    """The link that explains both (bytes, seconds).
 
     Args:
         messages: that follow each other in one collective.
     """
-    matrix = np.array([[messages / seconds, sent / seconds] for sent, seconds in points])
-    (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(points)), rcond=None)
-    return Link(max(float(latency), 0.0), 1.0 / max(float(per_byte), 1e-15))
+    bandwidth = stream[0] / stream[1]
+    return Link(max(0.0, small[1] - small[0] / bandwidth) / messages, bandwidth)
+
+
+def measure_link(repeats: int = 7) -> Link:
+    """The link between the ranks of the job, two or more. Called on all ranks; the same on each."""
+    n = dist.get_world_size()
+    source = torch.ones(LARGE // n * n)
+    targets = [torch.empty_like(source) for _ in range(STREAM)]
+
+    def stream() -> None:
+        for work in [dist.all_to_all_single(target, source, async_op=True) for target in targets]:
+            work.wait()
+
+    streamed = 4.0 * STREAM * elements_sent("all_to_all", n, source.numel()), seconds_of(stream, repeats)
+    elements = SMALL // n * n
+    small = 4.0 * elements_sent("all_to_all", n, elements), seconds_of(collective("all_to_all", elements, n), 3 * repeats)
+    return fit(streamed, small, n - 1)
 
 
 def measure_device(repeats: int = 9) -> Device:
@@ -126,11 +143,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
-    points = []
-    for size in SIZES:
-        elements = size // n * n
-        points.append((4.0 * elements_sent("all_to_all", n, elements), seconds_of(collective("all_to_all", elements, n), args.repeats)))
-    link, device = fit(points, n - 1), measure_device(args.repeats)
+    link, device = measure_link(args.repeats), measure_device(args.repeats)
     table = Table(title=f"{n} ranks: latency {link.latency * 1e6:.0f} us, {link.bandwidth * 8 / 1e6:.0f} Mbit/s")
     for column in ("collective", "by the formula", "on the wire", "factor", "ms"):
         table.add_column(column, justify="right")

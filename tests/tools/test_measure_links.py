@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+from dtensor_compile.testing import run_on_ranks
+
 TOOL = pathlib.Path(__file__).parents[2] / "tools" / "measure_links.py"
 spec = importlib.util.spec_from_file_location("measure_links", TOOL)
 measure_links = importlib.util.module_from_spec(spec)
@@ -13,10 +15,19 @@ spec.loader.exec_module(measure_links)
 
 @pytest.mark.parametrize("latency, bandwidth, messages", [(1e-4, 125e6, 1), (5e-6, 5e9, 3)])
 def test_latency_and_bandwidth_come_back(latency, bandwidth, messages):
-    points = [(size, messages * latency + size / bandwidth) for size in (1e3, 1e5, 1e7)]
-    link = measure_links.fit(points, messages)
+    link = measure_links.fit((1e7, 1e7 / bandwidth), (1e3, messages * latency + 1e3 / bandwidth), messages)
     assert link.latency == pytest.approx(latency) and link.bandwidth == pytest.approx(bandwidth)
 
 
 def test_a_latency_is_never_below_zero():
-    assert measure_links.fit([(1e3, 1e-6), (1e6, 1.1e-3)], 1).latency >= 0
+    assert measure_links.fit((1e6, 1e-2), (1e3, 1e-6), 1).latency == 0
+
+
+def measured():
+    return measure_links.measure_link(3), measure_links.measure_device(3)
+
+
+def test_all_ranks_measure_the_same():
+    (link, device), other = run_on_ranks(2, measured)
+    assert (link, device) == other and link.bandwidth > 0 and device.memory > 0
+    assert all(rate > 0 for _, rate in device.peak)

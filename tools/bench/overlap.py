@@ -56,11 +56,15 @@ KNOBS = {
 }
 
 
-def cluster(mbit: float) -> Cluster:
-    """Hosts of one rank each on a network of that rate, with the device that is there. Called on all ranks."""
-    rate = Link(1e-4, mbit * 1e6 / 8, shared=True)
+def cluster(mbit: float, compute: bool = False) -> Cluster:
+    """Hosts of one rank each, with the network and the device that are there. Called on all ranks.
+
+    Args:
+        mbit: rate of the network, which is taken where nothing is sent (`compute`).
+    """
+    link = Link(1e-4, mbit * 1e6 / 8) if compute else measure_links.measure_link()
     device = measure_links.measure_device()
-    return dataclasses.replace(CLUSTERS["cpu-1gbit"], name=f"{mbit:g} Mbit/s", between=rate, device=device)
+    return dataclasses.replace(CLUSTERS["cpu-1gbit"], name=f"{mbit:g} Mbit/s", between=link, device=device)
 
 
 def variants(topology: Cluster) -> dict[str, Callable[[Any], Any]]:
@@ -86,12 +90,12 @@ def _forget_peak() -> None:
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure(layout_name: str, layers: int, mbit: float, repeats: int, names: list[str]) -> dict[str, Any]:
+def measure(layout_name: str, layers: int, topology: Cluster, repeats: int, names: list[str]) -> dict[str, Any]:
     """Seconds of each step by variant on this rank, peak bytes, bytes sent, predicted exposed seconds. On every rank."""
     layout, config = LAYOUTS[layout_name], LlamaConfig(layers=layers)
     mesh = init_device_mesh("cpu", layout.mesh_shape(dist.get_world_size()), mesh_dim_names=layout.dims)
     result: dict[str, Any] = {"seconds": {}, "peak": {}, "failed": {}}
-    trainers, wraps = {}, variants(cluster(mbit))
+    trainers, wraps = {}, variants(topology)
     for name in names:
         try:
             with record() if name == "ours" else contextlib.nullcontext() as recording:
@@ -123,11 +127,14 @@ def child(args: argparse.Namespace) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.compute:
         with simulated_job(world, rank):
-            result = measure(args.layouts[0], args.layers, args.rates[0], args.repeats, ["ours"])
+            topology = cluster(args.rates[0], compute=True)
+            result = measure(args.layouts[0], args.layers, topology, args.repeats, ["ours"])
     else:
         dist.init_process_group("gloo")
         try:
-            result = measure(args.layouts[0], args.layers, args.rates[0], args.repeats, args.variants)
+            topology = cluster(args.rates[0])
+            result = measure(args.layouts[0], args.layers, topology, args.repeats, args.variants)
+            result["link"] = dataclasses.asdict(topology.between)
         finally:
             dist.destroy_process_group()
     pathlib.Path(f"{args.json}.{rank}").write_text(json.dumps(result))
@@ -159,6 +166,7 @@ def row(network: netlab.Network, args: argparse.Namespace, layout: str, mbit: fl
         "wire": wire,
         **slowest,
         "failed": ranks[0]["failed"],
+        "link": ranks[0]["link"],
         "ratio": slowest["ours"] / max(compute, wire),
         "memory": {name: statistics.median(max(v) for v in zip(*(r["peak"][name] for r in ranks))) for name in slowest},
         "predicted": max(rank["predicted"] for rank in ranks),
