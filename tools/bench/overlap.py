@@ -181,7 +181,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     for column in columns:
         result.add_column(column, justify="right")
     for this in rows:
-        times = [f"{this[name] * 1e3:.0f}" if name in this else "fails" for name in columns[3:9]]
+        times = [f"{this[name] * 1e3:.0f}" if name in this else "fails" if name in this["failed"] else "-" for name in columns[3:9]]
         memory = " / ".join(f"{this['memory'][name] / 2**20:.0f}" for name in ("stock", "ours") if name in this["memory"])
         exposed = f"{this['predicted'] * 1e3:.0f} / {this['exposed'] * 1e3:.0f}"
         facts = [this["layout"], str(this["ranks"]), f"{this['mbit']:g}", *times, f"{this['ratio']:.2f}", memory, exposed]
