@@ -5,12 +5,15 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from dtensor_compile.lowering import reduce_by_exchange as module
 from dtensor_compile.lowering.bucket import bucket_collectives
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
-from dtensor_compile.testing import graph_text, on_ranks, run_on_ranks
+from dtensor_compile.passes.nodes import is_start
+from dtensor_compile.report.recorder import watch_graphs
+from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from tests.lowering.test_bucket import SLOW
 from tests.lowering.test_schedule_graph import changed, reduced, traced
 
@@ -160,3 +163,36 @@ def test_a_bucket_of_empty_tensors():
 def test_buckets_of_four_ranks_within_tolerance():
     texts = run_on_ranks(4, bucketed)
     assert all(text.count("= all_to_all") == 1 for text, _ in texts)
+
+
+def shared(topology):
+    """Collectives of a step of a fully_shard model; that its gradients are eager's is checked on the way."""
+    mesh, collectives = make_mesh((dist.get_world_size(),), ("dp",)), []
+
+    def gradients(wrap):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        torch.manual_seed(1 + dist.get_rank())
+        wrap(model)(torch.randn(4, 8)).square().sum().backward()
+        return [p.grad.to_local() for p in model.parameters()]
+
+    def watch(stage, graph):
+        if stage == "lowered":
+            collectives.extend(node.target._opname for node in graph.nodes if is_start(node))
+
+    wanted = gradients(lambda model: model)
+    options = {"strict": True, "topology": topology}
+    with watch_graphs(watch):
+        found = gradients(lambda model: torch.compile(model, backend="dtensor_aten", fullgraph=True, options=options))
+    for a, b in zip(wanted, found):
+        torch.testing.assert_close(a, b, **({"rtol": 0, "atol": 0} if dist.get_world_size() == 2 else {}))
+    return collectives
+
+
+@pytest.mark.parametrize("ranks, topology, exchanges", [(2, None, 4), (2, "cpu-1gbit", 1), (4, "cpu-1gbit", 1)])
+def test_gradients_of_fully_shard_are_exchanged(ranks, topology, exchanges):
+    first, *others = run_on_ranks(ranks, shared, topology)
+    assert all(other == first for other in others)
+    assert first.count("all_to_all_single") == exchanges and not any("reduce" in name for name in first)
