@@ -33,7 +33,8 @@ class Options:
             stock Inductor does; for finding out whether a difference comes from us.
         kernels: ``"inductor"`` generates kernels; ``"aten"`` runs the lowered graph operator by operator.
         disable_passes: names of graph passes that do not run.
-        enable_passes: names of graph passes that do, of those that run only where they are asked for.
+        enable_passes: names of graph passes that do, of those that run only where they are asked for (`bucket_collectives` also
+            where a topology is named).
         strict: a pass that raises ends the compilation. Otherwise its change is dropped, with a warning.
         fallback: an operator without a sharding rule in torch runs on replicated tensors (``"replicate"``, reported as a decision),
             or raises as in eager (``"error"``).
