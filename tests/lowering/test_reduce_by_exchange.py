@@ -156,6 +156,12 @@ def test_buckets_of_two_ranks_bitwise(dtype, op):
 
 
 @on_ranks(2)
+def test_a_bucket_of_another_reduction_is_one_that_gloo_scatters():
+    text, reasons = bucketed(op="max", shapes=((4, 3), (8,)))
+    assert text.count("= reduce_scatter_tensor_coalesced") == 1 and len(reasons) == 1
+
+
+@on_ranks(2)
 def test_a_bucket_of_empty_tensors():
     bucketed(shapes=((4, 0), (0,)))
 

@@ -183,7 +183,7 @@ def test_random_numbers_keep_their_order():
     assert [node.name for node in gm.graph.nodes if "rand" in node.name] == order
 
 
-def starts(layout_name, uneven):
+def starts(layout_name, uneven, topology):
     """The collectives of a small Llama in order; that steps with and without the schedule give the same is checked on the way."""
     layout = LAYOUTS[layout_name]
     mesh = make_mesh(layout.mesh_shape(dist.get_world_size()), layout.dims)
@@ -192,13 +192,14 @@ def starts(layout_name, uneven):
 
     def watch(stage, graph):
         if stage == "lowered":
-            orders.append([f"{n.target} {n.args[1:-1]} {list(n.meta['val'].shape)}" for n in graph.nodes if is_start(n)])
+            shapes = {n: [list(value.shape) for value in pytree.tree_leaves(n.meta["val"])] for n in graph.nodes if is_start(n)}
+            orders.append([f"{n.target} {n.args[1:-1]} {shape}" for n, shape in shapes.items()])
 
     for schedule in (True, False):
         torch._dynamo.reset()
 
         def wrap(model, schedule=schedule):
-            options = {"schedule": schedule, "strict": True, "overlap_memory": 0.5}
+            options = {"schedule": schedule, "strict": True, "overlap_memory": 0.5, "topology": topology}
             return torch.compile(model, backend="dtensor_aten", fullgraph=True, options=options)
 
         with watch_graphs(watch):
@@ -218,7 +219,9 @@ def starts(layout_name, uneven):
     return orders
 
 
-@pytest.mark.parametrize("layout, ranks, uneven", [("fsdp", 2, True), ("tp", 2, False), ("2d", 4, False)])
-def test_a_step_is_bitwise_the_same_and_all_ranks_start_alike(layout, ranks, uneven):
-    first, *others = run_on_ranks(ranks, starts, layout, uneven)
+@pytest.mark.parametrize(
+    "layout, ranks, uneven, topology", [("fsdp", 2, True, None), ("tp", 2, False, None), ("2d", 4, False, "cpu-1gbit")]
+)
+def test_a_step_is_bitwise_the_same_and_all_ranks_start_alike(layout, ranks, uneven, topology):
+    first, *others = run_on_ranks(ranks, starts, layout, uneven, topology)
     assert all(other == first for other in others) and len(first) == 4 and all(first)
