@@ -103,14 +103,15 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
-        """The same grid of a torch mesh, which `to_device_mesh` gives back.
+        """The same grid of a torch mesh, which `to_device_mesh` gives back, unless its ranks are in an order that it refuses.
 
         Raises:
             MeshError: it does not cover all ranks of the job.
         """
         layout = mesh_layout(mesh)
         this = cls(mesh.mesh.flatten().tolist(), layout.shape, mesh.mesh_dim_names)
-        this._take(mesh)
+        if layout.in_rank_order:
+            this._take(mesh)
         return this
 
     def __eq__(self, other: object) -> bool:

@@ -9,19 +9,16 @@ near, and they are taken in order. Granules stay in order of their number.
 from __future__ import annotations
 
 import math
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from rich.table import Table
 
 from dtensor_compile.errors import MeshError
 from dtensor_compile.spmd.mesh import Mesh
+from dtensor_compile.topology.devices import hosts_from_environment
 from dtensor_compile.topology.links import CLUSTERS, Cluster, rounds
 from dtensor_compile.topology.torus import Assignment, assign_axes, lay_out
 
@@ -37,7 +34,7 @@ class HybridMesh(Mesh):
         axis_names: names of the axes.
         device_attributes: one mapping per device with ``name`` (its number, or text that ends in it, as ``"TPU:3"``),
             ``slice_index`` (its granule; 0 where it is not given), and for a torus ``coords`` and ``core_on_chip``. None reads
-            hosts from the launcher's environment (`hosts_from_environment`).
+            hosts from the launcher's environment (`topology.devices`, which also finds NVLink domains); all ranks have to call then.
         allow_split_physical_axes: two mesh axes may share one torus axis.
         cluster: whose links the table of `explain` counts with.
 
@@ -161,39 +158,3 @@ def _physical(granule: Sequence[Mapping[str, Any]]) -> np.ndarray:
     for place, number in places.items():
         devices[tuple(c - start for c, start in zip(place, low))] = number
     return devices
-
-
-def hosts_from_environment(world_size: int | None = None) -> list[dict[str, Any]]:
-    """One granule per host, from what ``torchrun`` sets: ``LOCAL_WORLD_SIZE`` ranks per host in order, of ``WORLD_SIZE``.
-
-    Raises:
-        MeshError: neither is set and there is no process group, or hosts differ in size.
-    """
-    n = world_size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 0)))
-    if n < 1:
-        raise MeshError("the number of ranks is not known: start the program with torchrun, or give device_attributes")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", n))
-    if n % local:
-        raise MeshError(f"LOCAL_WORLD_SIZE={local} does not divide the {n} ranks: give device_attributes with slice_index")
-    return [{"name": str(rank), "slice_index": rank // local} for rank in range(n)]
-
-
-def nvlink_domains(topology: str | None = None) -> list[list[int]]:
-    """GPUs of this host that NVLink connects, from ``nvidia-smi topo -m`` (or from its text, given).
-
-    Raises:
-        MeshError: there is no nvidia-smi on this host.
-    """
-    if topology is None:
-        if shutil.which("nvidia-smi") is None:
-            raise MeshError("there is no nvidia-smi on this host: give device_attributes")
-        topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=True).stdout
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
-    rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+(X|NV\d+|SYS|NODE|PHB|PXB|PIX)\b", line)]
-    domain = list(range(len(rows)))
-    for a, row in enumerate(rows):
-        for b, word in enumerate(row[1 : len(rows) + 1]):
-            if re.fullmatch(r"NV\d+", word):
-                old, new = domain[b], domain[a]
-                domain = [new if d == old else d for d in domain]
-    return [[gpu for gpu, d in enumerate(domain) if d == key] for key in dict.fromkeys(domain)]

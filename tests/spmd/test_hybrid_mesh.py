@@ -3,14 +3,18 @@
 import io
 import itertools
 import math
+import os
 import time
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
 from dtensor_compile.errors import MeshError
-from dtensor_compile.topology.hybrid_mesh import HybridMesh, hosts_from_environment, nvlink_domains
+from dtensor_compile.testing import on_ranks
+from dtensor_compile.topology.devices import hosts_from_environment, nvlink_devices, nvlink_domains
+from dtensor_compile.topology.hybrid_mesh import HybridMesh
 from dtensor_compile.topology.torus import assign_axes, lay_out
 from tests.spmd.tables import TABLES, needs_tables
 
@@ -74,14 +78,23 @@ def test_granules_are_outer_and_in_order():
     assert mesh.get_logical_mesh().tolist() == [[4, 5, 0, 1], [6, 7, 2, 3]]
 
 
+HOST_NUMBERS = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID", "RANK")
+
+
+def slices(devices):
+    return [device["slice_index"] for device in devices]
+
+
 def test_hosts_from_the_environment(monkeypatch):
+    for name in HOST_NUMBERS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert [d["slice_index"] for d in hosts_from_environment()] == [0] * 4 + [1] * 4
     mesh = HybridMesh(ici_mesh_shape=(1, 4), dcn_mesh_shape=(2, 1), axis_names=("dp", "tp"))
     assert mesh.get_logical_mesh().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(MeshError, match="does not divide"):
+    with pytest.raises(MeshError, match="do not divide"):
         hosts_from_environment()
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(MeshError, match="torchrun"):
@@ -104,11 +117,65 @@ Legend:
 def test_nvlink_domains():
     assert nvlink_domains(TOPOLOGY) == [[0, 1], [2, 3]]
     assert nvlink_domains(TOPOLOGY.replace("SYS", "NV4")) == [[0, 1, 2, 3]]
+    assert nvlink_domains("\x1b[4mGPU0\tGPU1\x1b[0m\nGPU0\t X \tPHB\nGPU1\tPHB\t X") == [[0], [1]]
+
+
+def test_nvlink_domains_of_all_hosts_are_granules():
+    hosts = [{"name": str(rank), "slice_index": rank // 4} for rank in range(8)]
+    devices = nvlink_devices(TOPOLOGY, hosts)
+    assert slices(devices) == [0, 0, 1, 1, 2, 2, 3, 3]
+    mesh = HybridMesh(ici_mesh_shape=(1, 2), dcn_mesh_shape=(4, 1), axis_names=("dp", "tp"), device_attributes=devices)
+    assert mesh.get_logical_mesh().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    turns = [{"name": str(rank), "slice_index": rank % 2} for rank in range(8)]  # ranks dealt out to the hosts in turn
+    assert slices(nvlink_devices(TOPOLOGY, turns)) == [0, 2, 0, 2, 1, 3, 1, 3]
+    with pytest.raises(MeshError, match="host 0 has 4 GPUs, and rank 4 would use its GPU 4"):
+        nvlink_devices(TOPOLOGY, [{"name": str(rank), "slice_index": 0} for rank in range(5)])
+
+
+@pytest.mark.parametrize("name", HOST_NUMBERS[:3])
+def test_a_rank_on_another_host_than_its_number_says(name, monkeypatch):
+    for other in HOST_NUMBERS:
+        monkeypatch.delenv(other, raising=False)
+    for key, value in {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "5", name: "1"}.items():
+        monkeypatch.setenv(key, value)
+    assert slices(hosts_from_environment()) == [0] * 4 + [1] * 4
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(MeshError, match="rank 5 is on host 0, so that ranks are not numbered host by host"):
+        hosts_from_environment()
+
+
+@on_ranks(4)
+def test_ranks_tell_each_other_their_hosts():
+    rank = dist.get_rank()
+    os.environ["GROUP_RANK"] = str(rank % 2)
+    try:
+        assert slices(hosts_from_environment()) == [0, 1, 0, 1]
+        mesh = HybridMesh(ici_mesh_shape=(1, 2), dcn_mesh_shape=(2, 1), axis_names=("dp", "tp"))
+        assert mesh.get_logical_mesh().tolist() == [[0, 2], [1, 3]]
+        if rank == 3:
+            del os.environ["GROUP_RANK"]  # one that does not know: ranks in a row, on every rank
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        assert slices(hosts_from_environment()) == [0, 0, 1, 1]
+        assert slices(nvlink_devices(TOPOLOGY if rank < 2 else TOPOLOGY.replace("NV18", "SYS"))) == [0, 0, 1, 2]
+    finally:
+        os.environ.pop("GROUP_RANK", None)
+        os.environ["LOCAL_WORLD_SIZE"] = "4"
 
 
 def test_nvlink_without_the_tool(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MeshError, match="no nvidia-smi"):
+        nvlink_domains()
+
+
+def test_nvidia_smi_is_called(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n[ \"$1 $2\" = 'topo -m' ] && echo '{TOPOLOGY}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert nvlink_domains() == [[0, 1], [2, 3]]
+    tool.write_text("#!/bin/sh\necho 'no driver' >&2; exit 9\n")
+    with pytest.raises(MeshError, match="failed: no driver"):
         nvlink_domains()
 
 

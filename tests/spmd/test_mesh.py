@@ -6,17 +6,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dtensor_compile.capture.spec import parse_spec, spec_text
+from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.errors import MeshError, PlacementError
-from dtensor_compile.spmd import Mesh, ShardingType, get_1d_mesh, get_global_mesh, set_global_mesh
+from dtensor_compile.spmd import Mesh, ShardingType, get_1d_mesh, get_global_mesh, set_global_mesh, wrap_as_sharded_tensor
 from dtensor_compile.spmd.op_sharding import grid_of
 from dtensor_compile.spmd.partition_spec import axes_to_placements, placements_to_axes
 from dtensor_compile.testing import make_mesh, on_ranks
 from tests.spmd.tables import TABLES, as_spec, needs_tables
 
-MESHES = [(4,), (1,), (2, 2), (1, 3), (4, 2), (2, 3, 2), (1, 2, 2), (2, 1, 3)]
+MESHES = [(4,), (1,), (6,), (2, 2), (1, 3), (4, 2), (2, 2, 2), (2, 3, 2), (1, 2, 2), (2, 1, 3), (4, 2, 2)]
 
 
 def every_spec(axes, ndim):
@@ -132,27 +134,26 @@ def test_every_spec_agrees_with_the_model(shape):
                 assert all(int(numbers[tile]) == i for i, tile in enumerate(tiles))
 
 
+@pytest.mark.parametrize("ndim", (1, 2, 3))
 @pytest.mark.parametrize("shape", MESHES)
-def test_pairs_of_specs_share_what_the_model_says(shape):
-    """For all pairs of specs: the part of a tensor that a device holds in both is what the tiles of the model have in common."""
+def test_every_pair_of_specs_shares_what_the_model_says(shape, ndim):
+    """For every pair of specs and of devices: how much of what one device holds under the one spec another holds under the other."""
     n = math.prod(shape)
-    mesh = Mesh(range(n), shape)
-    grid, size = mesh.get_logical_mesh(), [math.prod(shape)] * 2
-    specs = list(every_spec(len(shape), 2))
-    held = {}
-    for spec in specs:
-        held[spec] = {}
+    mesh = Mesh(np.random.RandomState(1).permutation(n), shape)
+    grid, size, specs = mesh.get_logical_mesh(), [n] * ndim, list(every_spec(len(shape), ndim))
+    held, ranges = np.zeros((len(specs), n, *size), np.float32), np.zeros((len(specs), n, ndim, 2), int)
+    for spec, masks, found in zip(specs, held, ranges):
         pieces = [math.prod(shape[a] for a in entry) for entry in entries(spec)]
         for coordinate in np.ndindex(*shape):
-            mask = np.zeros(size, bool)
             tile = tile_of(grid, spec, coordinate)
-            mask[tuple(slice(t * s // p, (t + 1) * s // p) for t, s, p in zip(tile, size, pieces))] = True
-            held[spec][int(grid[coordinate])] = mask
-    ours = {spec: mesh.device_shards(spec, size) for spec in specs}
-    for one, other in itertools.product(specs[:40], specs):
-        for a, b in zip(ours[one], ours[other]):
-            common = [max(0, min(x[1], y[1]) - max(x[0], y[0])) for x, y in zip(a.index, b.index)]
-            assert math.prod(common) == (held[one][a.device] & held[other][b.device]).sum(), (one, other)
+            masks[grid[coordinate]][tuple(slice(t * s // p, (t + 1) * s // p) for t, s, p in zip(tile, size, pieces))] = 1
+        for shard in mesh.device_shards(spec, size):
+            found[shard.device] = shard.index
+    cells, (begin, end) = held.reshape(len(specs) * n, -1), np.moveaxis(ranges.reshape(len(specs) * n, ndim, 2), -1, 0)
+    common = np.ones((len(cells), len(cells)), int)
+    for low, high in zip(begin.T, end.T):
+        common *= (np.minimum(high[:, None], high) - np.maximum(low[:, None], low)).clip(0)
+    assert np.array_equal(common, cells @ cells.T), shape
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -247,6 +248,17 @@ def test_global_mesh():
     set_global_mesh(None)
 
 
+@pytest.mark.parametrize("rank", range(6))
+def test_uneven_shards_are_those_of_dtensor(rank):
+    with simulated_job(6, rank):
+        for shape in ((6,), (3, 2), (2, 3), (1, 6)):
+            mesh = Mesh(range(6), shape)
+            for spec, length in itertools.product(every_spec(len(shape), 1), range(8)):
+                t = torch.arange(float(length))
+                ((begin, end),) = mesh.device_shards(spec, (length,))[rank].index
+                assert wrap_as_sharded_tensor(t, mesh, spec).to_local().tolist() == t[begin:end].tolist(), (shape, spec, length)
+
+
 # ---- on ranks ----------------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +272,10 @@ def test_device_mesh_there_and_back():
     assert Mesh([0, 2, 1, 3], (2, 2)).to_device_mesh().mesh.tolist() == [[0, 2], [1, 3]]
     with pytest.raises(MeshError, match="ascending"):
         Mesh([1, 0, 2, 3], (2, 2), ("dp", "tp")).to_device_mesh()
+    permuted = Mesh.from_device_mesh(DeviceMesh("cpu", [[1, 0], [2, 3]], mesh_dim_names=("u", "v")))
+    assert permuted.get_logical_mesh().tolist() == [[1, 0], [2, 3]]
+    with pytest.raises(MeshError, match="ascending"):
+        permuted.to_device_mesh()
     with pytest.raises(MeshError, match="2 devices, the job has 4 ranks"):
         Mesh(range(2), (2,))
     assert get_1d_mesh().size() == 4

@@ -1,0 +1,120 @@
+"""The devices of a job, in the form that `HybridMesh` takes: hosts from what launchers set, NVLink domains from ``nvidia-smi``.
+
+One granule per host (`hosts_from_environment`), or one per NVLink domain of each host (`nvlink_devices`). Where there is a process
+group, ranks tell each other where they are, so that they may be numbered in any order over the hosts, and hosts may differ; without
+one, ranks count host by host, and all hosts are as this one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from dtensor_compile.errors import MeshError
+
+#: Number of the host that a process runs on, as launchers call it: torchrun, Lightning, Slurm.
+_HOST = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
+#: Ranks on a host: torchrun, Open MPI, Slurm.
+_ON_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+
+
+def _number(names: Sequence[str]) -> int | None:
+    """The first of these environment variables that is set to a number."""
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
+
+
+def _exchange(mine: Any) -> list[Any] | None:
+    """What each rank has to say, in order of rank; None where there is nobody to ask."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    return said
+
+
+def hosts_from_environment(world_size: int | None = None) -> list[dict[str, Any]]:
+    """One device per rank, with the number of its host as ``slice_index``.
+
+    With a process group each rank tells the number of its host (``GROUP_RANK``, ``NODE_RANK``, ``SLURM_NODEID``), and all ranks have to
+    call. Where one knows none, and without a process group, ``LOCAL_WORLD_SIZE`` ranks in a row are on one host.
+
+    Args:
+        world_size: number of ranks, asked of nobody; otherwise that of the process group, or ``WORLD_SIZE``.
+
+    Raises:
+        MeshError: the number of ranks is not known, hosts differ in size, or this rank is not on the host that its number says.
+    """
+    hosts = None if world_size else _exchange(_number(_HOST))
+    if hosts is not None and None not in hosts:
+        return [{"name": str(rank), "slice_index": host} for rank, host in enumerate(hosts)]
+    n = world_size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else _number(("WORLD_SIZE",)) or 0)
+    if n < 1:
+        raise MeshError("the number of ranks is not known: start the program with torchrun, or give device_attributes")
+    local = _number(_ON_HOST) or n
+    if n % local:
+        raise MeshError(f"{local} ranks on this host do not divide the {n} ranks: give device_attributes with slice_index")
+    rank, host = _number(("RANK",)), _number(_HOST)
+    if world_size is None and hosts is None and None not in (rank, host) and rank // local != host:  # type: ignore[operator]
+        raise MeshError(
+            f"rank {rank} is on host {host}, so that ranks are not numbered host by host: call init_process_group first, and ranks "
+            "tell each other where they are, or give device_attributes with slice_index"
+        )
+    return [{"name": str(rank), "slice_index": rank // local} for rank in range(n)]
+
+
+def nvlink_devices(topology: str | None = None, hosts: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """One device per rank, with the number of its NVLink domain as ``slice_index``; domains are counted host by host.
+
+    The i-th rank of a host is taken to use its GPU i. All ranks have to call.
+
+    Args:
+        topology: text of ``nvidia-smi topo -m`` on this host; the tool is called if not given.
+        hosts: as `hosts_from_environment` gives them, which is called if not given.
+
+    Raises:
+        MeshError: there is no nvidia-smi, a host has fewer GPUs than ranks, or hosts are not known.
+    """
+    hosts = hosts_from_environment() if hosts is None else hosts
+    domains = nvlink_domains(topology)
+    told = _exchange(domains) or [domains] * len(hosts)
+    counted: dict[int, int] = {}
+    places = []
+    for rank, device in enumerate(hosts):
+        host = int(device["slice_index"])
+        gpu = counted[host] = counted.get(host, -1) + 1
+        domain = next((i for i, gpus in enumerate(told[rank]) if gpu in gpus), None)
+        if domain is None:
+            raise MeshError(f"host {host} has {sum(map(len, told[rank]))} GPUs, and rank {rank} would use its GPU {gpu}")
+        places.append((host, domain))
+    order = sorted(set(places))
+    return [{"name": str(rank), "slice_index": order.index(place)} for rank, place in enumerate(places)]
+
+
+def nvlink_domains(topology: str | None = None) -> list[list[int]]:
+    """GPUs of this host that NVLink connects, from ``nvidia-smi topo -m`` (or from its text, given).
+
+    Raises:
+        MeshError: there is no nvidia-smi on this host, or it fails.
+    """
+    if topology is None:
+        if shutil.which("nvidia-smi") is None:
+            raise MeshError("there is no nvidia-smi on this host: give device_attributes")
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise MeshError(f"nvidia-smi topo -m failed: {(done.stderr or done.stdout).strip()[:200]}; give device_attributes")
+        topology = done.stdout
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
+    rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+(X|NV\d+|SYS|NODE|PHB|PXB|PIX)\b", line)]
+    domain = list(range(len(rows)))
+    for a, row in enumerate(rows):
+        for b, word in enumerate(row[1 : len(rows) + 1]):
+            if re.fullmatch(r"NV\d+", word):
+                old, new = domain[b], domain[a]
+                domain = [new if d == old else d for d in domain]
+    return [[gpu for gpu, d in enumerate(domain) if d == key] for key in dict.fromkeys(domain)]
