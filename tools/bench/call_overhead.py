@@ -153,11 +153,39 @@ def guards(model: nn.Module, x: torch.Tensor, backend: str) -> Call:
     return checks_of_guards(type(model).forward, {"self": model, "x": x})
 
 
-def adamw(model: nn.Module, x: torch.Tensor, backend: str) -> Call:
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.01)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    return torch.compile(lambda: optimizer.step(), backend=backend)
+def step_of(name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, clip: bool = False, scale: bool = False) -> Prepare:
+    """A compiled step of an optimizer, and what programs do to gradients before it."""
+
+    def prepare(model: nn.Module, x: torch.Tensor, backend: str) -> Call:
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.01)
+        optimizer, scaler = make(parameters), torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scale)
+        scaler.scale(torch.ones(()))  # makes its state
+
+        def step() -> None:
+            if scale:
+                scaler.unscale_(optimizer)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            scaler.step(optimizer) if scale else optimizer.step()
+            if scale:
+                scaler.update()
+
+        return torch.compile(step, backend=backend)
+
+    prepare.__name__ = name
+    return prepare
+
+
+STEPS = [
+    step_of("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=True)),
+    step_of("adam", lambda parameters: torch.optim.Adam(parameters, foreach=True)),
+    step_of("adamw", lambda parameters: torch.optim.AdamW(parameters, foreach=True)),
+    step_of("adamw fused", lambda parameters: torch.optim.AdamW(parameters, fused=True)),
+    step_of("clip and adamw", lambda parameters: torch.optim.AdamW(parameters, foreach=True), clip=True),
+    step_of("scaler and adamw", lambda parameters: torch.optim.AdamW(parameters, foreach=True), scale=True),
+]
 
 
 def cpu_seconds(call: Call, calls: int) -> float:
@@ -197,7 +225,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="*", default=[10, 100, 300, 1000])
     parser.add_argument("--layers", type=int, default=80, help="of the decoding model; 0 leaves it out")
-    parser.add_argument("--optimizer", type=int, default=100, help="parameters of the optimizer's step; 0 leaves it out")
+    parser.add_argument("--optimizer", type=int, nargs="*", default=[100], help="parameters of the optimizers' steps")
+    parser.add_argument("--steps", nargs="*", default=[step.__name__ for step in STEPS], help="of which optimizers")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.05, help="of one measurement")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
@@ -218,8 +247,9 @@ def main() -> None:
         for prepare in (guards, inference) if args.layers else ():
             name = f"{9 * args.layers + 3} parameters, decoding"
             row(name, lambda layout: Decoder(layout, args.layers), prepare, torch.ones(1, 8))
-        if args.optimizer:
-            row(f"{args.optimizer} parameters", lambda layout: Scales(layout, args.optimizer), adamw, torch.ones(4))
+        for count in args.optimizer:
+            for prepare in (step for step in STEPS if step.__name__ in args.steps):
+                row(f"{count} parameters", lambda layout: Scales(layout, count), prepare, torch.ones(4))
     table = Table(title=f"host time of a compiled call, median of {args.repeats}, microseconds")
     for column in ("", *args.variants, *(f"{name} / plain" for name in args.variants if name != "plain")):
         table.add_column(column, justify="right")
