@@ -169,7 +169,7 @@ class TracedOptimizerVariable(OptimizerVariable):
     def _state(self, tx: Translator) -> dict[int, VariableTracker]:
         """Trackers of all tensors in the state as it is outside of the region, by identity.
 
-        Entries are known by their position, and a guard says which parameter each is of: `load_state_dict` may bring another order.
+        Entries are known by position, and a guard says which parameter each is of: `load_state_dict` may bring another order.
         """
         state, found = self.var_getattr(tx, "state").realize(), {}
         tx.output.guard_on_key_order.add(state.source)

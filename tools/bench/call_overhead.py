@@ -153,7 +153,10 @@ def guards(model: nn.Module, x: torch.Tensor, backend: str) -> Call:
     return checks_of_guards(type(model).forward, {"self": model, "x": x})
 
 
-def step_of(name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, clip: bool = False, scale: bool = False) -> Prepare:
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def step_of(name: str, make: Make, *, clip: bool = False, scale: bool = False) -> Prepare:
     """A compiled step of an optimizer, and what programs do to gradients before it."""
 
     def prepare(model: nn.Module, x: torch.Tensor, backend: str) -> Call:

@@ -74,7 +74,8 @@ Ref take(PyObject* results, Py_ssize_t index, const at::Tensor* like) {
   if (alone && (like == nullptr || torch::autograd::utils::obeys_layout_contract(local, *like))) {
     return found;
   }
-  return Ref::steal(THPVariable_Wrap(like != nullptr ? torch::autograd::utils::clone_obey_contract(local, *like) : local.clone()));
+  using torch::autograd::utils::clone_obey_contract;
+  return Ref::steal(THPVariable_Wrap(like != nullptr ? clone_obey_contract(local, *like) : local.clone()));
 }
 
 enum class Done { no, yes, failed };

@@ -1,8 +1,8 @@
 // Guard: whether a DTensor is what a graph was compiled for.
 //
-// It compares what the guard of a plain tensor compares, of the DTensor and of its local tensor, and the spec: its identity first.
-// What that costs is memory that is not in the cache, so that all it needs each time lies in one piece, sizes and strides behind it,
-// and so that each guard asks for what the next one will read.
+// It compares what the guard of a plain tensor compares, of the DTensor and of its local tensor, and the spec, its identity first.
+// What costs time is memory that is not in the cache. So what a guard needs each time lies in one piece, sizes and strides at its
+// end, and each guard asks for what the next one will read.
 #pragma once
 
 #include "tensors.h"

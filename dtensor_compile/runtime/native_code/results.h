@@ -47,7 +47,8 @@ PyObject* spec_of(Output& output, PyObject* results) {
   if (!shape || !stride) {
     return nullptr;
   }
-  if (output.spec && mesh == output.mesh.get() && same(shape.get(), output.shape.get()) && same(stride.get(), output.stride.get())) {
+  if (output.spec && mesh == output.mesh.get() && same(shape.get(), output.shape.get()) &&
+      same(stride.get(), output.stride.get())) {
     return output.spec.get();
   }
   output.spec = Ref::steal(PyObject_CallFunctionObjArgs(output.make_spec.get(), mesh, shape.get(), stride.get(), nullptr));
