@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from dtensor_compile.capture.mesh import MeshLayout
+from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
 from dtensor_compile.capture.spec import parse_spec, spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
 from dtensor_compile.lowering.expand import local_shape
-from dtensor_compile.passes.nodes import call
+from dtensor_compile.passes.nodes import Redistribution, call
 
 aten = torch.ops.aten
 
@@ -77,6 +78,48 @@ class Global:
         if any(isinstance(p, Shard) and p.dim not in dims for p in self.placements):
             return None
         return Global(tuple(Shard(dims[p.dim]) if isinstance(p, Shard) else p for p in self.placements), tuple(shape))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Operators on one tensor behind a redistribution, and what they give where they run in front of it.
+
+    Attributes:
+        forms: what each gives on the local tensor before the redistribution; the last is what is redistributed then.
+        wanted: what the last of them gives in the graph.
+    """
+
+    operators: tuple[torch.fx.Node, ...]
+    forms: tuple[Global, ...]
+    wanted: Global
+    layout: MeshLayout
+    coordinate: Sequence[int]
+
+    @property
+    def held(self) -> Global:
+        return self.forms[-1]
+
+    def apply(self, local: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+        """The operators on the local tensor before the redistribution, as new nodes in front of `before`."""
+        for operator, form in zip(self.operators, self.forms):
+            local = apply(operator, local, form, self.layout, self.coordinate, before)
+        return local
+
+
+def chain(this: Redistribution, operators: Sequence[torch.fx.Node]) -> Chain | None:
+    """What becomes of operators that move in front of the redistribution that they follow; None where one of them cannot."""
+    layout = parse_mesh(this.mesh)
+    coordinate = layout.coordinate(dist.get_rank())
+    forms: list[Global] | None = [g for spec in (this.source, this.target) if (g := Global.of(spec, this.shape))]
+    if coordinate is None or len(forms) < 2:
+        return None
+    moved = []
+    for operator in operators:
+        forms = carry(operator, forms, layout, coordinate)
+        if forms is None or may_round(operator, forms[0]):
+            return None
+        moved.append(forms[0])
+    return Chain(tuple(operators), tuple(moved), forms[1], layout, coordinate)
 
 
 def carry(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coordinate: Sequence[int]) -> list[Global] | None:

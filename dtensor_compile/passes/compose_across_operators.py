@@ -16,11 +16,9 @@ all-to-all; what is gathered and cut the same way is not sent at all.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.carry import Global, apply, carry, may_round
+from dtensor_compile.passes.carry import chain
 from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.passes.copies import replace
 from dtensor_compile.passes.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line, when
@@ -45,30 +43,20 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     first = read(inner)
     if not between or len(inner.users) != 1 or when(inner) != when(node) or first.mesh != this.mesh:
         return None
-    layout = parse_mesh(this.mesh)
-    coordinate = layout.coordinate(dist.get_rank())
-    forms: list[Global] | None = [g for spec in (first.source, first.target) if (g := Global.of(spec, first.shape))]
-    if coordinate is None or len(forms) < 2:
-        return None
     if not (owes_no_more(first.source, first.target) and owes_no_more(this.source, this.target)):
         return None
-    steps = []
-    for operator in between:
-        forms = carry(operator, forms, layout, coordinate)
-        if forms is None or may_round(operator, forms[0]):
-            return None
-        steps.append(forms[0])
-    held, wanted = forms
-    if (wanted.spec, wanted.shape) != (this.source, this.shape) or not owes_no_more(held.spec, this.target):
+    moved = chain(first, between)
+    if moved is None or (moved.wanted.spec, moved.wanted.shape) != (this.source, this.shape):
+        return None
+    held = moved.held
+    if not owes_no_more(held.spec, this.target):
         return None
     direct = this._replace(source=held.spec)
     after, before = cost(direct, node.meta["val"].element_size()), cost_of([inner, node])
     if not after.is_less(before):
         return None
     where, text = source_line(node), f"{first}->{this}"
-    local = first.local
-    for operator, form in zip(between, steps):
-        local = apply(operator, local, form, layout, coordinate, node)
+    local = moved.apply(first.local, node)
     same = direct.source == direct.target
     new = local if same else redistribute(direct._replace(local=local), like=node, before=node)
     if not replace(node, new, shared=same):

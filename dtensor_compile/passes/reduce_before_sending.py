@@ -15,11 +15,9 @@ It pays by what the reduction drops: the gather of a tensor becomes the all-redu
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.carry import Global, apply, carry, is_reduction, may_round
+from dtensor_compile.passes.carry import chain, is_reduction
 from dtensor_compile.passes.compose_across_operators import LONGEST
 from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.passes.copies import replace
@@ -40,18 +38,10 @@ def _reduce(node: torch.fx.Node) -> Decision | None:
         if last.op != "call_function" or len(last.all_input_nodes) != 1:
             return None
         behind.append(last)
-    layout = parse_mesh(this.mesh)
-    coordinate = layout.coordinate(dist.get_rank())
-    forms: list[Global] | None = [g for spec in (this.source, this.target) if (g := Global.of(spec, this.shape))]
-    if coordinate is None or len(forms) < 2 or when(last) != when(node):
+    moved = chain(this, behind) if when(last) == when(node) else None
+    if moved is None:
         return None
-    steps = []
-    for operator in behind:
-        forms = carry(operator, forms, layout, coordinate)
-        if forms is None or may_round(operator, forms[0]):
-            return None
-        steps.append(forms[0])
-    held, wanted = forms
+    held, wanted = moved.held, moved.wanted
     if held == wanted or not owes_no_more(held.spec, wanted.spec):
         return None
     direct = Redistribution(this.local, held.spec, wanted.spec, this.mesh, wanted.shape)
@@ -59,9 +49,7 @@ def _reduce(node: torch.fx.Node) -> Decision | None:
     if not after.is_less(before):
         return None
     where = source_line(node)
-    local = this.local
-    for operator, form in zip(behind, steps):
-        local = apply(operator, local, form, layout, coordinate, last)
+    local = moved.apply(this.local, last)
     if not replace(last, redistribute(direct._replace(local=local), like=node, before=last)):
         return None
     return Decision("reduce_before_sending", where, f"reduced first, {after} are sent and not {before}", str(this), str(direct))

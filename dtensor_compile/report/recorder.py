@@ -30,6 +30,7 @@ from dtensor_compile.compat.inductor import GraphPass
 from dtensor_compile.compat.observe import Break, Compilation, current_compilation, watch_dynamo, watch_graphs_of_others
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.decisions import Decision
+from dtensor_compile.lowering.extra_copies import extra_copies
 from dtensor_compile.lowering.plan import bytes_sent
 from dtensor_compile.passes.nodes import RECORDED_AS, read, redistributions, source_line
 from dtensor_compile.report.graphs import Collective, Operation, module_path, operations_of
@@ -49,6 +50,7 @@ class GraphRecord:
         operations: what takes time, in order; starts and waits of collectives among it.
         nodes: number of nodes.
         compilation: during which it was made; None for a backward pass that another backend compiled when it first ran.
+        extra_copies: bytes that copies for collectives write in kernels of their own (`lowering.extra_copies`).
     """
 
     name: str
@@ -56,6 +58,7 @@ class GraphRecord:
     operations: list[Operation] = field(default_factory=list)
     nodes: int = 0
     compilation: Compilation | None = None
+    extra_copies: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ class Recording:
     def observe(self, graph: torch.fx.Graph) -> None:
         """Takes in a lowered graph, of whatever backend."""
         collectives, operations = operations_of(graph)
-        self.graphs.append(GraphRecord(graph_name(graph), collectives, operations, len(graph.nodes), current_compilation()))
+        about = len(graph.nodes), current_compilation(), extra_copies(graph)
+        self.graphs.append(GraphRecord(graph_name(graph), collectives, operations, *about))
 
 
 _active: list[Recording] = []

@@ -2,7 +2,8 @@
 
     python tools/bench/redistribution.py [--only REGEX] [--json FILE] [--disable PASS,...]
 
-Per model and for one rank: collectives, bytes sent and their estimated time. Columns: stock with its default planner of
+Per model and for one rank: collectives, bytes sent, their estimated time, and the bytes that copies of what collectives take and give
+write in kernels of their own (`lowering/extra_copies.py`). Columns: stock with its default planner of
 redistributions (greedy), stock with its other one (min-cost), and this backend. The job is simulated in this process; the graphs
 are those that Inductor would get. On a CPU stock makes an all-gather where it makes an all-to-all on a GPU, and sends what that
 sends.
@@ -41,11 +42,12 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank sends in a forward and a backward pass; seconds are estimated."""
+    """What one rank sends in a forward and a backward pass, and copies for it in kernels of their own; seconds are estimated."""
 
     collectives: int
     bytes: int
     seconds: float
+    extra_copies: int
 
 
 def measure(case: Case, variant: str, disabled: tuple[str, ...] = ()) -> Sent | None:
@@ -72,7 +74,7 @@ def measure(case: Case, variant: str, disabled: tuple[str, ...] = ()) -> Sent | 
     if recording.breaks:
         raise RuntimeError(f"{case.name}, {variant}: {recording.breaks[0].message}")
     totals = build_side(recording, CLUSTERS[CLUSTER], "").totals.all
-    return Sent(totals.count, totals.bytes, totals.seconds)
+    return Sent(totals.count, totals.bytes, totals.seconds, sum(graph.extra_copies for graph in recording.graphs))
 
 
 def main() -> None:
@@ -84,7 +86,7 @@ def main() -> None:
     disabled = tuple(filter(None, args.disable.split(",")))
     table = Table(title=f"one forward and backward, one rank; times estimated for {CLUSTER}")
     table.add_column("")
-    for title in ("collectives", "bytes sent", "time"):
+    for title in ("collectives", "bytes sent", "time", "extra copies"):
         for variant in ("greedy", "min-cost", "ours"):
             table.add_column(f"{title}\n{variant}", justify="right")
     table.add_column("bytes\nsaved", justify="right")
@@ -96,13 +98,16 @@ def main() -> None:
             results[case.name] = {variant: this and asdict(this) for variant, this in zip(VARIANTS, sent)}
             table.add_row(case.name, *_row(sent))
             print(case.name, flush=True)
-    Console(width=170).print(table)
+    Console(width=200).print(table)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _row(sent: Sequence[Sent | None]) -> list[str]:
-    texts = [("fails", "", "") if s is None else (f"{s.collectives}", f"{s.bytes:,}", f"{s.seconds * 1e6:.0f} us") for s in sent]
+    texts = [
+        ("fails", "", "", "") if s is None else (f"{s.collectives}", f"{s.bytes:,}", f"{s.seconds * 1e6:.0f} us", f"{s.extra_copies:,}")
+        for s in sent
+    ]
     *stock, ours = sent
     least = min(this.bytes for this in stock if this is not None)
     assert ours is not None
