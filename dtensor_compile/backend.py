@@ -10,7 +10,7 @@ import torch
 
 from dtensor_compile.capture.aliased_inputs import heed_aliases, may_write
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
-from dtensor_compile.capture.cacheable import cache_decisions, survives_caches
+from dtensor_compile.capture.cacheable import GRAPH_FUNCTIONS, cache_decisions, survives_caches
 from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.mesh import merge_groups
@@ -146,6 +146,7 @@ def dtensor(
                 kernel_pass=order_kernels if opts.schedule else None,
                 key=None if recording() or tangents.assumed or not merged or not survives_caches(gm) else key,
                 settings=opts.inductor,
+                cacheable=GRAPH_FUNCTIONS,
             )
     agreement.reach()
     return restore_spent_graphs(gm, heed_aliases(gm, remember_arguments(compiled, tangents)))

@@ -1,4 +1,4 @@
-"""Programs whose compiled form cannot be kept in a cache between processes."""
+"""What torch's caches between processes keep of a program: the calls of ours that they may, and the programs that they cannot."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.inductor import cache_refusal
 from dtensor_compile.decisions import Decision
+from dtensor_compile.spmd.barrier import border
+from dtensor_compile.spmd.constraint import agree, constrain, replicated, whole
+from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manual
+
+#: Functions of ours in a Dynamo graph that say all they do by their tensors, text and integers, which are in the key of a cache.
+GRAPH_FUNCTIONS = (agree, border, constrain, from_manual, placed_from_manual, replicated, to_manual, whole)
 
 
 def survives_caches(gm: torch.fx.GraphModule) -> bool:
@@ -25,6 +31,6 @@ def survives_caches(gm: torch.fx.GraphModule) -> bool:
 def cache_decisions(gm: torch.fx.GraphModule) -> list[Decision]:
     """What keeps a Dynamo graph out of the caches on disk, so that another process compiles it again; empty where nothing does."""
     reasons = [] if survives_caches(gm) else ["a result has a placement that a cache cannot write and read again"]
-    refused = cache_refusal(gm)
+    refused = cache_refusal(gm, GRAPH_FUNCTIONS)
     reasons += [refused] if refused else []
     return [Decision("cache", "", f"every process compiles it: {reason}", "compiled graph", "not kept") for reason in reasons]

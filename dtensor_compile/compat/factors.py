@@ -53,8 +53,6 @@ def operator_factors(
                 factor = _ask(op, args, kwargs, tensors, results, i, dim, mesh)
                 if factor is not None:
                     factors[factor] = None
-    if op is torch.ops.aten.convolution.default:  # DTensor's rule for its backward refuses shards
-        return []
     return list(factors)
 
 

@@ -103,6 +103,7 @@ def compile_with_inductor(
     kernel_pass: Callable[[list[Any]], list[Any]] | None,
     key: tuple[Any, ...] | None,
     settings: Mapping[str, Any],
+    cacheable: Sequence[Callable[..., Any]] = (),
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
 
@@ -112,6 +113,7 @@ def compile_with_inductor(
         kernel_pass: puts Inductor's kernels in order after fusion (`compat/scheduler.py`); None leaves it to Inductor.
         key: what decides the work of the passes besides the graph; part of the cache keys. None: no cache is used.
         settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
+        cacheable: functions whose calls in the graph are all that they depend on, so that caches may keep it.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -121,6 +123,7 @@ def compile_with_inductor(
         _keep_draws_in_order(graph)
 
     patches = {**EAGER_NUMBERS, **settings}
+    patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
     patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
     if kernel_pass is not None:
@@ -131,6 +134,12 @@ def compile_with_inductor(
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
     with meshes_by_layout():
         return compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, str]:
+    """The setting that lets calls of `functions` into AOTAutograd's cache: their names, and a key that changes with their source."""
+    ours = {f"{function.__module__}.{function.__name__}": package_digest() for function in functions}
+    return {**_configured(settings, "unsafe_marked_cacheable_functions"), **ours}
 
 
 def _spell_out_alpha(graph: torch.fx.Graph) -> None:
@@ -192,12 +201,14 @@ def _configured(settings: Mapping[str, Any], key: str) -> Any:
     return settings.get(key, getattr(config, key))
 
 
-def cache_refusal(gm: torch.fx.GraphModule) -> str:
-    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk; empty where it does not."""
+def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., Any]] = ()) -> str:
+    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk, calls of `cacheable` aside; empty where it does not."""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+    from torch._inductor import config
 
     try:
-        check_cacheable(gm)
+        with config.patch(unsafe_marked_cacheable_functions=_cacheable(cacheable, {})):
+            check_cacheable(gm)
     except BypassAOTAutogradCache as refusal:
         return " ".join(str(refusal).split())
     return ""

@@ -221,6 +221,7 @@ def _modules():
     yield "attention", Attention(), "attention.in_proj_weight", (4, 6, 16)
     yield "layer", nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), "linear1.weight", (4, 6, 16)
     yield "convolutions", nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), "0.weight", (4, 4, 8, 8)
+    yield "convolutions of rows", nn.Sequential(nn.Conv1d(4, 8, 3, padding=1, bias=False), nn.ConvTranspose1d(8, 4, 3)), "1.weight", (4, 4, 8)
     yield "recomputed", Recomputed(), "inner.up.weight", (4, 8)
 
 
@@ -232,6 +233,24 @@ def _module(module, name, shape):
     mark_sharding(weight, mesh22(), ("tp", *[None] * (weight.dim() - 1)))
     mark_sharding(x, mesh22(), ("dp", *[None] * (x.dim() - 1)))
     compare(module, x)
+
+
+@on_ranks(4, timeout=280)
+def test_convolutions_run_on_shards_of_the_batch():
+    """Gradients of the weights are all that is sent; a cut weight is gathered, and a decision tells the bytes."""
+    model, x = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), torch.randn(4, 4, 8, 8)
+    mark_sharding(x, mesh22(), ("dp", None, None, None))
+    ours = compare(model, x, calls=1)
+    whole = {d.reason for d in ours.decisions if d.kind == "replicate_fallback"}
+    assert not whole, whole
+    sent = sum(p.numel() for p in model.parameters()) * 4
+    assert ours.totals.all.bytes - sent == 4 * 4 * 4 * 4 * 4 // 2, (ours.totals.all.bytes, sent)  # and the result is made whole
+    mark_sharding(model[0].weight, mesh22(), ("tp", None, None, None))
+    whole = {d.reason for d in compare(model, x, calls=1).decisions if d.kind == "replicate_fallback"}
+    assert whole == {f"conv2d runs on shards of the batch, with {8 * 4 * 9 * 4:,} bytes of other shards gathered"}, whole
+    one = nn.Conv2d(4, 8, 3)
+    image = mark_sharding(torch.randn(4, 8, 8), mesh22(), ("dp", None, None))  # no batch: its first dim is the channels
+    compare(one, image, calls=1)
 
 
 @on_ranks(4, timeout=280)

@@ -1,0 +1,203 @@
+"""A Dynamo graph made to run on DTensors: inputs placed, intermediates redistributed, results made plain again.
+
+Comes in: the graph, and the placements that the propagation found for its tensors (``spread.py``). Goes out: the same graph over
+DTensors; its inputs and outputs are what they were.
+
+What makes it right: a replicated DTensor means what the plain tensor means, DTensor's rules keep the meaning whatever the placements
+are, and outputs that were plain are made whole. Gradients of plain inputs are made whole by the same step backwards. Cutting a tensor
+that every rank has sends nothing; making its gradient whole sends it once, which storing the parameter in shards (`shard_module`) saves.
+
+- Where DTensor leaves an intermediate whole that the propagation cuts, or owing a sum, a redistribution is put behind it.
+- A convolution runs on shards of the batch: DTensor has a rule for that, and takes arguments as they come.
+- A function that cannot run on the shards it gets runs on whole tensors, which every rank has then; a decision tells the bytes.
+
+    before   y = conv2d(x, w)                       x: S(0)R, w: RS(0)
+    after    v = constrain(w, whole); y = conv2d(x, v)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.compat.dtensor import StridedShard
+from dtensor_compile.compat.record import fake_like, run_node, tracing_mode
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.nodes import source_line
+from dtensor_compile.spmd.constraint import constrain, replicated, whole
+from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
+from dtensor_compile.spmd.propagate import Sharding
+
+
+class Rewrite:
+    """Runs the graph once more, now over fake DTensors, and puts in what has to stand between its nodes."""
+
+    def __init__(self, gm: torch.fx.GraphModule, mesh: DeviceMesh, wanted: dict[torch.fx.Node, Sharding], fall_back: bool) -> None:
+        self.gm, self.graph, self.wanted, self.fall_back = gm, gm.graph, wanted, fall_back
+        self.decisions: list[Decision] = []
+        self.mesh_shape, self.text = tuple(mesh.shape), mesh_text(mesh)
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.was_plain = {node for node in self.graph.nodes if not isinstance(node.meta.get("example_value"), DTensor)}
+
+    def run(self) -> None:
+        nodes = list(self.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        with tracing_mode() as mode:
+            for node in placeholders:
+                self.values[node] = fake_like(mode, node.meta["example_value"])
+            for node in reversed(placeholders):  # each goes right behind the last one, so that the first comes first
+                self._place_input(node, placeholders[-1])
+            for node in nodes[len(placeholders) :]:
+                if node.op == "output":
+                    self._make_results_plain(node)
+                else:
+                    self._compute(node)
+                    self._place(node)
+
+    def _compute(self, node: torch.fx.Node) -> None:
+        if function_name(node).startswith("conv"):
+            self._cut_batch_alone(node)
+        try:
+            value = run_node(self.gm, node, self.values)
+        except Exception as error:
+            if not self.fall_back or not any(isinstance(self.values[used], DTensor) for used in node.all_input_nodes):
+                raise
+            self._take_whole(node, error)
+            value = run_node(self.gm, node, self.values)
+        self.values[node] = value
+        if isinstance(value, torch.Tensor):
+            node.meta["example_value"] = value
+
+    def _cut_batch_alone(self, node: torch.fx.Node) -> None:
+        """The arguments of a convolution, cut along the batch or not at all."""
+        tensors = [used for used in node.all_input_nodes if isinstance(self.values[used], torch.Tensor)]
+        if not any(isinstance(self.values[used], DTensor) for used in tensors):
+            return
+        gathered, ndim = 0, max(self.values[used].dim() for used in tensors)
+        for used in tensors:
+            value = self.values[used]
+            batched = used is tensors[0] and value.dim() == ndim  # else its first dim is the channels
+            with self.graph.inserting_before(node):
+                placed = self.graph.call_function(replicated, (used, self.text))
+            if isinstance(value, DTensor):
+                keep = [p if batched and p == Shard(0) else Replicate() for p in value.placements]
+                axes = placements_to_axes(keep, self.mesh_shape, value.dim())
+                placed.target, placed.args = constrain, (used, self.text, axes, False)
+                gathered += int(value.numel()) * value.element_size() if tuple(keep) != value.placements else 0
+            placed.meta = {key: item for key, item in used.meta.items() if key != "grapharg"}
+            node.replace_input_with(used, placed)
+            self._compute(placed)
+        if gathered:
+            why = f"{function_name(node)} runs on shards of the batch, with {gathered:,} bytes of other shards gathered"
+            self.decisions.append(Decision("replicate_fallback", source_line(node), why))
+
+    def _take_whole(self, node: torch.fx.Node, error: Exception) -> None:
+        """The arguments of a node whole and plain: so it computes on every rank what the program says."""
+        gathered = 0
+        for used in node.all_input_nodes:
+            value = self.values[used]
+            if isinstance(value, DTensor):
+                gathered += 0 if all(p.is_replicate() for p in value.placements) else int(value.numel()) * value.element_size()
+                with self.graph.inserting_before(node):
+                    plain = self.graph.call_function(whole, (used,))
+                plain.meta = {key: item for key, item in used.meta.items() if key != "grapharg"}
+                node.replace_input_with(used, plain)
+                self._compute(plain)
+        why = f"{function_name(node)} runs on whole tensors, {gathered:,} bytes gathered: {str(error).splitlines()[0]}"
+        self.decisions.append(Decision("replicate_fallback", source_line(node), why))
+
+    def _insert(self, behind: torch.fx.Node, like: torch.fx.Node, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
+        """A call behind a node; it takes the place of its first argument, `like`, for all that use that."""
+        with self.graph.inserting_after(behind):
+            node = self.graph.call_function(function, (like, *args))
+        node.meta = dict(like.meta)
+        node.meta.pop("grapharg", None)
+        like.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
+        if like in self.was_plain:
+            self.was_plain.add(node)
+        self._compute(node)
+        return node
+
+    def _place_input(self, node: torch.fx.Node, last: torch.fx.Node) -> None:
+        """A plain input as a DTensor, where it has a gradient or is cut. Others stay plain, and count as replicated where they meet
+        a DTensor; so does what is written to, as the program was given it. The gradient of a DTensor is placed as the DTensor."""
+        value, sharding = self.values[node], self.wanted.get(node)
+        cut = sharding is not None and any(sharding.axes)
+        if not isinstance(value, torch.Tensor) or not node.users or _is_written(node):
+            return
+        if isinstance(value, DTensor):
+            owes = any(p.is_partial() for p in value.placements)
+            if value.requires_grad and not owes and mesh_text(value.device_mesh) == self.text:
+                axes = placements_to_axes(value.placements, self.mesh_shape, value.dim())
+                self._insert(last, node, constrain, self.text, axes, True)
+            return
+        if value.requires_grad or cut:
+            made = self._insert(last, node, replicated, self.text)
+            if sharding is not None and cut:
+                self._insert(made, made, constrain, self.text, sharding.axes, False)
+
+    def _place(self, node: torch.fx.Node) -> None:
+        """An intermediate that is not placed as the propagation has it: not cut where it should be, or owing a sum. And one whose
+        gradient will owe a sum, as it goes whole into products with what is cut: the terms are added first, and sent once."""
+        value, sharding = self.values[node], self.wanted.get(node)
+        if not isinstance(value, DTensor) or sharding is None or node.target is constrain:
+            return
+        axes = _other_axes(value, sharding, self.mesh_shape)
+        gradient = value.requires_grad and any(self._adds_axes(user, sharding) for user in node.users)
+        if axes is not None or gradient:
+            here = axes if axes is not None else placements_to_axes(value.placements, self.mesh_shape, value.dim())
+            self._insert(node, node, constrain, self.text, here, gradient)
+
+    def _adds_axes(self, user: torch.fx.Node, sharding: Sharding) -> bool:
+        """Whether a product is cut along an axis that does not cut this factor of it."""
+        made = self.wanted.get(user)
+        have = {axis for entry in sharding.cuts for axis in entry}
+        return made is not None and function_name(user) in _PRODUCTS and not {axis for entry in made.cuts for axis in entry} <= have
+
+    def _make_results_plain(self, output: torch.fx.Node) -> None:
+        """Results that Dynamo knows as plain tensors are plain again."""
+        made: dict[torch.fx.Node, torch.fx.Node] = {}
+
+        def plain(node: torch.fx.Node) -> torch.fx.Node:
+            if not isinstance(self.values.get(node), DTensor) or node not in self.was_plain:
+                return node
+            if node not in made:
+                with self.graph.inserting_before(output):
+                    made[node] = self.graph.call_function(whole, (node,))
+                made[node].meta = dict(node.meta)
+                self._compute(made[node])
+            return made[node]
+
+        output.args = torch.fx.map_arg(output.args, plain)
+
+
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
+
+
+def function_name(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _is_written(node: torch.fx.Node) -> bool:
+    """Whether an input is written to in place."""
+    in_place = [user for user in node.users if function_name(user).endswith("_") and not function_name(user).endswith("__")]
+    return any(bool(user.args) and user.args[0] is node for user in in_place)
+
+
+def _other_axes(value: DTensor, sharding: Sharding, mesh_shape: tuple[int, ...]) -> Axes | None:
+    """The axes for a DTensor that the propagation cuts by an axis that cuts none of it yet, or that owes a sum; None for others.
+
+    Cuts that DTensor chose stay.
+    """
+    target: list[Placement] = []
+    changes = False
+    for have, want in zip(value.placements, axes_to_placements(sharding.axes, mesh_shape)):
+        cut, wants_cut = (isinstance(p, (Shard, StridedShard)) for p in (have, want))
+        changes = changes or have.is_partial() or (wants_cut and not cut)
+        target.append(have if cut else want if wants_cut else Replicate())
+    return placements_to_axes(target, mesh_shape, value.dim()) if changes else None
