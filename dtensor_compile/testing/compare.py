@@ -93,7 +93,8 @@ def _facts(value: torch.Tensor) -> dict[str, Any]:
     facts: dict[str, Any] = {"type": "DTensor" if isinstance(value, DTensor) else "Tensor"}
     facts |= {"dtype": value.dtype, "shape": tuple(value.shape), "device": value.device.type}
     facts["requires_grad"] = value.requires_grad
-    facts["stride"] = tuple(value.stride())
+    empty = not value.numel()  # the stride of a dim without a second element means nothing
+    facts["stride"] = tuple(None if empty or size == 1 else step for size, step in zip(value.shape, value.stride()))
     if isinstance(value, DTensor):
         facts["placements"] = value.placements
         facts["mesh"] = value.device_mesh

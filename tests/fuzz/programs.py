@@ -80,8 +80,9 @@ def tensor(mesh: Any, seed: int, shape: Sequence[int], dtype: torch.dtype, place
     full = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     whole = [Replicate() if p.is_partial() else p for p in placements]
     local = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
-    if whole != list(placements):
-        local = local * (1 + mesh.get_rank() % 3)
+    terms = [c for c, p in zip(mesh.get_coordinate(), placements) if p.is_partial()]
+    if terms:
+        local = local * (1 + sum(terms) % 3)  # replicas of a term are equal
     made = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
     return made.detach().requires_grad_(grad)
 

@@ -1,6 +1,10 @@
-"""The fuzzer itself, and what it found. ``make fuzz`` runs random programs."""
+"""Random programs with fixed seeds: compiled equals eager, with all passes and with one alone. ``make fuzz`` is the long run."""
 
 import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.testing import make_mesh, run_on_ranks
@@ -51,6 +55,19 @@ def test_smaller_programs_have_one_part_less():
     assert {p.outputs for p in small} == {("v1",), ("v2",), ("v1", "v2")} and small[-1].dynamic is None
 
 
+@settings(max_examples=12, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_programs_on_two_ranks(draw):
+    program = made(draw, TWO)
+    if program is not None:
+        check(program)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_on_four_ranks(seed):
+    program = made(random.Random(seed), [(4,), (2, 2), (1, 2, 2)], lines=4)
+    assert program is not None
+    check(program)
 
 
 # ---- found by the fuzzer ---------------------------------------------------------------------------------------------------

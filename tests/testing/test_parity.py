@@ -58,6 +58,12 @@ def test_facts_are_compared(other, what):
     assert what in [d.what for d in compare_values("x", torch.ones(3, 2), other)]
 
 
+def test_strides_of_dims_without_a_second_element_mean_nothing():
+    assert not compare_values("x", torch.ones(3, 1), torch.ones(3, 1).as_strided((3, 1), (1, 7)))
+    assert not compare_values("x", torch.ones(0, 4), torch.ones(4, 0).t())
+    assert one(torch.ones(3, 1), torch.ones(6).as_strided((3, 1), (2, 1))).what == "x.stride"
+
+
 def test_integers_and_plain_values_are_compared_exactly():
     assert one(torch.tensor([1, 2]), torch.tensor([1, 3])).what == "x at local index (1,)"
     assert one(1, True).compiled is True
