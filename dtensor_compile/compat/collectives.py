@@ -84,10 +84,20 @@ def run_once(node: torch.fx.Node, backward: bool) -> None:
 
     A second run would be a message that no other rank expects. `backward`: it uses a gradient that comes in.
     """
-    backward = backward or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
     for result in (node, *(user for user in node.users if user.target is operator.getitem)):
         result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        result.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+        result.meta["partitioner_tag"] = _pass_of(node, backward)
+
+
+def run_where_traced(node: torch.fx.Node, backward: bool) -> None:
+    """As `run_once`, unless the user's checkpoint runs it again."""
+    if node.meta.get("recompute") is None:
+        node.meta["partitioner_tag"] = _pass_of(node, backward)
+
+
+def _pass_of(node: torch.fx.Node, backward: bool) -> str:
+    backward = backward or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+    return "must_be_in_backward" if backward else "must_be_in_forward"
 
 
 def hide_mutation_from_autograd(op: torch._ops.OpOverload) -> None:
