@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-overlap bench-report bench-call bench-redistribution clean test-redistributions fuzz
+.PHONY: demo test examples bench-compile bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow fuzz
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests
+
+# What make test leaves out: four ranks through Inductor, jobs that share a cache or a full disk.
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest tests -m slow
 
 # Every pair of specs on 1-D, 2-D and 3-D meshes (make test takes a sample).
 test-redistributions: $(VENV)/.installed

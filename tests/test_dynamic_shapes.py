@@ -1,12 +1,11 @@
 """Batch sizes that vary: redistributions in forward and backward follow them, also where they do not divide by the mesh."""
 
-import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtensor_compile.compat import counters
-from dtensor_compile.testing import compare_values, make_mesh, on_ranks
+from dtensor_compile.testing import make_mesh, on_ranks
 
 
 @on_ranks(2)
@@ -44,50 +43,3 @@ def test_a_result_that_is_a_view_of_an_input_when_the_batch_changes():
         assert view.to_local().data_ptr() == x.to_local().data_ptr()
         (view.to_local().square().sum() + turned.to_local().sum()).backward()
         torch.testing.assert_close(x.grad.to_local(), 2 * x.detach().to_local() + 1)
-
-
-def layer(x, weight):
-    """Redistributions along and across both dims that vary."""
-    y = F.softmax((x @ weight).redistribute(placements=[Shard(1)]), -1)
-    return (y * x.shape[1]).redistribute(placements=[Replicate()]).sum(0) / max(1, x.shape[0])
-
-
-def results(function, shape, placement, mark=None):
-    mesh = make_mesh((2,), ("tp",))
-    generator = torch.Generator().manual_seed(3)
-    weight = distribute_tensor(torch.randn(8, 8, generator=generator), mesh, [Replicate()]).requires_grad_()
-    x = distribute_tensor(torch.randn(*shape, 8, generator=generator), mesh, [placement]).requires_grad_()
-    if mark is not None:
-        torch._dynamo.mark_dynamic(x, mark)
-    out = function(x, weight)
-    out.to_local().square().sum().backward()
-    return out, x.grad, weight.grad
-
-
-def check_sizes(placement, dim, sizes, graphs, mark=False, **kwargs):
-    counters.reset()
-    run = torch.compile(layer, backend="dtensor_aten", fullgraph=True, **kwargs)
-    for size in sizes:
-        shape = [6, 4]
-        shape[dim] = size
-        wanted, got = (results(f, shape, placement, dim if mark else None) for f in (layer, run))
-        assert not compare_values(f"size {size}", wanted, got)
-    assert counters.graphs() <= graphs, counters.graphs()
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
-@on_ranks(2, timeout=240)
-def test_a_size_that_varies_costs_one_recompile(placement, dim):
-    check_sizes(placement, dim, (4, 6, 9, 8, 3), graphs=2)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@on_ranks(2, timeout=240)
-def test_a_size_that_is_marked_costs_none(dim):
-    check_sizes(Shard(1 - dim), dim, (4, 9, 6, 3), graphs=1, mark=True)
-
-
-@on_ranks(2, timeout=240)
-def test_sizes_0_and_1_are_right():
-    check_sizes(Shard(0), 0, (4, 6, 1, 0, 5, 1), graphs=4)

@@ -29,7 +29,12 @@ def train(name, world, stock):
     }
 
 
-@pytest.mark.parametrize("name, world", [("tp", 2), ("tp", 4), ("fsdp", 2), ("2d", 4)])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name, world", [("tp", 2), pytest.param("tp", 4, marks=slow), ("fsdp", 2), pytest.param("2d", 4, marks=slow)]
+)
 def test_layout_trains_like_eager(name, world):
     answers = run_on_ranks(world, train, name, world, True, timeout=280)
     print(json.dumps(answers[0], indent=2))

@@ -171,6 +171,7 @@ pathlib.Path.open = lambda self, mode="r", *args, **kwargs: full(self, mode, *ar
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["aotautograd", ""])
 def test_a_disk_that_is_full_is_an_error_or_no_cache(tmp_path, what):
     # Entries that cannot be kept cost nothing but the cache; kernels that cannot be written cannot run.
@@ -178,6 +179,7 @@ def test_a_disk_that_is_full_is_an_error_or_no_cache(tmp_path, what):
     assert all(line == "right" or not what and "No space left" in line for line in said), said
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_share_a_cache(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(JOB.format(before=""))

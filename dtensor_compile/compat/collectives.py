@@ -84,20 +84,23 @@ def run_once(node: torch.fx.Node, backward: bool) -> None:
 
     A second run would be a message that no other rank expects. `backward`: it uses a gradient that comes in.
     """
+    backward = backward or _traced_in_backward(node)
     for result in (node, *(user for user in node.users if user.target is operator.getitem)):
         result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        result.meta["partitioner_tag"] = _pass_of(node, backward)
+        result.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
-def run_where_traced(node: torch.fx.Node, backward: bool) -> None:
-    """As `run_once`, unless the user's checkpoint runs it again."""
-    if node.meta.get("recompute") is None:
-        node.meta["partitioner_tag"] = _pass_of(node, backward)
+def stay_in_backward(node: torch.fx.Node, backward: bool) -> None:
+    """The partitioner does not move a node of the joint graph into forward that was traced in backward.
+
+    What a user's checkpoint runs again is in backward anyway. `backward`: as for `run_once`.
+    """
+    if (backward or _traced_in_backward(node)) and node.meta.get("recompute") is None:
+        node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
-def _pass_of(node: torch.fx.Node, backward: bool) -> str:
-    backward = backward or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-    return "must_be_in_backward" if backward else "must_be_in_forward"
+def _traced_in_backward(node: torch.fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def hide_mutation_from_autograd(op: torch._ops.OpOverload) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, LOWERED, exchange, irecv, isend
 from dtensor_compile.capture.random import EFFECTS
-from dtensor_compile.compat.collectives import lower_as_collective, run_once, run_where_traced, wait_tensor
+from dtensor_compile.compat.collectives import lower_as_collective, run_once, stay_in_backward, wait_tensor
 from dtensor_compile.passes.nodes import cost_of, is_redistribution
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
@@ -51,7 +51,7 @@ def hold_redistributions(graph: torch.fx.Graph) -> None:
     """
     for node, uses_gradient in _with_use_of_gradients(graph):
         if is_redistribution(node) and cost_of([node]).collectives:
-            run_where_traced(node, uses_gradient)
+            stay_in_backward(node, uses_gradient)
 
 
 def _with_use_of_gradients(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, bool]]:
