@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel torch numpy
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test]"
-	$(BIN)/python -m dtensor_compile.runtime.native
+	$(BIN)/python -c "from dtensor_compile.runtime.native import native; raise SystemExit(native() is None)"
 	touch $@
 
 demo: $(VENV)/.installed

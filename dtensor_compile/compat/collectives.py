@@ -84,22 +84,20 @@ def run_once(node: torch.fx.Node, backward: bool) -> None:
 
     A second run would be a message that no other rank expects. `backward`: it uses a gradient that comes in.
     """
-    backward = backward or _traced_in_backward(node)
+    backward = backward or traced_in_backward(node)
     for result in (node, *(user for user in node.users if user.target is operator.getitem)):
         result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         result.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
-def stay_in_backward(node: torch.fx.Node, backward: bool) -> None:
-    """The partitioner does not move a node of the joint graph into forward that was traced in backward.
-
-    What a user's checkpoint runs again is in backward anyway. `backward`: as for `run_once`.
-    """
-    if (backward or _traced_in_backward(node)) and node.meta.get("recompute") is None:
+def stay_in_backward(node: torch.fx.Node) -> None:
+    """The partitioner does not move a node into forward. What a user's checkpoint runs again is in backward anyway."""
+    if node.meta.get("recompute") is None:
         node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
-def _traced_in_backward(node: torch.fx.Node) -> bool:
+def traced_in_backward(node: torch.fx.Node) -> bool:
+    """Whether a node of the joint graph was traced in backward."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 

@@ -15,15 +15,14 @@ before the next starts, two ranks that send to each other would wait for ever.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, LOWERED, exchange, irecv, isend
 from dtensor_compile.capture.random import EFFECTS
-from dtensor_compile.compat.collectives import lower_as_collective, run_once, stay_in_backward, wait_tensor
-from dtensor_compile.passes.nodes import cost_of, is_redistribution
+from dtensor_compile.compat.collectives import lower_as_collective, run_once, stay_in_backward, traced_in_backward, wait_tensor
+from dtensor_compile.passes.nodes import cost_of, redistributions
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
 _ORDERED = COMMUNICATION | {*EFFECTS}
@@ -35,33 +34,26 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
     No two nodes are equal then, and none runs again in the backward.
     """
-    place = 0
-    for node, uses_gradient in _with_use_of_gradients(graph):
+    place, from_gradients = 0, set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
+        if tangent or not from_gradients.isdisjoint(node.all_input_nodes):
+            from_gradients.add(node)
         if node.target in _ORDERED:
             node.args = (*node.args[:-1], place)
             place += 1
-            run_once(node, uses_gradient)
+            run_once(node, node in from_gradients)
 
 
 def hold_redistributions(graph: torch.fx.Graph) -> None:
     """On the joint graph: what is sent in backward is not moved into forward.
 
-    The partitioner would do that where less has to be kept so, by the sizes of local tensors. Where shards are uneven these differ
-    between ranks, and so would the collectives of their graphs.
+    The partitioner would do that, for what needs no gradient, where less has to be kept so, by the sizes of local tensors. Where
+    shards are uneven these differ between ranks, and so would the collectives of their graphs.
     """
-    for node, uses_gradient in _with_use_of_gradients(graph):
-        if is_redistribution(node) and cost_of([node]).collectives:
-            stay_in_backward(node, uses_gradient)
-
-
-def _with_use_of_gradients(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, bool]]:
-    """The nodes of a joint graph, and whether each uses a gradient that comes in."""
-    from_gradients: set[torch.fx.Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
-        if tangent or not from_gradients.isdisjoint(node.all_input_nodes):
-            from_gradients.add(node)
-        yield node, node in from_gradients
+    for node in redistributions(graph):
+        if traced_in_backward(node) and cost_of([node]).collectives:
+            stay_in_backward(node)
 
 
 def is_repeatable(graph: torch.fx.Graph) -> bool:

@@ -26,6 +26,7 @@ from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of
 from dtensor_compile.capture.trace import FORCED_BY
 from dtensor_compile.compat import mesh as compat_mesh
+from dtensor_compile.compat.collectives import traced_in_backward
 from dtensor_compile.compat.inductor import GraphPass
 from dtensor_compile.compat.observe import Break, Compilation, current_compilation, watch_dynamo, watch_graphs_of_others
 from dtensor_compile.compat.shapes import size_hints
@@ -255,7 +256,7 @@ def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedR
         plan=tuple(step.text(names) for step in steps),
         mesh_dims=tuple(dict.fromkeys(names[dim] for dim in sends)),
         bytes=bytes_sent(steps, value.element_size()),
-        backward=node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"),
+        backward=traced_in_backward(node),
         compilation=compilation,
     )
 

@@ -103,7 +103,3 @@ def _load(path: pathlib.Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
-
-
-if __name__ == "__main__":
-    raise SystemExit(native() is None)

@@ -22,6 +22,7 @@ import multiprocessing.connection
 import os
 import pathlib
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -125,7 +126,7 @@ class _Job:
                 try:
                     answers[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
                 except (EOFError, OSError):
-                    answers[waiting[pipe]] = ("died", "the process ended without an answer")  # type: ignore[index]
+                    answers[waiting[pipe]] = ("died", self._death(waiting[pipe]))  # type: ignore[index]
                 if answers[waiting[pipe]][0] != "ok" and not failed:  # type: ignore[index]
                     failed = True
                     deadline = min(deadline, time.monotonic() + GRACE)
@@ -139,13 +140,22 @@ class _Job:
         return f"rank {rank}: ok" if answer[0] == "ok" else f"rank {rank}: {answer[1]}"
 
     def _stack(self, rank: int) -> str:
-        import signal
-
         with contextlib.suppress(OSError, TypeError):
             os.kill(self.processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
             time.sleep(0.3)
             return (pathlib.Path(self.directory.name) / f"stack{rank}").read_text()[-3000:]
         return "(unknown)"
+
+    def _death(self, rank: int) -> str:
+        """How a rank's process ended, and where it was if a signal ended it."""
+        process = self.processes[rank]
+        process.join(timeout=GRACE)
+        code = process.exitcode
+        how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+        with contextlib.suppress(OSError):
+            if where := (pathlib.Path(self.directory.name) / f"stack{rank}").read_text()[-3000:]:
+                how += f"; it was at\n{where}"
+        return f"the process ended without an answer, {how}"
 
     def end(self) -> None:
         for process in self.processes:
@@ -167,9 +177,8 @@ def _end_all() -> None:
 
 def _serve(pipe: Any, rank: int, world: int, directory: str, path: list[str]) -> None:
     """Body of a rank's process: answers requests until the pipe closes."""
-    import signal
-
     stack = open(pathlib.Path(directory) / f"stack{rank}", "w")  # noqa: SIM115 - stays open for the life of the process
+    faulthandler.enable(file=stack)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     sys.path[:] = path
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))

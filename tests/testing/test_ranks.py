@@ -1,5 +1,6 @@
 """The ranks that all other tests stand on: results come back in order, and failures and hangs end."""
 
+import ctypes
 import time
 
 import pytest
@@ -26,6 +27,12 @@ def fail_on_one():
     dist.barrier()
 
 
+def crash_on_one():
+    if dist.get_rank() == 1:
+        ctypes.string_at(0)
+    return dist.get_rank()
+
+
 def sleep_on_one():
     if dist.get_rank() == 1:
         time.sleep(60)
@@ -40,6 +47,11 @@ def test_failure_of_one_rank_names_it_and_ends_the_others():
     with pytest.raises(RankError, match="only rank 1"):
         run_on_ranks(2, fail_on_one)
     assert run_on_ranks(2, rank_times, 1) == [0, 1]
+
+
+def test_crash_of_one_rank_ends_with_its_signal_and_stack():
+    with pytest.raises(RankError, match=r"rank 0: ok\nrank 1: [^\n]*SIGSEGV[\s\S]*crash_on_one"):
+        run_on_ranks(2, crash_on_one)
 
 
 def test_hang_of_one_rank_ends_with_its_stack():
