@@ -31,11 +31,12 @@ bool put_input(PyObject* list, Py_ssize_t& place, Input& input, PyObject* value)
   }
   PyObject* spec = slot(value, dtensor.spec);
   if (spec != input.spec.get()) {
-    input.mesh = Ref::steal(PyObject_GetAttr(spec, names.mesh));
-    input.spec = input.mesh ? Ref::copy(spec) : Ref();
-    if (!input.mesh) {
+    Ref found = Ref::copy(spec), mesh = Ref::steal(spec != nullptr ? PyObject_GetAttr(spec, names.mesh) : nullptr);
+    if (!mesh) {
+      PyErr_SetString(PyExc_AssertionError, "a DTensor without a mesh");
       return false;
     }
+    std::swap(input.spec, found), std::swap(input.mesh, mesh);  // those before are released once both are there
   }
   PyList_SET_ITEM(list, place++, Ref::copy(slot(value, dtensor.local)).release());
   PyList_SET_ITEM(list, place++, Ref::copy(input.mesh.get()).release());
@@ -90,6 +91,9 @@ PyObject* unwrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
     return nullptr;
   }
   Ref self = Ref::steal(type->tp_alloc(type, 0));
+  if (!self) {
+    return nullptr;
+  }
   auto* unwrap = reinterpret_cast<Unwrap*>(self.get());
   unwrap->call = unwrap_call;
   unwrap->inputs = new std::vector<Input>();

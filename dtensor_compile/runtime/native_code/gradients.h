@@ -3,6 +3,9 @@
 // The gradient of a leaf normally goes to its AccumulateGrad node, which detaches it, or adds it to .grad: two operators on
 // DTensors, by way of Python. Where that node would do nothing else, the same happens here with local tensors, and the node gets
 // nothing.
+//
+// Another thread may run that very node: it then holds the node's lock and waits for the GIL. So the lock is only tried here, and
+// a gradient that cannot have it goes to autograd.
 #pragma once
 
 #include "results.h"
@@ -37,9 +40,10 @@ AccumulateGrad* plain_accumulation(Node* node) {
   return plain ? accumulate : nullptr;
 }
 
-PyObject* python_dtensor(const at::Tensor& tensor) {
+// The DTensor that `tensor` is for Python; null where it is none.
+Ref python_dtensor(const at::Tensor& tensor) {
   PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
-  return object != nullptr && Py_TYPE(object) == dtensor.type ? object : nullptr;
+  return object != nullptr && Py_TYPE(object) == dtensor.type ? Ref::copy(object) : Ref();
 }
 
 bool is_plain(const at::Tensor& tensor, const at::Tensor& like) {
@@ -87,43 +91,48 @@ Done accumulate_local(Output& output, PyObject* results, Node* node) {
   if (accumulation == nullptr || !is_exactly_tensor(found)) {
     return Done::no;
   }
-  at::Tensor& variable = accumulation->variable;
-  PyObject* parameter = python_dtensor(variable);
-  if (parameter == nullptr || !equal(output.sizes, variable.sizes()) || !equal(output.strides, variable.strides())) {
+  const at::Tensor& variable = accumulation->variable;
+  Ref parameter = python_dtensor(variable);
+  if (!parameter || !equal(output.sizes, variable.sizes()) || !equal(output.strides, variable.strides())) {
     return Done::no;
   }
   const at::Tensor& local = THPVariable_Unpack(found);
-  const at::Tensor& local_variable = THPVariable_Unpack(slot(parameter, dtensor.local));
+  Ref local_parameter = Ref::copy(slot(parameter.get(), dtensor.local));
+  const at::Tensor& local_variable = THPVariable_Unpack(local_parameter.get());
   if (!is_plain(local, local_variable)) {
     return Done::no;
   }
-  PyObject* spec = spec_of(output, results);
-  if (spec == nullptr) {
+  Ref spec = spec_of(output, results);
+  if (!spec) {
     return Done::failed;
   }
-  std::lock_guard<std::mutex> lock(Lock::of(*accumulation));
-  at::Tensor& gradient = variable.mutable_grad();
+  std::unique_lock<std::mutex> lock(Lock::of(*accumulation), std::try_to_lock);
+  if (!lock.owns_lock()) {
+    return Done::no;
+  }
+  // Python code below may let a thread run that writes to .grad without the lock.
+  at::Tensor gradient = variable.grad();
   if (gradient.defined()) {
-    PyObject* sum = python_dtensor(gradient);
-    if (sum == nullptr || gradient.requires_grad() || gradient.is_inference()) {
+    Ref sum = python_dtensor(gradient);
+    if (!sum || gradient.requires_grad() || gradient.is_inference()) {
       return Done::no;
     }
-    PyObject* local_sum = slot(sum, dtensor.local);
-    if (!is_exactly_tensor(local_sum) || !is_plain(THPVariable_Unpack(local_sum), local) ||
-        !same(slot(sum, dtensor.spec), spec)) {
+    Ref local_sum = Ref::copy(slot(sum.get(), dtensor.local)), sum_spec = Ref::copy(slot(sum.get(), dtensor.spec));
+    if (!is_exactly_tensor(local_sum.get()) || !is_plain(THPVariable_Unpack(local_sum.get()), local) ||
+        !same(sum_spec.get(), spec.get())) {
       PyErr_Clear();
       return Done::no;
     }
-    at::Tensor(THPVariable_Unpack(local_sum)).add_(local);
+    at::Tensor(THPVariable_Unpack(local_sum.get())).add_(local);
     torch::autograd::impl::bump_version(gradient);
     return Done::yes;
   }
   Ref own = take(results, output.index, &local_variable);
-  Ref made = make_dtensor(own.get(), spec, false);
+  Ref made = make_dtensor(own.get(), spec.get(), false);
   if (!made) {
     return Done::failed;
   }
-  gradient = THPVariable_Unpack(made.get());
+  variable.mutable_grad() = THPVariable_Unpack(made.get());
   return Done::yes;
 }
 
@@ -132,9 +141,9 @@ Ref wrapped_gradient(Output& output, PyObject* results) {
   if (!output.is_dtensor || !is_exactly_tensor(PyList_GET_ITEM(results, output.index))) {
     return wrapped(output, results);
   }
-  PyObject* spec = spec_of(output, results);
-  Ref own = spec != nullptr ? take(results, output.index, nullptr) : Ref();
-  return own ? make_dtensor(own.get(), spec, output.requires_grad) : Ref();
+  Ref spec = spec_of(output, results);
+  Ref own = spec ? take(results, output.index, nullptr) : Ref();
+  return own ? make_dtensor(own.get(), spec.get(), output.requires_grad) : Ref();
 }
 
 // Takes the list of gradients of a backward graph; gives a tuple with None for what was accumulated already.
@@ -144,6 +153,9 @@ PyObject* accumulate_call(PyObject* self, PyObject* const* args, size_t nargs, P
   auto& outputs = *wrap.outputs;
   if (PyVectorcall_NARGS(nargs) != 1 || !PyList_CheckExact(args[0])) {
     return wrap_call(self, args, nargs, keywords);
+  }
+  if (!are_results_of(wrap, args[0])) {
+    return nullptr;
   }
   c10::intrusive_ptr<Node> node = torch::autograd::get_current_node();
   PyObject* python = node.get() != nullptr ? node->pyobj_slot()->load_pyobj() : nullptr;

@@ -72,6 +72,7 @@ class Unmarked {
 #endif
     for (PyObject* name : names.marks) {
       if (PyDict_Contains(dict, name) != 0) {
+        PyErr_Clear();
         return false;
       }
     }
@@ -167,7 +168,7 @@ struct Guard {
     auto thread = c10::impl::tls_local_dispatch_key_set();
     look_ahead(object, whole, inner, shard);
     return outer.match(whole, thread, extents) && local.match(shard, thread, extents + 2 * outer.dims) &&
-        match_spec(slot(object, dtensor.spec)) && marks.match(object) && local_marks.match(inner);
+        marks.match(object) && local_marks.match(inner) && match_spec(slot(object, dtensor.spec));
   }
 
   // The guard that was called last; a tree of guards calls them in the same order each time.
@@ -184,15 +185,20 @@ struct Guard {
   }
 
   // A spec that was found equal is recognized by its identity from then on: nobody writes to the spec of a tensor.
+  // This guard may be gone afterwards.
   bool match_spec(PyObject* found) {
     if (found == spec) {
       return true;
     }
-    if (found == nullptr || Py_TYPE(found) != Py_TYPE(spec) || !facts->match(found)) {
+    if (found == nullptr || Py_TYPE(found) != Py_TYPE(spec)) {
       return false;
     }
-    Py_INCREF(found);
-    Py_SETREF(spec, found);
+    // Python code compares, and another thread may run meanwhile: it may end this guard, or give the tensor another spec.
+    Ref alive = Ref::copy(reinterpret_cast<PyObject*>(this)), kept = Ref::copy(found);
+    if (!facts->match(found)) {
+      return false;
+    }
+    Py_SETREF(spec, kept.release());
     return true;
   }
 };

@@ -19,6 +19,9 @@ PyObject* wrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
     return nullptr;
   }
   Ref self = Ref::steal(type->tp_alloc(type, 0));
+  if (!self) {
+    return nullptr;
+  }
   auto* wrap = reinterpret_cast<Wrap*>(self.get());
   wrap->call = accumulate != 0 ? accumulate_call : wrap_call;
   wrap->outputs = new std::vector<Output>();
@@ -27,6 +30,7 @@ PyObject* wrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
     Output output;
     if (PyLong_Check(item)) {
       output.index = PyLong_AsSsize_t(item);
+      wrap->results = std::max(wrap->results, output.index + 1);
     } else {
       PyObject *sizes, *strides, *make_spec;
       int requires_grad;
@@ -39,6 +43,12 @@ PyObject* wrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
       output.strides = extents(strides, output.fixed);
       output.make_spec = Ref::copy(make_spec);
       output.requires_grad = requires_grad != 0;
+      wrap->results = std::max(wrap->results, output.index + 2);
+      for (const auto* some : {&output.sizes, &output.strides}) {
+        for (const Extent& extent : *some) {
+          wrap->results = std::max<Py_ssize_t>(wrap->results, extent.is_result ? extent.value + 1 : 0);
+        }
+      }
     }
     wrap->outputs->push_back(std::move(output));
   }
@@ -46,8 +56,20 @@ PyObject* wrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-void wrap_dealloc(PyObject* self) {
+// The class that owns gradients holds what wraps them: a cycle, which the garbage collector ends.
+int wrap_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(reinterpret_cast<Wrap*>(self)->owner);
+  return 0;
+}
+
+int wrap_clear(PyObject* self) {
   Py_CLEAR(reinterpret_cast<Wrap*>(self)->owner);
+  return 0;
+}
+
+void wrap_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  wrap_clear(self);
   delete reinterpret_cast<Wrap*>(self)->outputs;
   Py_TYPE(self)->tp_free(self);
 }
@@ -96,6 +118,9 @@ PyMODINIT_FUNC PyInit_dtensor_compile_native() {
   }
   names.requires_grad = Py_BuildValue("(s)", "requires_grad");
   wraps.tp_members = wrap_members;
+  wraps.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  wraps.tp_traverse = wrap_traverse;
+  wraps.tp_clear = wrap_clear;
   PyObject* made = PyModule_Create(&module);
   for (auto [name, type] : {std::pair{"Guard", &guards}, {"Unwrap", &unwraps}, {"Wrap", &wraps}}) {
     if (made == nullptr || PyType_Ready(type) != 0 || PyModule_AddObjectRef(made, name, reinterpret_cast<PyObject*>(type)) != 0) {

@@ -11,12 +11,17 @@ struct Extent {
   int64_t value;
 };
 
+// A spec, and what it was made of.
+struct Made {
+  Ref spec, mesh, shape, stride;
+};
+
 struct Output {
   Py_ssize_t index;  // of the value, or of the local tensor; the mesh is the next one
   bool is_dtensor = false, requires_grad = false;
   std::vector<Extent> sizes, strides;
   Ref make_spec;  // (mesh, shape, stride) -> spec
-  Ref spec, mesh, shape, stride;  // of the last call
+  Made last;
   bool fixed = true;  // no size or stride is a result
 };
 
@@ -24,8 +29,19 @@ struct Wrap {
   PyObject_HEAD
   vectorcallfunc call;
   std::vector<Output>* outputs;
+  Py_ssize_t results;  // how many are read
   PyObject* owner;  // of gradients: the class of the autograd node that they come from
 };
+
+// Whether they are as many as the plan reads; false with an error set.
+bool are_results_of(const Wrap& wrap, PyObject* results) {
+  if (PySequence_Fast_GET_SIZE(results) < wrap.results) {
+    PyErr_Format(PyExc_AssertionError, "the graph returned %zd values, and %zd were planned for",
+                 PySequence_Fast_GET_SIZE(results), wrap.results);
+    return false;
+  }
+  return true;
+}
 
 Ref tuple_of(const std::vector<Extent>& extents, PyObject* results) {
   Ref tuple = Ref::steal(PyTuple_New(static_cast<Py_ssize_t>(extents.size())));
@@ -37,23 +53,27 @@ Ref tuple_of(const std::vector<Extent>& extents, PyObject* results) {
   return tuple;
 }
 
-// The spec of an output: the one of the last call where mesh and sizes are the same. Borrowed; null with an error set.
-PyObject* spec_of(Output& output, PyObject* results) {
+// The spec of an output: the one of the last call where mesh and sizes are the same; null with an error set.
+Ref spec_of(Output& output, PyObject* results) {
+  Made& last = output.last;
   PyObject* mesh = PySequence_Fast_GET_ITEM(results, output.index + 1);
-  if (output.spec && output.fixed && mesh == output.mesh.get()) {
-    return output.spec.get();
+  if (last.spec && output.fixed && mesh == last.mesh.get()) {
+    return last.spec;
   }
   Ref shape = tuple_of(output.sizes, results), stride = tuple_of(output.strides, results);
   if (!shape || !stride) {
-    return nullptr;
+    return Ref();
   }
-  if (output.spec && mesh == output.mesh.get() && same(shape.get(), output.shape.get()) &&
-      same(stride.get(), output.stride.get())) {
-    return output.spec.get();
+  if (last.spec && mesh == last.mesh.get() && same(shape.get(), last.shape.get()) && same(stride.get(), last.stride.get())) {
+    return last.spec;
   }
-  output.spec = Ref::steal(PyObject_CallFunctionObjArgs(output.make_spec.get(), mesh, shape.get(), stride.get(), nullptr));
-  output.mesh = Ref::copy(mesh), output.shape = std::move(shape), output.stride = std::move(stride);
-  return output.spec.get();
+  Ref spec = Ref::steal(PyObject_CallFunctionObjArgs(output.make_spec.get(), mesh, shape.get(), stride.get(), nullptr));
+  if (spec) {
+    // All at once: threads take turns wherever Python code runs, and releasing what was there may run some.
+    Made made{spec, Ref::copy(mesh), std::move(shape), std::move(stride)};
+    std::swap(last, made);
+  }
+  return spec;
 }
 
 Ref make_dtensor(PyObject* local, PyObject* spec, bool requires_grad) {
@@ -66,16 +86,20 @@ Ref wrapped(Output& output, PyObject* results) {
   if (!output.is_dtensor || value == Py_None) {
     return Ref::copy(value);
   }
-  PyObject* spec = spec_of(output, results);
-  return spec != nullptr ? make_dtensor(value, spec, output.requires_grad) : Ref();
+  Ref spec = spec_of(output, results);
+  return spec ? make_dtensor(value, spec.get(), output.requires_grad) : Ref();
 }
 
 // Takes the results of a graph, a list or a tuple; gives a tuple.
 PyObject* wrap_call(PyObject* self, PyObject* const* args, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
-  auto& outputs = *reinterpret_cast<Wrap*>(self)->outputs;
+  auto& wrap = *reinterpret_cast<Wrap*>(self);
+  auto& outputs = *wrap.outputs;
   if (PyVectorcall_NARGS(nargs) != 1 || !(PyList_CheckExact(args[0]) || PyTuple_CheckExact(args[0]))) {
     PyErr_SetString(PyExc_TypeError, "expected the results of a graph");
+    return nullptr;
+  }
+  if (!are_results_of(wrap, args[0])) {
     return nullptr;
   }
   Ref tuple = Ref::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
