@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import register_sharding
 
 import dtensor_compile
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
@@ -142,6 +143,26 @@ def test_a_custom_operator_runs_replicated():
         values, order = run(lambda x: torch.ops.dtc_test.twice_sorted(x), x)
     assert values.placements == order.placements == (Replicate(),)
     torch.testing.assert_close(values.to_local(), x.full_tensor().sort(0)[0])
+
+
+@on_ranks(2)
+def test_a_rule_may_compile_a_program_that_needs_rules_of_ours():
+    """torch asks a rule between a look into its cache of decisions and the entry there: the cache must not go in between."""
+    a, b, asked = tensor(4, 3), tensor(5, 3, placement=Replicate()), []
+
+    def rule(x):
+        asked.append(run(torch.cdist, a, b))
+        return [([Shard(0)], [Shard(0)])]
+
+    with torch.library._scoped_library("dtc_test", "FRAGMENT") as library:
+        library.define("halved(Tensor x) -> Tensor")
+        library.impl("halved", lambda x: x / 2, "CompositeExplicitAutograd")
+        register_sharding(torch.ops.dtc_test.halved.default)(rule)
+        x = tensor(8, 2, grad=False)
+        results = [torch.ops.dtc_test.halved(x) for _ in range(3)]
+    assert len(asked) == 1
+    for out in results:
+        torch.testing.assert_close(out.full_tensor(), x.full_tensor() / 2)
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -90,9 +91,23 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+#: What torch calls between a look into its cache and the entry that it makes there, in C++, into the cache that it looked into.
+_BETWEEN_LOOK_AND_ENTRY = {
+    method.__code__ for method in (OpDispatcher.unwrap_to_op_info, OpDispatcher._propagate_op_sharding_dispatch_slow_path)
+}
+
+
+def _is_deciding() -> bool:
+    """Whether this thread is in the middle of a decision: Dynamo traces frames that torch calls there."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in _BETWEEN_LOOK_AND_ENTRY:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _forget_our_decisions() -> None:
-    """Empties torch's cache of decisions if one of ours may be in it."""
-    if _thread.decided:
+    """Empties torch's cache of decisions if one of ours may be in it; in the middle of a decision, the next call does."""
+    if _thread.decided and not _is_deciding():
         torch._C._clear_DTensor_sharding_propagator_cache()
         _thread.decided = False
 
