@@ -26,7 +26,7 @@ from dtensor_compile.compat.inductor import compile_as_stock, compile_with_induc
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states
 from dtensor_compile.compat.scheduler import rearrange
-from dtensor_compile.compat.shapes import powers_of_sizes, split_nary
+from dtensor_compile.compat.shapes import sizes_from_expressions, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.unwrap import native_calls
 from dtensor_compile.compat.views import views_of_dtensors
@@ -128,7 +128,7 @@ def dtensor(
         place_random_states(),
         views_of_dtensors(),
         backward_in_time(),
-        powers_of_sizes(),
+        sizes_from_expressions(),
         native_calls(),
     ]
     if not opts.strict:

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from dtensor_compile.compat.libraries import is_whole_library
+
 SCRIPT = """
 import torch, torch.distributed as dist, torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,3 +47,39 @@ def test_a_cache_shared_by_the_ranks_gives_each_its_own_graph(tmp_path):
     for _ in range(2):
         answers = run_job(tmp_path)
         assert "rank 0 equal" in answers and "rank 1 equal" in answers
+
+
+ALONE = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+x = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+out = torch.compile(lambda x: x.sin() * 2, backend="dtensor", fullgraph=True)(x)
+torch.testing.assert_close(out.to_local(), torch.arange(8.0).sin() * 2)
+"""
+
+
+def test_an_unfinished_library_in_the_cache_is_built_again(tmp_path):
+    # A process that is killed while the compiler runs leaves an empty file, or a part of one.
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    libraries = []
+    for run, kept in enumerate((1.0, 0.0, 0.6)):
+        for library in libraries:
+            content = library.read_bytes()
+            library.unlink()  # another process may have the file in its memory
+            library.write_bytes(content[: int(kept * len(content))])
+            assert not is_whole_library(library)
+        command = [sys.executable, "-c", ALONE, str(tmp_path / f"store{run}")]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        assert result.returncode == 0, result.stderr[-3000:]
+        libraries = [p for p in (tmp_path / "cache").rglob("*.so") if p.parent.name != "lock"]
+        assert libraries and all(is_whole_library(library) for library in libraries)
+
+
+@pytest.mark.parametrize("content, whole", [(b"", False), (bytes(4096), False), (b"MZ" + bytes(100), True)])
+def test_what_counts_as_a_whole_library(tmp_path, content, whole):
+    path = tmp_path / "x.so"
+    path.write_bytes(content)
+    assert is_whole_library(str(path)) is whole

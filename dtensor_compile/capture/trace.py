@@ -59,7 +59,7 @@ def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: 
         return stock()  # torch refuses to make a shard partial
     if any(isinstance(p, MaskPartial) for p in after):
         return _emit_to_mask(local, source, target, before, after, stock)
-    pending = [p for p in before if isinstance(p, MaskPartial)]
+    pending = [p for i, p in enumerate(before) if isinstance(p, MaskPartial) and mesh.size(i) > 1]  # one rank has every row
     if len(pending) > 1:
         return stock()
     before = tuple(Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before)

@@ -73,6 +73,15 @@ def canonical_placements(spec: Spec) -> tuple[Placement, ...]:
     return DTensorSpec._convert_shard_order_to_StridedShard(spec.shard_order, tuple(spec.placements), spec.mesh)
 
 
+def spec_of_parts(
+    placements: tuple[Placement, ...], dtype: torch.dtype, order: Any, mesh: DeviceMesh, shape: Sequence[int], stride: tuple[int, ...]
+) -> DTensorSpec:
+    """The spec that AOTAutograd took apart to these; `order` is its shard order."""
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    ordered = None if order is None else False  # an order and strided shards that encode it would be one too many
+    return DTensorSpec(mesh, placements, tensor_meta=meta, shard_order=order, use_strided_shard_as_shard_order=ordered)
+
+
 def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
     """What a row-wise embedding owes before it is summed: rows that this rank does not hold become zero.
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.compat.cache_keys import meshes_by_layout
+from dtensor_compile.compat.libraries import rebuild_damaged_libraries
 
 GraphFunction = Callable[[torch.fx.Graph], None]
 
@@ -132,7 +133,7 @@ def compile_with_inductor(
         for place, run in (("_pre_fusion_custom_pass", loosen), ("_post_fusion_custom_pass", kernel_pass)):
             patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
-    with meshes_by_layout():
+    with meshes_by_layout(), rebuild_damaged_libraries():
         return compile_fx(gm, example_inputs, config_patches=patches)
 
 

@@ -6,14 +6,13 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import sympy
 import torch
 from torch.fx.experimental import proxy_tensor
-
-#: Smallest and largest of any number of sizes, as torch writes them where it traces, and of two, as Inductor reads them.
-_NARY = {proxy_tensor._nary_sym_min: torch.sym_min, proxy_tensor._nary_sym_max: torch.sym_max}
+from torch.utils import _pytree as pytree
 
 #: Stands for a size that only the data decides, so that a plan can be made for it at all.
 UNKNOWN_SIZE = 1024
@@ -44,15 +43,40 @@ def _divisor(expression: sympy.Expr) -> int:
     return math.gcd(*(int(term.as_coeff_Mul()[0]) for term in terms)) if terms else 1
 
 
-@contextlib.contextmanager
-def powers_of_sizes() -> Iterator[None]:
-    """While it is entered, torch can trace where a square of a symbolic size came from, as it can for products of two sizes.
+def _nary_mul(*sizes: Any) -> Any:
+    """The product of any number of sizes, as torch writes it down where it finds one in an expression."""
+    return math.prod(sizes)
 
-    Sizes that DTensor's sharding propagation computes are not traced, and torch rebuilds their expressions from the sizes that are.
-    It knows no powers, so that the strides of ``(x @ x.t()).unsqueeze(0)`` ended the compilation.
+
+@contextlib.contextmanager
+def sizes_from_expressions() -> Iterator[None]:
+    """While it is entered, torch can trace where any symbolic size came from.
+
+    Sizes that DTensor's sharding propagation computes are not traced, and torch rebuilds their expressions from the sizes that are:
+
+    - It knows no powers, so that the strides of ``(x @ x.t()).unsqueeze(0)`` ended the compilation.
+    - It writes a product of three as ``operator.mul(a, b, c)``, of which the text of a graph keeps ``a * b``: strides were wrong.
+    - It rebuilds a size when a node first needs it, from a node with the same expression where there is one. That one may have been
+      computed from the size itself (``1 + (x - 1)``), and tracing never ended. Here a size is rebuilt before anything is computed from it.
     """
-    with mock.patch.dict(proxy_tensor._sympy_handlers(), {sympy.Pow: operator.pow}):
+    stock = proxy_tensor._sym_register
+
+    def register(tracer: Any, function: Any, args: tuple[Any, ...], out: object) -> None:
+        for size in pytree.tree_leaves(args):
+            if isinstance(size, torch.SymInt) and size not in tracer.symnode_tracker:
+                known = proxy_tensor.get_proxy_slot(size, tracer, None)
+                if known is not None and size not in tracer.symnode_tracker:
+                    tracer.symnode_tracker[size] = known
+        stock(tracer, function, args, out)
+
+    handlers = {sympy.Pow: operator.pow, sympy.Mul: _nary_mul}
+    with mock.patch.dict(proxy_tensor._sympy_handlers(), handlers), mock.patch.object(proxy_tensor, "_sym_register", register):
         yield
+
+
+#: Smallest, largest and product of any number of sizes, as they are written down where a graph is traced, and of two, as Inductor reads
+#: them.
+_NARY = {proxy_tensor._nary_sym_min: torch.sym_min, proxy_tensor._nary_sym_max: torch.sym_max, _nary_mul: operator.mul}
 
 
 def split_nary(graph: torch.fx.Graph) -> None:
@@ -62,7 +86,7 @@ def split_nary(graph: torch.fx.Graph) -> None:
         if binary is None:
             continue
         with graph.inserting_before(node):
-            result = node.args[0]
+            result: Any = node.args[0]
             for size in node.args[1:]:
                 values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (result, size)]
                 result = graph.call_function(binary, (result, size))

@@ -9,6 +9,7 @@
 - ``one_hot`` compares with numbers that are the same on every rank.
 - An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
 - A row-wise lookup has a mask of its own.
+- A view with strided shards can be taken apart and put together.
 
 torch keeps decisions in a cache, which traced and eager calls share. A decision by a rule of ours must not reach an eager call:
 after one, the cache is emptied where the scope ends. Nor must the objects that stand for meshes while AOTAutograd traces: decisions
@@ -43,6 +44,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.mesh import real_mesh
 
 aten = torch.ops.aten
@@ -316,6 +318,15 @@ def _fix_flattened_sizes(
     return stock(self, p, mesh_dim, placements, claimed, local_shapes, *rest)
 
 
+def _unflatten(stock: Callable[..., DTensor], inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
+    """A DTensor with strided shards from its parts. Views make specs of them that name a shard order too, which torch refuses here."""
+    placements, meta, order, requires_grad = flatten_spec
+    if order is None or not any(isinstance(p, _StridedShard) for p in placements):
+        return stock(inner_tensors, flatten_spec, outer_size, outer_stride)
+    spec = spec_of_parts(placements, meta.dtype, order, inner_tensors["device_mesh"], outer_size, outer_stride)
+    return DTensor(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
+
+
 def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Callable[[], bool]) -> Any:
     """A context manager: ``owner.name`` is ``replacement(stock, ...)`` for frames of ours, and torch's own for all others."""
     stock = getattr(owner, name)
@@ -342,6 +353,7 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
 
     changes = (
         (OpDispatcher, "redistribute_local_args", _own_mask),
+        (DTensor, "__tensor_unflatten__", _unflatten),
         (OpSchema, "__hash__", _hash),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
         (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch._functorch._aot_autograd import runtime_wrappers, subclass_codegen
 from torch._functorch._aot_autograd.schemas import OpaqueMeta, PlainTensorMeta, SubclassCreationMeta
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _MaskPartial
 
+from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.dynamo import leave_frames_to_python
 from dtensor_compile.runtime.native import native
 
@@ -178,18 +177,7 @@ def _results(metas: Sequence[Meta]) -> tuple[list[Any], int]:
                 entries.append((True, place) if is_result else (False, subclass_codegen._concrete_value(value)))
                 place += is_result
             extents.append(tuple(entries))
-        make_spec = functools.partial(_make_spec, placements, tensor_meta.dtype, shard_order)
+        make_spec = functools.partial(spec_of_parts, placements, tensor_meta.dtype, shard_order)
         plan.append((start, *extents, make_spec, requires_grad))
         used += meta.arg_count
     return plan, used
-
-
-def _make_spec(
-    placements: tuple[Placement, ...],
-    dtype: torch.dtype,
-    order: Any,
-    mesh: DeviceMesh,
-    shape: Sequence[int],
-    stride: tuple[int, ...],
-) -> DTensorSpec:
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype), shard_order=order)

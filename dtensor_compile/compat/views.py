@@ -1,4 +1,6 @@
-"""Results that are views of an input or of another result, as AOTAutograd makes them anew when the graph has run."""
+"""Results that are views of an input or of another result, as AOTAutograd makes them anew when the graph has run; and those that torch
+takes for views of an input and that are none.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 
 @contextlib.contextmanager
@@ -20,8 +25,12 @@ def views_of_dtensors() -> Iterator[None]:
 
     Where sizes are numbers torch runs the view again on the base; otherwise it asks for ``as_strided`` of the base, which DTensor
     does not have. The function stays with the compiled code; torch's own is as it was.
+
+    And a result of a view operator for which DTensor redistributed the argument (``x.narrow(1, 2, 1)`` of `x` in shards of dim 1) is one of
+    the graph: its values are not in the memory of the input, though DTensor gives both one storage.
     """
     owner, build = threading.get_ident(), runtime_wrappers._create_runtime_wrapper
+    analyze = aot_autograd.run_functionalized_fw_and_collect_metadata
     ours = functools.partial(_alias, runtime_wrappers.gen_alias_from_base)
 
     def build_ours(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -30,8 +39,31 @@ def views_of_dtensors() -> Iterator[None]:
         with mock.patch.object(runtime_wrappers, "gen_alias_from_base", ours):
             return build(*args, **kwargs)
 
-    with mock.patch.object(runtime_wrappers, "_create_runtime_wrapper", build_ours):
+    def analyze_ours(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+        return analyze(_without_false_views(function) if threading.get_ident() == owner else function, **kwargs)
+
+    with (
+        mock.patch.object(runtime_wrappers, "_create_runtime_wrapper", build_ours),
+        mock.patch.object(aot_autograd, "run_functionalized_fw_and_collect_metadata", analyze_ours),
+    ):
         yield
+
+
+def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose results have the storage of an argument only where their local tensors have that of its local tensor."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        results = function(*args)
+        locals_of = {StorageWeakRef(x.untyped_storage()): x._local_tensor for x in args if isinstance(x, DTensor)}
+        for result in pytree.tree_leaves(results):
+            base = locals_of.get(StorageWeakRef(result.untyped_storage())) if isinstance(result, DTensor) else None
+            local = result._local_tensor if base is not None else None
+            if local is not None and StorageWeakRef(local.untyped_storage()) != StorageWeakRef(base.untyped_storage()):
+                torch._functionalize_unsafe_set(result, DTensor(local.detach(), result._spec, requires_grad=False))
+        return results
+
+    return run
 
 
 def _alias(
@@ -48,7 +80,9 @@ def _alias(
     if again or result._base is not None or not (isinstance(base, DTensor) and isinstance(result, DTensor)):
         return stock(base, result, requires_grad, views, replay_views=replay_views)
     like = result._local_tensor
-    local = base.to_local() if requires_grad else base._local_tensor
+    # Where one rank has all of a dim, the gradient has the placement of the view, as in eager.
+    gradient = [p if p.is_replicate() else q for p, q in zip(result.placements, base.placements)]
+    local = base.to_local(grad_placements=gradient) if requires_grad else base._local_tensor
     view = local.as_strided(like.shape, like.stride(), like.storage_offset())
     spec = result._spec
     return DTensor.from_local(view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.dtensor import MaskPartial
+
 #: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was computed: the
 #: order of sums may differ, a term may not.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -96,7 +98,8 @@ def _facts(value: torch.Tensor) -> dict[str, Any]:
     empty = not value.numel()  # the stride of a dim without a second element means nothing
     facts["stride"] = tuple(None if empty or size == 1 else step for size, step in zip(value.shape, value.stride()))
     if isinstance(value, DTensor):
-        facts["placements"] = value.placements
+        # Each lookup has a mask of its own.
+        facts["placements"] = tuple(str(p) if isinstance(p, MaskPartial) else p for p in value.placements)
         facts["mesh"] = value.device_mesh
         facts["local shape"] = tuple(value.to_local().shape)
     return facts

@@ -6,6 +6,7 @@ Programs that differ are made smaller and printed; the exit status is 1 where th
 from __future__ import annotations
 
 import argparse
+import pathlib
 import random
 import sys
 import time
@@ -15,7 +16,7 @@ from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.testing import RankError, make_mesh, run_on_ranks
 from dtensor_compile.testing.bisect import pass_names
 from dtensor_compile.testing.parity import Settings
-from tests.fuzz.programs import MESHES, Program, make_program, smaller, verdict
+from tests.fuzz.programs import MESHES, Program, RefusedBySome, make_program, smaller, verdict
 
 
 def programs(seeds: range, meshes: list[tuple[int, ...]]) -> list[tuple[int, Program]]:
@@ -31,10 +32,13 @@ def programs(seeds: range, meshes: list[tuple[int, ...]]) -> list[tuple[int, Pro
 
 
 def judge(program: Program, variants: list[str], kernels: str) -> tuple[str, list[str]]:
+    """`verdict` on ranks; where their job ended with it, "refused", "no answer" or "differs", and what they said."""
     try:
-        return run_on_ranks(program.world, verdict, program, variants, kernels, timeout=180)[0]
+        return run_on_ranks(program.world, verdict, program, variants, kernels, timeout=280)[0]
     except RankError as error:
-        return ("no answer" if "no answer" in str(error) else "differs"), [str(error)]
+        told = str(error)
+        result = "refused" if RefusedBySome.__name__ in told else "no answer" if "no answer" in told else "differs"
+        return result, [told]
 
 
 def reduced(program: Program, variants: list[str], kernels: str, tries: int = 25) -> Program:
@@ -60,6 +64,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, help="only meshes of so many ranks")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--no-reduce", action="store_true", help="print programs as they were made")
+    parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="append programs that differ to it as well")
     args = parser.parse_args()
     meshes = [m for m in MESHES if args.world is None or Program(m, (), (), ()).world == args.world]
     counts: Counter[str] = Counter()
@@ -74,7 +79,11 @@ def main() -> int:
             counts[result] += 1
             if result in ("differs", "no answer"):
                 small = program if args.no_reduce or result == "no answer" else reduced(program, variants, args.kernels)
-                print(f"\n==== seed {seed}\n{small}\n" + "\n".join(found[:6])[-3500:], flush=True)
+                told = f"\n==== seed {seed}\n{small}\n" + "\n".join(found[:6])[-3500:]
+                print(told, flush=True)
+                if args.save:
+                    with args.save.open("a") as file:
+                        file.write(told + "\n")
         print(f"{sum(counts.values())} programs in {time.monotonic() - begin:.0f} s: {dict(counts)}", flush=True)
     return 1 if counts["differs"] or counts["no answer"] else 0
 
