@@ -13,6 +13,7 @@ from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.cacheable import GRAPH_FUNCTIONS, cache_decisions, survives_caches
 from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
+from dtensor_compile.capture.marks import mark_local_tensors
 from dtensor_compile.capture.mesh import merge_groups
 from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.capture.spent_graphs import restore_spent_graphs
@@ -122,6 +123,7 @@ def dtensor(
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),
         capture_redistributions(),
+        mark_local_tensors(),
         dtensor_tangents(gm, tangents),
         tokens_from_inputs(),
         bind_shard_sizes(),

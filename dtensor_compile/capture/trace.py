@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from dtensor_compile.capture.marks import mark
 from dtensor_compile.capture.mesh import mesh_text, parse_mesh
 from dtensor_compile.capture.redistribute import check_local, plan_of, redistribute_op
 from dtensor_compile.capture.spec import spec_text
@@ -49,6 +50,7 @@ def capture_redistributions() -> Iterator[None]:
 
 def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
     """The local tensor in the target spec: by the operator where it speaks of the change, else by `stock`."""
+    mark(local, source)
     mesh = compat_mesh.real_mesh(source.mesh)
     if source.tensor_meta is None or compat_mesh.real_mesh(target.mesh) != mesh or not compat_mesh.is_member(mesh):
         return stock()

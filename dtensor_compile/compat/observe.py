@@ -21,7 +21,8 @@ from torch._dynamo import convert_frame, exc, symbolic_convert
 from torch._dynamo.backends import common
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from dtensor_compile.compat.inductor import GraphPass
 
@@ -189,6 +190,17 @@ def newest_node() -> torch.fx.Node | None:
     """The last node of the graph that this thread traces with proxies; None where it traces none."""
     mode = get_proxy_mode()
     return next(iter(reversed(mode.tracer.graph.nodes)), None) if mode is not None else None
+
+
+def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that gives a tensor in the graph that this thread traces with proxies; None where there is none."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 # ---- graphs ------------------------------------------------------------------------------------------------------------------

@@ -107,11 +107,17 @@ def _is_deciding() -> bool:
     return frame is not None
 
 
-def _forget_our_decisions() -> None:
-    """Empties torch's cache of decisions if one of ours may be in it; in the middle of a decision, the next call does."""
-    if _thread.decided and not _is_deciding():
+def forget_decisions() -> None:
+    """Empties this thread's cache of decisions, but not in the middle of one."""
+    if not _is_deciding():
         torch._C._clear_DTensor_sharding_propagator_cache()
         _thread.decided = False
+
+
+def _forget_our_decisions() -> None:
+    """Forgets if a decision of ours may be in the cache; in the middle of a decision, the next call does."""
+    if _thread.decided:
+        forget_decisions()
 
 
 @contextlib.contextmanager

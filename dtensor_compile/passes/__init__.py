@@ -1,8 +1,7 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
-Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives. Where all
-shards are even, ranks see the same sizes and strides; where some are not, a size of 1 on the one rank looks like what is
-broadcast, and a view like none. There the passes that look at more than specs stay out (`WITH_UNEVEN_SHARDS` has the others).
+Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives; ``alike.py``
+says what they may decide by where shards are uneven. Passes that do not ask it stay out there (`EVEN_ONLY`).
 
 A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place. What a pass that raises
 has changed until then is taken back.
@@ -17,6 +16,7 @@ import torch
 
 from dtensor_compile.compat.fx import copy_of_graph, put_back
 from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.alike import sizes_differ, spread_marks
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
@@ -40,8 +40,8 @@ PASSES: tuple[Pass, ...] = (
     compose_redistributions,
 )
 
-#: Those that decide by specs, global shapes and which node reads which alone.
-WITH_UNEVEN_SHARDS: tuple[str, ...] = (share_equal_redistributions.__name__, cancel_inverse_pairs.__name__)
+#: Those that decide by sizes of local tensors.
+EVEN_ONLY: tuple[str, ...] = ("order_rows",)
 
 #: Those that run only where the user asks for them: they may round more than another order of additions does.
 OPTIONAL: tuple[str, ...] = (reduce_in_narrow_dtype.__name__,)
@@ -70,8 +70,9 @@ def run_passes(
     out_of_play = {*disabled, *(name for name in OPTIONAL if name not in enabled)}
     chosen = [run for run in (PASSES if passes is None else passes) if run.__name__ not in out_of_play]
     if uneven is not None:
-        out = ", ".join(dict.fromkeys(run.__name__ for run in chosen if run.__name__ not in WITH_UNEVEN_SHARDS))
-        chosen = [run for run in chosen if run.__name__ in WITH_UNEVEN_SHARDS]
+        spread_marks(graph)
+        out = ", ".join(dict.fromkeys(run.__name__ for run in chosen if run.__name__ in EVEN_ONLY))
+        chosen = [run for run in chosen if run.__name__ not in EVEN_ONLY]
         shape = list(read(uneven).shape)
         reason = f"{shape} is cut unevenly: ranks see other sizes, by which these decide, so that they did not run: {out}"
         decisions += [Decision("run_passes", source_line(uneven), reason)] if out else []
@@ -80,7 +81,8 @@ def run_passes(
         if saved is None and not strict:
             saved = copy_of_graph(graph)
         try:
-            made = run(graph)
+            with sizes_differ(uneven is not None):
+                made = run(graph)
             graph.lint()
             decisions += made
             if made:  # a pass that decides nothing changes nothing

@@ -25,10 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.capture.marks import Mark
 from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
 from dtensor_compile.capture.spec import parse_spec, spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
 from dtensor_compile.lowering.expand import local_shape
+from dtensor_compile.passes.alike import may_use_sizes, mark_of
 from dtensor_compile.passes.nodes import Redistribution, call
 
 aten = torch.ops.aten
@@ -129,9 +131,9 @@ def carry(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coor
         given: forms of one global tensor; the last is the one that the node reads in the graph.
         coordinate: of this rank in the mesh.
     """
-    linear = {"sum", "avg"} if node.target is aten.neg.default else set()
+    linear, mark = {"sum", "avg"} if node.target is aten.neg.default else set(), mark_of(node)
     if node.target in _VIEWS:
-        shape = _viewed_shape(node, given[-1], layout)
+        shape = mark.shape if mark is not None and mark.mesh == str(layout) else _viewed_shape(node, given[-1], layout)
         made = [shape and _viewed(form, shape, layout) for form in given]
     elif node.target in _ELEMENTWISE:
         made = [form if node.target in _COPIES or form.owed() <= linear else None for form in given]
@@ -144,6 +146,9 @@ def carry(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coor
     results = [form for form in made if form is not None]
     if len(results) < len(given) or len(node.all_input_nodes) != 1:
         return None
+    if not may_use_sizes():
+        agrees = mark == Mark(results[-1].spec, str(layout), results[-1].shape)
+        return results if agrees or mark is None and node.target not in _VIEWS else None
     read = local_shape(results[-1].placements, layout, coordinate, results[-1].shape)
     return results if read == list(node.meta["val"].shape) else None
 
@@ -163,7 +168,8 @@ def apply(
         args = (local_shape(result.placements, layout, coordinate, result.shape),)
         if not local.meta["val"].is_contiguous():
             local = call(aten.clone.default, (local,), {"memory_format": torch.contiguous_format}, like=node, before=before)
-    return call(node.target, (local, *args), node.kwargs, like=node, before=before)
+    mark = Mark(result.spec, str(layout), result.shape)
+    return call(node.target, (local, *args), node.kwargs, like=node, before=before, mark=mark)
 
 
 def is_reduction(node: torch.fx.Node) -> bool:

@@ -7,20 +7,17 @@ nobody can tell from the original.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from dtensor_compile.capture.marks import MARK
+from dtensor_compile.passes.alike import equal, may_use_sizes, mark_of
+
 _clone = torch.ops.aten.clone.default
 _permute = torch.ops.aten.permute.default
 _VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "alias", "detach"))
-
-
-def equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether sizes or strides are equal for all values of their symbols; asks for no guard."""
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
 
 
 def behind_copies(node: Any) -> Any:
@@ -34,6 +31,9 @@ def is_same_view(node: Any) -> bool:
     """Whether a node is a view of its input in the same shape and strides."""
     if not isinstance(node, torch.fx.Node) or node.target not in _VIEWS:
         return False
+    if not may_use_sizes():
+        mark = mark_of(node)
+        return mark is not None and mark == mark_of(node.args[0])
     was, now = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
     return was is not None and now is not None and equal(was.shape, now.shape) and equal(_wide(was), _wide(now))
 
@@ -63,7 +63,7 @@ def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
 def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
     """Readers of `node` read a copy of `original` with the strides of `node`; `node` goes away."""
     was, now = node.meta.get("val"), original.meta.get("val")
-    graph, like = node.graph, {key: value for key, value in node.meta.items() if key != "val"}
+    graph, like = node.graph, {key: value for key, value in node.meta.items() if key not in ("val", MARK)}
 
     def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         with graph.inserting_before(node):
@@ -87,6 +87,7 @@ def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
             new = call(_permute, copy, [order.index(dim) for dim in range(len(order))])
         if not equal(was.stride(), new.meta["val"].stride()):
             new = call(torch.ops.aten.as_strided.default, new, list(was.shape), list(was.stride()))
+    new.meta[MARK] = mark_of(node)
     node.replace_all_uses_with(new)
     erase_dead(node)
 

@@ -23,7 +23,8 @@ import torch
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.dtensor import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.copies import equal, is_same_view, replace
+from dtensor_compile.passes.alike import equal, has_same_shape, may_use_sizes
+from dtensor_compile.passes.copies import is_same_view, replace
 from dtensor_compile.passes.nodes import Redistribution, call, cost_of, is_redistribution, read, redistribute, source_line, when
 
 aten = torch.ops.aten
@@ -50,9 +51,9 @@ def _is_sum(node: torch.fx.Node) -> bool:
         return False
     value = node.meta.get("val")
     others = [argument.meta.get("val") if isinstance(argument, torch.fx.Node) else None for argument in node.args]
-    return isinstance(value, torch.Tensor) and all(
-        isinstance(x, torch.Tensor) and x.dtype == value.dtype and equal(x.shape, value.shape) for x in others
-    )
+    if not isinstance(value, torch.Tensor) or not all(isinstance(x, torch.Tensor) and x.dtype == value.dtype for x in others):
+        return False
+    return has_same_shape(*node.args) and (not may_use_sizes() or equal(others[0].shape, value.shape))  # type: ignore[union-attr]
 
 
 def _terms(node: torch.fx.Node, root: torch.fx.Node, negative: bool, inner: set[torch.fx.Node]) -> Iterator[Term]:

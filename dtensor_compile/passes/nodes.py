@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_arg
 
+from dtensor_compile.capture.marks import MARK, Mark
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
 from dtensor_compile.capture.spec import parse_spec
@@ -136,12 +137,23 @@ def when(node: torch.fx.Node) -> tuple[Any, ...]:
 
 
 def call(
-    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, like: torch.fx.Node, before: torch.fx.Node
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: torch.fx.Node,
+    before: torch.fx.Node,
+    mark: Mark | None = None,
 ) -> torch.fx.Node:
-    """A new node in front of `before`, with the origin of `like`, in the graph of `before`, and the fake value of its own."""
+    """A new node in front of `before`, with the origin of `like`, in the graph of `before`, and the fake value of its own.
+
+    Args:
+        mark: what it is globally.
+    """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, dict(kwargs or {}))
     node.meta = {key: value for key, value in like.meta.items() if key not in ("tensor_meta", *_WHEN)}
+    node.meta[MARK] = mark
     node.meta |= {key: before.meta[key] for key in _WHEN if key in before.meta}
     values, named = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     node.meta["val"] = target(*values, **named)

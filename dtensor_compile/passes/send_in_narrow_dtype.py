@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.alike import mark_of
 from dtensor_compile.passes.copies import behind_copies, is_view, replace
 from dtensor_compile.passes.nodes import Redistribution, call, cost, read, redistribute, redistributions, source_line
 
@@ -60,7 +61,7 @@ def _cast_before(name: str, node: torch.fx.Node) -> list[Decision]:
     for user, path in ends:
         new = sent
         for view in path:
-            new = call(view.target, (new, *view.args[1:]), view.kwargs, like=view, before=user)
+            new = call(view.target, (new, *view.args[1:]), view.kwargs, like=view, before=user, mark=mark_of(view))
         if not replace(user, new, shared=len(ends) > 1):
             raise ValueError(f"{user.name} has strides that a copy cannot have")
     return [decision]
@@ -94,7 +95,8 @@ def _is_cast(node: object) -> bool:
     if not isinstance(node, torch.fx.Node) or node.target is not aten._to_copy.default:
         return False
     was, now = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    return (was.device, was.layout, was.stride()) == (now.device, now.layout, now.stride()) and not node.kwargs.get("pin_memory")
+    same = (was.device, was.layout) == (now.device, now.layout)
+    return same and not node.kwargs.get("pin_memory") and node.kwargs.get("memory_format") in (None, torch.preserve_format)
 
 
 def _is_narrower(narrow: torch.dtype, wide: torch.dtype) -> bool:

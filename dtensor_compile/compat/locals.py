@@ -1,0 +1,62 @@
+"""Who hears of the local tensors of DTensors, and of what they are globally, while AOTAutograd traces."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._api import _ToTorchTensor
+from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtensor_compile.compat.sharding import forget_decisions
+
+
+@contextlib.contextmanager
+def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[None]:
+    """While it is entered, ``tell(local, spec)`` hears of DTensors that this thread hands to operators or takes apart.
+
+    Of the arguments of an operator it hears where torch decides on a sharding, which it does once for equal specs: the first time
+    after a trace begins, as torch's cache of decisions is empty then. So all ranks hear the same, whatever ran before on each.
+    """
+    owner, unwrap, flatten = threading.get_ident(), OpDispatcher.unwrap_to_op_info, DTensor.__tensor_flatten__
+    to_local, enter = _ToTorchTensor.forward, ProxyTorchDispatchMode.__enter__
+
+    def begin(self: ProxyTorchDispatchMode) -> Any:
+        if threading.get_ident() == owner:
+            forget_decisions()
+        return enter(self)
+
+    def unwrap_to_op_info(self: OpDispatcher, op_call: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() == owner:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, DTensor):
+                    tell(value._local_tensor, value._spec)
+        return unwrap(self, op_call, args, kwargs)
+
+    def forward(ctx: Any, value: DTensor, *rest: Any) -> torch.Tensor:
+        local = to_local(ctx, value, *rest)
+        if threading.get_ident() == owner:
+            tell(value._local_tensor, value._spec)
+            tell(local, value._spec)
+        return local
+
+    def tensor_flatten(self: DTensor) -> Any:
+        if threading.get_ident() == owner:
+            tell(self._local_tensor, self._spec)
+        return flatten(self)
+
+    with (
+        mock.patch.object(ProxyTorchDispatchMode, "__enter__", begin),
+        mock.patch.object(OpDispatcher, "unwrap_to_op_info", unwrap_to_op_info),
+        mock.patch.object(DTensor, "__tensor_flatten__", tensor_flatten),
+        mock.patch.object(_ToTorchTensor, "forward", staticmethod(forward)),
+    ):
+        yield

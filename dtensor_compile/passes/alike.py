@@ -1,0 +1,92 @@
+"""What ranks know alike of a node.
+
+Every rank runs the passes on a graph of its own and has to come to the same end, or ranks would call other collectives. Where
+all shards are even, ranks see the same sizes. Where some are not, a size of 1 on the one rank looks like what is broadcast, and a
+view like none; there a pass asks for marks (``capture/marks.py``), and what has none stays where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from dtensor_compile.capture.marks import MARK, Mark
+from dtensor_compile.passes.nodes import is_redistribution, read
+
+aten = torch.ops.aten
+
+#: What gives back what it gets, and what adds; their results are what their arguments are globally, also where these owe a sum.
+_COPIES = (aten.clone.default, aten.detach.default, aten.alias.default)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
+
+_uneven: ContextVar[bool] = ContextVar("uneven", default=False)
+
+
+@contextlib.contextmanager
+def sizes_differ(differ: bool) -> Iterator[None]:
+    """While it is entered, sizes of local tensors differ between ranks, or do not."""
+    token = _uneven.set(differ)
+    try:
+        yield
+    finally:
+        _uneven.reset(token)
+
+
+def may_use_sizes() -> bool:
+    """Whether a rank may decide by the sizes of its local tensors: all ranks have the same."""
+    return not _uneven.get()
+
+
+def equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether sizes or strides are equal for all values of their symbols; asks for no guard."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
+
+
+def mark_of(node: Any) -> Mark | None:
+    """What a node is globally; None where nothing says."""
+    if is_redistribution(node):
+        this = read(node)
+        return Mark(this.target, this.mesh, this.shape) if all(type(size) is int for size in this.shape) else None
+    return node.meta.get(MARK) if isinstance(node, torch.fx.Node) else None
+
+
+def spread_marks(graph: torch.fx.Graph) -> None:
+    """Marks what is made as something marked was: by the same operators from arguments with the same marks.
+
+    Tracing marks the arguments of an operator the first time only (`compat.locals`); later layers of a model repeat the first.
+    Sums and copies of what is marked are marked too: a program may add local tensors that it took out of DTensors.
+    """
+    made: dict[str, Mark | None] = {}
+    names: dict[torch.fx.Node, str] = {}
+    numbers: dict[Mark | str, int] = {}
+    for node in graph.nodes:
+        expression = node.name
+        if node.op == "call_function":
+            expression = repr((node.target, map_arg((node.args, node.kwargs), names.__getitem__)))
+            marks = {mark_of(argument) for argument in node.all_input_nodes}
+            if MARK not in node.meta and expression in made:
+                node.meta[MARK] = made[expression]
+            elif MARK not in node.meta and _repeats(node) and len(marks) == 1:
+                node.meta[MARK] = marks.pop()
+            elif MARK in node.meta:
+                made[expression] = node.meta[MARK] if made.get(expression, node.meta[MARK]) == node.meta[MARK] else None
+        names[node] = f"%{numbers.setdefault(mark_of(node) or expression, len(numbers))}"
+
+
+def _repeats(node: torch.fx.Node) -> bool:
+    """Whether what a node gives is globally what its arguments are, if these are the same."""
+    return node.target in _COPIES or node.target in _SUMS and all(isinstance(x, torch.fx.Node) for x in node.args)
+
+
+def has_same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+    """Whether two local tensors have the same shape on every rank."""
+    if _uneven.get():
+        mark = mark_of(a)
+        return mark is not None and mark == mark_of(b)
+    return equal(a.meta["val"].shape, b.meta["val"].shape)
