@@ -33,7 +33,13 @@ from dtensor_compile.compat.unwrap import native_calls
 from dtensor_compile.compat.views import views_of_dtensors
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.lower import lower_redistributions
-from dtensor_compile.lowering.lower_collectives import hold_redistributions, is_repeatable, lower_collectives, order_collectives
+from dtensor_compile.lowering.lower_collectives import (
+    hold_draws,
+    hold_redistributions,
+    is_repeatable,
+    lower_collectives,
+    order_collectives,
+)
 from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
@@ -94,6 +100,7 @@ def dtensor(
         tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)
         hold_redistributions(graph)
+        hold_draws(graph)
 
     @plans_for(opts.topology)
     def lower_graph(graph: torch.fx.Graph) -> None:

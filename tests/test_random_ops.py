@@ -41,14 +41,33 @@ def fills(x):
     return x * x.detach().clone().bernoulli_(0.4) + torch.empty_like(x).uniform_()
 
 
+def draws_what_nothing_uses(x):
+    F.dropout(x, 0.5)
+    y = x * 2
+    torch.rand_like(y)
+    return F.dropout(y, 0.3)
+
+
+def draws_what_nothing_uses_without_a_gradient(x):
+    F.dropout(x * 3, 0.5)
+    x.detach().clone().bernoulli_(0.4)
+    return x.detach() + torch.rand_like(x)
+
+
 def every(x):
-    return drops(x), drops_and_sends(x), noise(x), fills(x)
+    return drops(x), drops_and_sends(x), noise(x), fills(x), draws_what_nothing_uses(x)
 
 
 @pytest.mark.parametrize("placement, rows", [(Shard(0), 6), (Shard(0), 5), (Shard(1), 3), (Replicate(), 4)])
 @on_ranks(2, timeout=240)
 def test_values_gradients_and_states_equal_eagers(placement, rows):
     assert_parity(every, [argument(placement, rows)], loss=sum_of_squares, backend="dtensor_aten")
+
+
+@pytest.mark.parametrize("program", [draws_what_nothing_uses, draws_what_nothing_uses_without_a_gradient])
+@on_ranks(2, timeout=240)
+def test_values_that_nothing_uses_are_drawn(program):
+    assert_parity(program, [argument(Shard(0))], loss=sum_of_squares, backend="dtensor_aten")
 
 
 @on_ranks(2, timeout=240)

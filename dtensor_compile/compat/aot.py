@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
 
 from dtensor_compile.compat.inductor import GraphFunction
 
@@ -37,4 +38,6 @@ def compile_to_aten(
         joint_pass(graph_module.graph)
         return lower(graph_module, inputs)
 
-    return aot_autograd(fw_compiler=lower, bw_compiler=lower, inference_compiler=infer, partition_fn=partition)(gm, example_inputs)
+    compile_graph = aot_autograd(fw_compiler=lower, bw_compiler=lower, inference_compiler=infer, partition_fn=partition)
+    with config.patch(fallback_random=True):  # random values are eager's, so that those that nothing uses are drawn as well
+        return compile_graph(gm, example_inputs)

@@ -90,10 +90,10 @@ def run_once(node: torch.fx.Node, backward: bool) -> None:
         result.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
-def stay_in_backward(node: torch.fx.Node) -> None:
-    """The partitioner does not move a node into forward. What a user's checkpoint runs again is in backward anyway."""
+def stay_where_traced(node: torch.fx.Node) -> None:
+    """The partitioner leaves a node in forward or in backward, as it was traced, but for what a user's checkpoint runs again."""
     if node.meta.get("recompute") is None:
-        node.meta["partitioner_tag"] = "must_be_in_backward"
+        node.meta["partitioner_tag"] = "must_be_in_backward" if traced_in_backward(node) else "must_be_in_forward"
 
 
 def traced_in_backward(node: torch.fx.Node) -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, LOWERED, exchange, irecv, isend
 from dtensor_compile.capture.random import EFFECTS
-from dtensor_compile.compat.collectives import lower_as_collective, run_once, stay_in_backward, traced_in_backward, wait_tensor
+from dtensor_compile.compat.collectives import lower_as_collective, run_once, stay_where_traced, traced_in_backward, wait_tensor
 from dtensor_compile.passes.nodes import cost_of, redistributions
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
@@ -53,7 +53,14 @@ def hold_redistributions(graph: torch.fx.Graph) -> None:
     """
     for node in redistributions(graph):
         if traced_in_backward(node) and cost_of([node]).collectives:
-            stay_in_backward(node)
+            stay_where_traced(node)
+
+
+def hold_draws(graph: torch.fx.Graph) -> None:
+    """On the joint graph: what draws from torch's generator draws once, where it was traced, whether its numbers are used or not."""
+    for node in graph.nodes:
+        if _draws(node) and node.target not in _ORDERED:
+            stay_where_traced(node)
 
 
 def is_repeatable(graph: torch.fx.Graph) -> bool:
@@ -61,9 +68,11 @@ def is_repeatable(graph: torch.fx.Graph) -> bool:
 
     Other ranks notice that by redistributions only, which all ranks run alike.
     """
-    return not any(
-        node.target in _ORDERED or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes
-    )
+    return not any(node.target in _ORDERED or _draws(node) for node in graph.nodes)
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def lower_collectives(graph: torch.fx.Graph) -> None:

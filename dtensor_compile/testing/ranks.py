@@ -169,7 +169,8 @@ _jobs: dict[int, _Job] = {}
 
 
 @atexit.register
-def _end_all() -> None:
+def end_jobs() -> None:
+    """Ends all ranks; the next call of `run_on_ranks` starts new ones."""
     for job in _jobs.values():
         job.end()
     _jobs.clear()

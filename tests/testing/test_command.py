@@ -89,7 +89,7 @@ def test_a_difference_is_told_bisected_and_minified(capsys, tmp_path):
     finally:
         from dtensor_compile.testing import ranks
 
-        ranks._end_all()
+        ranks.end_jobs()
 
 
 @pytest.mark.parametrize("target, says", [

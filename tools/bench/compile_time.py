@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,11 @@ from dtensor_compile.demo.train import LAYOUTS, Trainer
 from dtensor_compile.testing import make_mesh, run_on_ranks
 
 
-def first_step(layout_name: str, layers: int, backend: str) -> tuple[float, float]:
-    """Wall and CPU seconds of the first forward and backward less those of the second, on this rank."""
+def first_step(layout_name: str, layers: int, backend: str, folder: str | None = None) -> tuple[float, float]:
+    """Wall and CPU seconds of the first forward and backward less those of the second, on this rank.
+
+    `folder`: of Inductor's caches; None: empty ones.
+    """
     layout = LAYOUTS[layout_name]
     mesh = make_mesh(layout.mesh_shape(dist.get_world_size()), layout.dims)
     counters.reset()
@@ -38,7 +43,7 @@ def first_step(layout_name: str, layers: int, backend: str) -> tuple[float, floa
 
     trainer = Trainer(layout, mesh, LlamaConfig(layers=layers), 1, wrap)
     wall, cpu = [], []
-    with fresh_caches():
+    with fresh_caches() if folder is None else mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
         for _ in range(2):
             dist.barrier()
             began = time.perf_counter(), _cpu_seconds()
