@@ -44,9 +44,12 @@ def _writes(node: torch.fx.Node) -> bool:
 
 
 def shares_memory(values: tuple[Any, ...]) -> bool:
-    """Whether two of `values` share memory that at least one of them holds as the local tensor of a DTensor."""
+    """Whether two of `values` are one tensor, or share memory that at least one of them holds as the local tensor of a DTensor."""
     if in_storages_of_their_own(values):
         return False
+    tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
+    if len(set(tensors)) < len(tensors):
+        return True  # torch hands over each tensor once; one of an optimizer's state may have become another one since
     spans: dict[int, list[tuple[int, int, bool]]] = {}
     for value in values:
         if isinstance(value, torch.Tensor):

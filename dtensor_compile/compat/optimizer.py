@@ -24,7 +24,14 @@ from torch._dynamo.bytecode_transformation import create_binary_subscr, create_c
 from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.eval_frame import TorchPatcher
-from torch._dynamo.source import ChainedSource, ConstDictKeySource, DictGetItemSource, is_from_optimizer_source
+from torch._dynamo.source import (
+    AttrSource,
+    ChainedSource,
+    ConstDictKeySource,
+    DictGetItemSource,
+    GetItemSource,
+    is_from_optimizer_source,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_static_address_type, unpack_iterable
 from torch._dynamo.variables import builder as _builder
@@ -41,6 +48,7 @@ from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
 from dtensor_compile.compat.dynamo import Source, Translator, fact_guard, traces_for_us
+from dtensor_compile.compat.guards import Together, guarded_together
 
 #: Reads the number of steps out of the state of an optimizer.
 read_step = _optimizer._get_value
@@ -140,9 +148,12 @@ class TracedOptimizerVariable(OptimizerVariable):
         self.move_step_if_cpu()
         known: dict[int, VariableTracker] = {}
         kept: list[Any] = []  # holds what `known` refers to by id
-        with contextlib.ExitStack() as restore:
-            for parameter, variable in self._parameters(tx):
+        with contextlib.ExitStack() as restore, guarded_together(self.source) as together:
+            for parameter, variable, source in self._parameters(tx):
+                together.add(variable, source, parameter)
                 gradient = variable.var_getattr(tx, "grad").realize()
+                if variable.source == source and not _has_pending_gradient(tx, variable):
+                    together.add(gradient, AttrSource(source, "grad"), parameter.grad)
                 known[id(parameter)] = variable
                 kept.append(_show_gradient(tx, parameter, variable, gradient, restore))
                 known[id(kept[-1])] = gradient
@@ -151,36 +162,52 @@ class TracedOptimizerVariable(OptimizerVariable):
             for group in self.value.param_groups:  # the other groups too, before the state gets its tracker
                 self.value._init_group(*[_instead(arg, group) for arg in real_args], **real_kwargs)
             result = self.value._init_group(*real_args, **real_kwargs)
-        known.update(self._state(tx))
+        with guarded_together(self.source) as together:
+            known.update(self._state(tx, together))
         for arg, real in zip(args, real_args):
             if isinstance(arg, ListVariable):
                 tx.output.side_effects.mutation(arg)
                 arg.items.extend(known[id(value)] if id(value) in known else VariableTracker.build(tx, value) for value in real)
         return ConstantVariable.create(result)
 
-    def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable]]:
-        """Every parameter and its tracker."""
+    def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable, Source]]:
+        """Every parameter, its tracker, and where it is in the optimizer."""
         groups = self.var_getattr(tx, "param_groups").realize()
-        for group, variable in zip(self.value.param_groups, unpack_iterable(tx, groups)):
+        for group, variable, source in zip(self.value.param_groups, unpack_iterable(tx, groups), self._groups()):
             parameters = variable.realize().getitem_const(tx, ConstantVariable.create("params")).realize()
-            for parameter, tracker in zip(group["params"], unpack_iterable(tx, parameters)):
-                yield parameter, tracker.realize()
+            for i, (parameter, tracker) in enumerate(zip(group["params"], unpack_iterable(tx, parameters))):
+                yield parameter, tracker.realize(), GetItemSource(source, i)
 
-    def _state(self, tx: Translator) -> dict[int, VariableTracker]:
+    def _groups(self) -> list[Source]:
+        """Where the parameters of each group are."""
+        groups = AttrSource(self.source, "param_groups")
+        return [DictGetItemSource(GetItemSource(groups, i), "params") for i in range(len(self.value.param_groups))]
+
+    def _state(self, tx: Translator, together: Together) -> dict[int, VariableTracker]:
         """Trackers of all tensors in the state as it is outside of the region, by identity.
 
         Entries are known by position, and a guard says which parameter each is of: `load_state_dict` may bring another order.
         """
         state, found = self.var_getattr(tx, "state").realize(), {}
         tx.output.guard_on_key_order.add(state.source)
-        _same_owners(self.source)
+        _same_length(self.source)
+        owners = _owners(self.value)
+        if None in owners or not together.guards:
+            _same_owners(self.source)
+        parameters = [GetItemSource(s, i) for g, s in zip(self.value.param_groups, self._groups()) for i in range(len(g["params"]))]
         for position, entry in enumerate(self.value.state.values()):
-            source = DictGetItemSource(state.source, _KeySource(state.source, position))
+            source = DictGetItemSource(state.source, KeySource(state.source, position))
             VariableTracker.build(tx, entry, source).realize()
+            if type(entry) is dict:
+                together.types[source] = dict
+            if owners[position] is not None:
+                together.same.append((KeySource(state.source, position), parameters[owners[position]]))
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor):
                     _mark_static([value])
-                    found[id(value)] = VariableTracker.build(tx, value, DictGetItemSource(source, name)).realize()
+                    place = DictGetItemSource(source, name)
+                    found[id(value)] = VariableTracker.build(tx, value, place).realize()
+                    together.add(found[id(value)], place, value)
         return found
 
 
@@ -191,6 +218,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[int | None]:
 
 
 _same_owners = fact_guard("STATE_OWNERS_MATCH", _owners)
+_same_length = fact_guard("STATE_LENGTH_MATCH", lambda optimizer: len(optimizer.state))
 
 
 @dataclass(frozen=True)
@@ -208,7 +236,7 @@ class _KeysSource(ChainedSource):
 
 
 @dataclass(frozen=True)
-class _KeySource(ConstDictKeySource):
+class KeySource(ConstDictKeySource):
     """A key of a dict by its position. torch walks to that position each time: quadratic where all entries are read."""
 
     def reconstruct(self, codegen: PyCodegen) -> None:
@@ -228,11 +256,15 @@ def _mark_static(tensors: Sequence[torch.Tensor]) -> None:
             mark_static_address(tensor, guard=False)
 
 
+def _has_pending_gradient(tx: Translator, variable: TensorVariable) -> bool:
+    return tx.output.side_effects.has_pending_mutation_of_attr(variable, "grad")
+
+
 def _show_gradient(
     tx: Translator, parameter: torch.Tensor, variable: TensorVariable, gradient: VariableTracker, restore: contextlib.ExitStack
 ) -> Any:
     """Lets the real parameter have a gradient just where the program has one at this point; returns what it is."""
-    if tx.output.side_effects.has_pending_mutation_of_attr(variable, "grad"):
+    if _has_pending_gradient(tx, variable):
         restore.callback(setattr, parameter, "grad", parameter.grad)
         parameter.grad = parameter.detach() if isinstance(gradient, TensorVariable) else None
     return parameter.grad

@@ -37,7 +37,7 @@ def native_calls() -> Iterator[None]:
     """While it is entered, code that AOTAutograd puts around graphs on this thread is the one of this module."""
     owner, factory = threading.get_ident(), runtime_wrappers._AOTDispatchAutogradFunctionFactory
     stock_wrapper, stock_backward = subclass_codegen.codegen_subclass_wrapper, subclass_codegen.codegen_backward_subclass_fns
-    stock_build = factory.build
+    stock_build, stock_versions = factory.build, runtime_wrappers._codegen_increment_mutation_versions
 
     def serves() -> bool:
         return native() is not None and threading.get_ident() == owner
@@ -69,14 +69,19 @@ def native_calls() -> Iterator[None]:
             _accumulate(compiled, self.spec.fw_metadata)
         return compiled
 
+    def versions(lines: list[str], names: dict[str, Any], *others: Any) -> None:
+        stock_versions(lines, names, *others)
+        if serves() and "_increment_version_" in names:
+            names["_increment_version_"] = native().increment_versions
+
     subclass_codegen.codegen_subclass_wrapper, subclass_codegen.codegen_backward_subclass_fns = wrapper, backward
-    factory.build = build
+    factory.build, runtime_wrappers._codegen_increment_mutation_versions = build, versions
     try:
         yield
     finally:
         subclass_codegen.codegen_subclass_wrapper = stock_wrapper
         subclass_codegen.codegen_backward_subclass_fns = stock_backward
-        factory.build = stock_build
+        factory.build, runtime_wrappers._codegen_increment_mutation_versions = stock_build, stock_versions
 
 
 def _apart(wrap: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,14 +2,21 @@
 
 What is in it (`native_code/`, a subject a file). Callable objects, each made once at compile time:
 
-- ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a DTensor is what the graph was
+- ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a tensor is what the graph was
   compiled for. It compares what a plain tensor's guard compares, of the DTensor and of its local tensor, and the spec: its
   identity first; mesh, placements, order of shards and dtype where that differs.
 - ``Unwrap(plan)(arguments)``: the inputs of the graph, local tensors and meshes in place of DTensors.
 - ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are made again only for another mesh or other
   sizes. With `accumulate`, a gradient goes right into ``.grad`` of its parameter where autograd would do nothing but that.
 
-And a function, ``own_storages(arguments)``: whether surely no two tensors, or local tensors of DTensors, have one storage.
+- ``Fetch(roots, plan)(*objects)``: what the inputs of a graph are read from `objects`, in a tuple. The plan is a list of reads
+  ``(from, step, key, wanted)``: `from` is the place of an earlier read, or ``-1 - i`` for object `i`; the step `READS` of an
+  attribute, an item, a gradient, or the value or key at a position of a dict.
+- ``GuardAll(roots, plan, checks)(*objects)``: whether all that one such walk finds is what the graph was compiled for. A check
+  ``(place, expected)`` says of a read that a `Guard` accepts it, that it has a type, or that it is what another read finds.
+
+And two functions of a tuple: ``own_storages``, whether surely no two tensors in it, or local tensors of DTensors, have one storage;
+and ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does.
 """
 
 from __future__ import annotations
@@ -33,6 +40,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 log = logging.getLogger("dtensor_compile")
+
+#: Steps of a plan of ``Fetch``.
+READS = {"attribute": 0, "item": 1, "gradient": 2, "value_at": 3, "key_at": 4}
 
 _NAME = "dtensor_compile_native"
 _SOURCES = pathlib.Path(__file__).with_name("native_code")

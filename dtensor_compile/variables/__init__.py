@@ -20,6 +20,7 @@ from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
+from dtensor_compile.compat.fetch import inputs_in_one_walk
 from dtensor_compile.compat.guards import track_and_guard
 from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
 from dtensor_compile.variables import (
@@ -78,6 +79,7 @@ ENTRIES = Entries(
         *random.CONTEXTS,
         *data_parallel.CONTEXTS,
         plain_tensors_are_replicated,
+        inputs_in_one_walk,
     ),
 )
 

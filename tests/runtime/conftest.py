@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtensor_compile.compat import counters, guards, unwrap
+from dtensor_compile.compat import counters, fetch, guards, unwrap
 from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.runtime.native import native
 from dtensor_compile.testing import make_mesh
@@ -18,7 +18,7 @@ def job():
 @pytest.fixture(params=["native", "torch"])
 def mesh(request, job, monkeypatch):
     if request.param == "torch":
-        for module in (guards, unwrap):
+        for module in (fetch, guards, unwrap):
             monkeypatch.setattr(module, "native", lambda: None)
     else:
         assert native() is not None, "a C++ compiler is needed"

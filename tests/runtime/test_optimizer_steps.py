@@ -1,10 +1,17 @@
 """Compiled steps of optimizers over DTensors: what programs do to the optimizer in between reaches the next step."""
 
+import dis
+import inspect
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dtensor_compile.compat import guards
+from dtensor_compile.runtime.native import READS, native
+from dtensor_compile.testing import make_mesh
 from dtensor_compile.testing.parity import compare_values
 
 MAKE = {
@@ -120,3 +127,101 @@ def test_gradients_that_are_placed_otherwise(mesh):
         job.run()
 
     follows_eager(mesh, MAKE["adamw foreach"], gather)
+
+
+def test_two_parameters_count_their_steps_in_one_tensor(mesh):
+    def share(job):
+        first, second = (job.optimizer.state[p] for p in job.parameters[:2])
+        second["step"] = first["step"]
+
+    follows_eager(mesh, MAKE["adamw foreach"], share)
+
+
+def test_steps_are_counted_from_another_number(mesh):
+    def jump(job):
+        for i, entry in enumerate(job.optimizer.state.values()):
+            entry["step"].fill_(10.0 * i)
+
+    follows_eager(mesh, MAKE["adamw foreach"], jump)
+
+
+def test_a_group_is_added(mesh):
+    def add(job):
+        job.parameters.append(nn.Parameter(dtensor(mesh, 7.0)))
+        job.optimizer.add_param_group({"params": [job.parameters[-1]], "lr": 0.5})
+
+    follows_eager(mesh, MAKE["adamw foreach"], add)
+
+
+def test_state_that_is_placed_otherwise(mesh):
+    def gather(job):
+        entry = job.optimizer.state[job.parameters[1]]
+        entry["exp_avg"] = DTensor.from_local(torch.full((8,), 0.2), mesh, [Replicate()], run_check=False)
+
+    follows_eager(mesh, MAKE["adamw foreach"], gather)
+
+
+def test_state_on_another_mesh_is_an_error(mesh):
+    """As it is in eager."""
+    other = make_mesh((2,), ("other",))
+    for compiled in (False, True):
+        job = Job(mesh, MAKE["adamw foreach"], compiled)
+        job.steps()
+        entry = job.optimizer.state[job.parameters[1]]
+        entry["exp_avg"] = DTensor.from_local(torch.full((4,), 0.2), other, [Shard(0)], run_check=False)
+        with pytest.raises(Exception, match="[Mm]esh"):
+            job.steps()
+
+
+def test_state_that_is_no_dtensor_any_more(mesh):
+    for compiled in (False, True):
+        job = Job(mesh, MAKE["adamw foreach"], compiled)
+        job.steps()
+        job.optimizer.state[job.parameters[1]]["exp_avg"] = torch.zeros(8)
+        with pytest.raises(Exception, match="mixed torch.Tensor and DTensor|[Mm]ixed"):
+            job.steps()
+
+
+def test_state_of_one_parameter_is_empty(mesh):
+    follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state[job.parameters[1]].clear())
+
+
+def test_inputs_are_read_and_guarded_together(mesh):
+    """No chain of instructions and no guard for each of them."""
+    if guards.native() is None:
+        pytest.skip("torch's own way")
+    job = Job(mesh, MAKE["adamw foreach"], compiled=True)
+    job.steps()
+    (entry, *_) = _debug_get_cache_entry_list(inspect.unwrap(job.run).__code__)
+    checks = str(entry.guard_manager)
+    assert checks.count("check_all(") == 2 and "check_dtensor(" not in checks and "'exp_avg'" not in checks
+    assert "UNPACK_SEQUENCE" in {instruction.opname for instruction in dis.get_instructions(entry.code)}
+
+
+def test_walk():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.tensors, holder.table = [torch.ones(2, requires_grad=True)], {"a": 1, "b": {"c": 2}}
+    steps = [(-1, "attribute", "tensors", False), (0, "item", 0, True), (1, "gradient", "grad", True)]
+    steps += [(-1, "attribute", "table", False), (3, "value_at", 1, False), (4, "item", "c", True), (3, "key_at", 1, True)]
+    plan = [(place, READS[step], key, wanted) for place, step, key, wanted in steps]
+    fetch = native().Fetch(1, plan)
+    assert fetch(holder) == (holder.tensors[0], None, 2, "b")
+    guard = native().GuardAll(1, plan, [(1, native().Guard(holder.tensors[0], [2], [1], [], [], False)), (4, dict), (6, 6)])
+    assert guard(holder)
+    del holder.table["a"]
+    assert not guard(holder)
+    with pytest.raises(IndexError):
+        fetch(holder)
+    holder.table, holder.tensors = {"a": 1, "b": {"c": 2}}, [torch.ones(3, requires_grad=True)]
+    assert not guard(holder) and fetch(holder)[2:] == (2, "b")
+    holder.tensors = []
+    with pytest.raises(IndexError):
+        fetch(holder)
+    for bad in ([(0, 0, "x", True)], [(-2, 0, "x", True)], [(-1, 9, "x", True)]):
+        with pytest.raises(ValueError, match="plan"):
+            native().Fetch(1, bad)
+    with pytest.raises(TypeError):
+        fetch(holder, holder)

@@ -1,11 +1,14 @@
-// Guard: whether a DTensor is what a graph was compiled for.
+// Guard: whether a tensor is what a graph was compiled for.
 //
-// It compares what the guard of a plain tensor compares, of the DTensor and of its local tensor, and the spec, its identity first.
+// It compares what torch's guard of a plain tensor compares; of a DTensor also that of its local tensor, and the spec, its identity
+// first.
 // What costs time is memory that is not in the cache. So what a guard needs each time lies in one piece, sizes and strides at its
 // end, and each guard asks for what the next one will read.
 #pragma once
 
 #include "tensors.h"
+
+#include <memory>
 
 namespace {
 
@@ -148,8 +151,8 @@ struct Footprint {
 struct Guard {
   PyObject_VAR_HEAD
   vectorcallfunc call;
-  PyObject* spec;  // owned
-  PyTypeObject* local_type;
+  PyTypeObject *type, *local_type;  // kept alive by the modules that define them; no local type: a plain tensor
+  PyObject* spec;                   // owned; as what follows of the local tensor and the spec, of a DTensor alone
   TensorFacts outer, local;
   Unmarked marks, local_marks;
   SpecFacts* facts;
@@ -157,8 +160,11 @@ struct Guard {
   int64_t extents[1];  // sizes and strides of the DTensor, sizes and strides of its local tensor
 
   bool match(PyObject* object) {
-    if (Py_TYPE(object) != dtensor.type) {
+    if (Py_TYPE(object) != type) {
       return false;
+    }
+    if (local_type == nullptr) {
+      return outer.match(THPVariable_Unpack(object), c10::impl::tls_local_dispatch_key_set(), extents) && marks.match(object);
     }
     PyObject* inner = slot(object, dtensor.local);
     if (inner == nullptr || Py_TYPE(inner) != local_type) {
@@ -219,29 +225,30 @@ PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!PyArg_ParseTuple(args, "OOOOOp", &example, &given[0], &given[1], &given[2], &given[3], &any_size)) {
     return nullptr;
   }
-  if (Py_TYPE(example) != dtensor.type) {
-    PyErr_SetString(PyExc_TypeError, "the example of a guard is a DTensor");
+  bool plain = Py_TYPE(example) != dtensor.type;
+  if (!THPVariable_Check(example)) {
+    PyErr_SetString(PyExc_TypeError, "the example of a guard is a tensor");
     return nullptr;
   }
-  PyObject *local = slot(example, dtensor.local), *spec = slot(example, dtensor.spec);
-  TensorFacts outer = TensorFacts::of(example), inner = TensorFacts::of(local);
+  PyObject *local = plain ? nullptr : slot(example, dtensor.local), *spec = plain ? nullptr : slot(example, dtensor.spec);
+  TensorFacts outer = TensorFacts::of(example), inner = plain ? TensorFacts{} : TensorFacts::of(local);
   Integers extents;
   for (int i = 0; i < 4; ++i) {
     Integers some = integers(given[i]);
     TORCH_CHECK_VALUE(some.size() == (i < 2 ? outer : inner).dims, "a guard takes one size and one stride for each dim");
     extents.append(some.begin(), some.end());
   }
-  SpecFacts facts = SpecFacts::of(spec, any_size != 0);
+  auto facts = plain ? nullptr : std::make_unique<SpecFacts>(SpecFacts::of(spec, any_size != 0));
   Ref self = Ref::steal(type->tp_alloc(type, static_cast<Py_ssize_t>(extents.size())));
   if (!self) {
     return nullptr;
   }
   auto* guard = reinterpret_cast<Guard*>(self.get());
   guard->call = guard_call;
+  guard->type = Py_TYPE(example), guard->local_type = plain ? nullptr : Py_TYPE(local);
   guard->spec = Ref::copy(spec).release();
-  guard->local_type = Py_TYPE(local);  // kept alive by the module that defines it: torch.Tensor
   guard->outer = outer, guard->local = inner;
-  guard->facts = new SpecFacts(std::move(facts));
+  guard->facts = facts.release();
   std::copy(extents.begin(), extents.end(), guard->extents);
   return self.release();
   END_HANDLE_TH_ERRORS

@@ -3,6 +3,7 @@
 #include "tensors.h"  // before all others
 
 #include "arguments.h"
+#include "fetch.h"
 #include "gradients.h"
 #include "guard.h"
 #include "results.h"
@@ -76,7 +77,43 @@ void wrap_dealloc(PyObject* self) {
 
 PyMemberDef wrap_members[] = {{"owner", T_OBJECT, offsetof(Wrap, owner), 0, nullptr}, {nullptr}};
 
+PyTypeObject fetches = callable_type<Fetch>("dtensor_compile.Fetch", fetch_new, fetch_dealloc);
 PyTypeObject guards = guard_type();
+PyTypeObject guards_of_all = callable_type<GuardAll>("dtensor_compile.GuardAll", guard_all_new, guard_all_dealloc);
+
+PyObject* guard_all_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
+  PyObject *list, *given;
+  Py_ssize_t roots;
+  if (!PyArg_ParseTuple(args, "nO!O!", &roots, &PyList_Type, &list, &PyList_Type, &given)) {
+    return nullptr;
+  }
+  auto plan = std::make_unique<Plan>(parse_plan(roots, list));
+  auto checks = std::make_unique<std::vector<Check>>();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(given); ++i) {
+    Py_ssize_t read, same = 0, reads = static_cast<Py_ssize_t>(plan->reads.size());
+    PyObject* expected;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(given, i), "nO", &read, &expected)) {
+      return nullptr;
+    }
+    bool is_place = PyLong_CheckExact(expected);
+    if (is_place) {
+      same = PyLong_AsSsize_t(expected);
+    }
+    TORCH_CHECK_VALUE(0 <= read && read < reads && 0 <= same && same < reads, "check ", i, " is of no read");
+    TORCH_CHECK_TYPE(is_place || PyType_Check(expected) || Py_TYPE(expected) == &guards, "check ", i, " is none");
+    checks->push_back({read, is_place ? Ref() : Ref::copy(expected), same});
+  }
+  auto* self = reinterpret_cast<GuardAll*>(type->tp_alloc(type, 0));
+  if (self != nullptr) {
+    self->call = guard_all_call;
+    self->plan = plan.release();
+    self->checks = checks.release();
+  }
+  return reinterpret_cast<PyObject*>(self);
+  END_HANDLE_TH_ERRORS
+}
+
 PyTypeObject unwraps = callable_type<Unwrap>("dtensor_compile.Unwrap", unwrap_new, unwrap_dealloc);
 PyTypeObject wraps = callable_type<Wrap>("dtensor_compile.Wrap", wrap_new, wrap_dealloc);
 
@@ -100,6 +137,7 @@ PyObject* configure(PyObject*, PyObject* args) {
 
 PyMethodDef methods[] = {{"configure", configure, METH_VARARGS, nullptr},
                          {"own_storages", own_storages, METH_O, nullptr},
+                         {"increment_versions", increment_versions, METH_O, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "dtensor_compile_native", nullptr, -1, methods};
 
@@ -122,7 +160,7 @@ PyMODINIT_FUNC PyInit_dtensor_compile_native() {
   wraps.tp_traverse = wrap_traverse;
   wraps.tp_clear = wrap_clear;
   PyObject* made = PyModule_Create(&module);
-  for (auto [name, type] : {std::pair{"Guard", &guards}, {"Unwrap", &unwraps}, {"Wrap", &wraps}}) {
+  for (auto [name, type] : {std::pair{"Fetch", &fetches}, {"Guard", &guards}, {"GuardAll", &guards_of_all}, {"Unwrap", &unwraps}, {"Wrap", &wraps}}) {
     if (made == nullptr || PyType_Ready(type) != 0 || PyModule_AddObjectRef(made, name, reinterpret_cast<PyObject*>(type)) != 0) {
       return nullptr;
     }

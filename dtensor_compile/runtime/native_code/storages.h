@@ -1,7 +1,9 @@
-// own_storages: whether no two tensors that go into a call share memory.
+// Of all tensors that go into a call: whether no two share memory, and that they are written to.
 #pragma once
 
 #include "tensors.h"
+
+#include <torch/csrc/autograd/variable.h>
 
 #include <bit>
 
@@ -51,6 +53,24 @@ PyObject* own_storages(PyObject*, PyObject* values) {
     }
   }
   Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// increment_versions(values): notes that the graph writes to these tensors. torch's own asks Python whether a DTensor is a tensor.
+PyObject* increment_versions(PyObject*, PyObject* values) {
+  HANDLE_TH_ERRORS
+  for (Py_ssize_t i = 0; PyTuple_CheckExact(values) && i < PyTuple_GET_SIZE(values); ++i) {
+    PyObject* value = PyTuple_GET_ITEM(values, i);
+    if (Py_TYPE(value) != dtensor.type && !THPVariable_Check(value)) {
+      PyErr_Format(PyExc_TypeError, "expected a tensor, got %R", Py_TYPE(value));
+      return nullptr;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    if (!tensor.is_inference()) {
+      torch::autograd::impl::bump_version(tensor);
+    }
+  }
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
