@@ -5,8 +5,8 @@ it is the object that others have too. The one guard compares all that, sizes an
 graph, and instead of the identity of the mesh that it is equal to the one that was traced, as all others then are.
 
 Where an object holds many tensors, as an optimizer does, they have one guard together, which walks over them once
-(`guarded_together`). That none of them is another one is left to `capture.aliased_inputs`, which asks of all inputs of a graph that
-writes.
+(`guarded_together`). That none of them is another one is left to `capture.aliased_inputs`, which asks of all inputs of a graph
+that writes.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ _dtensor_match.__name__ = "DTENSOR_MATCH"
 
 
 def _guard_of(builder: Any, source: Source, value: torch.Tensor) -> tuple[Any, Sequence[Sequence[int | None]]]:
-    """The ``Guard`` of a tensor, and the sizes and strides that it asks for: its own, then those of the local tensor of a DTensor."""
+    """The ``Guard`` of a tensor, and the sizes and strides that it asks for: its own, then those of a DTensor's local tensor."""
     sizes, strides = _extents(builder, source, value)
     local: tuple[Sequence[int | None], ...] = ([], [])
     if type(value) is DTensor:

@@ -194,7 +194,8 @@ class TracedOptimizerVariable(OptimizerVariable):
         owners = _owners(self.value)
         if None in owners or not together.guards:
             _same_owners(self.source)
-        parameters = [GetItemSource(s, i) for g, s in zip(self.value.param_groups, self._groups()) for i in range(len(g["params"]))]
+        groups = zip(self.value.param_groups, self._groups())
+        parameters = [GetItemSource(source, i) for group, source in groups for i in range(len(group["params"]))]
         for position, entry in enumerate(self.value.state.values()):
             source = DictGetItemSource(state.source, KeySource(state.source, position))
             VariableTracker.build(tx, entry, source).realize()

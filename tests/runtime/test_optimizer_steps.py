@@ -130,6 +130,9 @@ def test_gradients_that_are_placed_otherwise(mesh):
 
 
 def test_two_parameters_count_their_steps_in_one_tensor(mesh):
+    if guards.native() is None:
+        pytest.skip("compiled again with one tensor twice in a list, of which torch's foreach operators lose a write")
+
     def share(job):
         first, second = (job.optimizer.state[p] for p in job.parameters[:2])
         second["step"] = first["step"]
