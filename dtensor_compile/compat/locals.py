@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -28,9 +29,11 @@ def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[N
     """
     owner, unwrap, flatten = threading.get_ident(), OpDispatcher.unwrap_to_op_info, DTensor.__tensor_flatten__
     to_local, enter = _ToTorchTensor.forward, ProxyTorchDispatchMode.__enter__
+    begun: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self: ProxyTorchDispatchMode) -> Any:
-        if threading.get_ident() == owner:
+        if threading.get_ident() == owner and self.tracer not in begun:  # a trace is left and entered again
+            begun.add(self.tracer)
             forget_decisions()
         return enter(self)
 

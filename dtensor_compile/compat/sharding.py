@@ -162,8 +162,42 @@ def _replicated(schema: OpSchema) -> Layouts:
     return [[Replicate()] * (len(schema.op._schema.returns) + len(schema.args_strategy))]
 
 
-def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
-    """A decision by torch's rules and ours, over real meshes."""
+def _propagate(
+    replicate: Callable[[], bool], known: dict[Any, Any], stock: Callable[..., Any], self: Any, op_schema: OpSchema
+) -> Any:
+    """A decision by torch's rules and ours, over real meshes.
+
+    Args:
+        known: decisions by torch's rules that were made before: its own cache is emptied where a trace begins (`compat.locals`).
+    """
+    try:
+        key = op_schema.op, _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
+        decision = known.get(key)
+    except TypeError:  # a symbolic number has no hash
+        return _propagated(replicate, stock, self, op_schema)
+    if decision is None:
+        before, _thread.decided = _thread.decided, False
+        try:
+            decision = _propagated(replicate, stock, self, op_schema)
+            if not _thread.decided:
+                known[key] = decision
+        finally:
+            _thread.decided = _thread.decided or before
+    return copy.copy(decision)
+
+
+def _key(value: Any) -> Any:
+    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the result."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise TypeError("a symbolic number has no hash")
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(value[name])) for name in sorted(value))
+    return type(value), value
+
+
+def _propagated(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
     decision = _decide(replicate, stock, self, op_schema)
     decision.output_spec = tree_map(_over_real_mesh, decision.output_spec)
     schema = decision.redistribute_schema
@@ -363,7 +397,7 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
         (OpSchema, "__hash__", _hash),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
         (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),
-        (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate)),
+        (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate, {})),
     )
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_our_decisions)
