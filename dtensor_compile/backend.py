@@ -130,7 +130,7 @@ def dtensor(
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),
         capture_redistributions(),
-        mark_local_tensors(),
+        mark_local_tensors(example_inputs),
         dtensor_tangents(gm, tangents),
         tokens_from_inputs(),
         bind_shard_sizes(),
