@@ -6,12 +6,14 @@ eager as they are made, on a simulated job, and those that eager refuses are lef
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import linecache
 import math
 import random
 import re
+import signal
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -160,7 +162,8 @@ class Maker:
         """Adds a line, where eager runs it."""
         name = f"v{len(self.lines)}"
         try:
-            value = eval(expression, {**self.names, **self.values})
+            with _within_cpu_seconds(5):  # torch looks for ever for the groups of dims of some views of empty tensors
+                value = eval(expression, {**self.names, **self.values})
         except Exception:  # noqa: BLE001 - whatever eager refuses
             return False
         if not isinstance(value, torch.Tensor) or value.numel() > 20_000:
@@ -180,6 +183,22 @@ class Maker:
         kind = self.draw.choice(_KINDS)
         name = self.some(floating=_floating)
         return name is not None and self.add(kind(self, name, self.values[name]))
+
+
+@contextlib.contextmanager
+def _within_cpu_seconds(limit: float) -> Iterator[None]:
+    """Raises `TimeoutError` where this process works longer than that."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _floating(value: Any) -> bool:
@@ -225,7 +244,7 @@ def _view(make: Maker, x: str, value: Any) -> str:
     factor = make.draw.choice([2, 3, 4])
     split = shape[:dim] + [size // factor, factor] + shape[dim + 1 :]
     if not value.numel():
-        return f"{x}.transpose({dim}, {other})"  # torch looks for ever for the groups of dims of an empty view
+        return f"{x}.transpose({dim}, {other})"  # most other views of empty tensors do not come to an end in torch
     return make.draw.choice(
         [
             f"{x}.transpose({dim}, {other})", f"{x}.reshape({merged})", f"{x}.view({split})", f"{x}.unsqueeze({dim})",
