@@ -1,5 +1,6 @@
 """Ranks whose graphs cannot run together raise before they hang; ranks that legitimately differ go on, and do not wait."""
 
+import functools
 import time
 import unittest.mock
 
@@ -27,6 +28,17 @@ def patience(value):
     return unittest.mock.patch.object(agree, "PATIENCE", value)
 
 
+def patient(test):
+    """Ranks wait for each other for a minute, so that a busy machine does not look like a rank that is not coming."""
+
+    @functools.wraps(test)
+    def run():
+        with patience(60.0):
+            test()
+
+    return run
+
+
 # ---- digests -----------------------------------------------------------------------------------------------------------------
 
 
@@ -43,6 +55,7 @@ def test_sizes_count_where_both_are_known():
 
 
 @on_ranks(2)
+@patient
 def test_a_branch_on_the_rank_is_an_error_on_every_rank():
     rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
 
@@ -62,6 +75,7 @@ def test_a_branch_on_the_rank_is_an_error_on_every_rank():
 
 
 @on_ranks(2)
+@patient
 def test_a_rank_that_recompiles_to_more_is_not_stopped_by_those_that_do_not():
     rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
     run = compiled(lambda x, more: x.full_tensor() + (x.sum().full_tensor() if more else 0))
@@ -78,6 +92,7 @@ def test_a_rank_that_recompiles_to_more_is_not_stopped_by_those_that_do_not():
 
 
 @on_ranks(2)
+@patient
 def test_only_one_rank_recompiles_and_nobody_waits():
     rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
 
@@ -94,6 +109,7 @@ def test_only_one_rank_recompiles_and_nobody_waits():
 
 
 @on_ranks(2)
+@patient
 def test_other_functions_with_the_same_collectives_do_not_wait():
     mesh = make_mesh((2,), ("tp",))
     x = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
@@ -112,6 +128,7 @@ def test_a_rank_that_runs_eager_is_not_waited_for_long():
 
 
 @on_ranks(4)
+@patient
 def test_rows_of_a_mesh_run_different_programs():
     mesh = make_mesh((2, 2), ("pp", "tp"))
     stage, tp = mesh.get_local_rank("pp"), mesh["tp"]
@@ -129,6 +146,7 @@ def test_rows_of_a_mesh_run_different_programs():
 
 
 @on_ranks(2)
+@patient
 def test_uneven_shards_and_their_backward_agree():
     mesh = make_mesh((2,), ("tp",))
     run = compiled(lambda x: (x * 2).redistribute(placements=[Replicate()]).redistribute(placements=[Shard(1)]))
