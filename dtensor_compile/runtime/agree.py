@@ -191,8 +191,8 @@ class _Waiting:
 
     Attributes:
         same_place: key of its announcement in the same place.
-        enough: keys of which each says that there is nothing to compare: it has announced the same for whatever function, or
-            takes this one from a cache.
+        enough: keys of which each says that there is nothing to compare: it has announced the same as often, for whatever
+            functions, or takes this one from a cache.
     """
 
     name: str
@@ -210,11 +210,12 @@ def _announce(book: Book, function: str, name: str, ranks: tuple[int, ...], mine
     before.append(mine)
     text = json.dumps([mine.digest, [str(call) for call in mine.calls]])
     book.store.set(book.key(ranks, name, place, rank), text)
-    for sizes in {mine.sizes, "?"}:
-        book.store.set(book.key(ranks, f"{mine.kinds}:{sizes}", rank), "1")
+    for text in {mine.digest, f"{mine.kinds}:?"}:
+        times = book.said[ranks, text] = book.said.get((ranks, text), 0) + 1
+        book.store.set(book.key(ranks, text, times, rank), "1")
     for other in ranks:
         if other != rank:
-            enough = (book.key(ranks, mine.digest, other), book.key((), function, other))
+            enough = (book.key(ranks, mine.digest, book.said[ranks, mine.digest], other), book.key((), function, other))
             yield _Waiting(name, mine, other, book.key(ranks, name, place, other), enough)
 
 

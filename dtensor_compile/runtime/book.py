@@ -17,6 +17,7 @@ class Book:
     Attributes:
         group, store: the default process group and its store.
         announced: announcements of graphs, by the ranks of a group and the graph's name (`runtime.agree`).
+        said: how often this rank has announced the same collectives of a group, for whatever graphs.
         met: how often `ranks` have met about a topic (`runtime.meet`).
         epoch: counts the process groups that this rank had on that store, which may outlive them.
     """
@@ -24,6 +25,7 @@ class Book:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.store = group, default_store()
         self.announced: dict[tuple[tuple[int, ...], str], list[Any]] = {}
+        self.said: dict[tuple[tuple[int, ...], str], int] = {}
         self.met: dict[tuple[tuple[int, ...], str], int] = {}
         self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
 

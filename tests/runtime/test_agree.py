@@ -74,6 +74,19 @@ def test_a_branch_on_the_rank_is_an_error_on_every_rank():
     assert compiled(lambda x: x.full_tensor())(x).sum() == 16
 
 
+@on_ranks(2, timeout=60)
+@patient
+def test_what_a_rank_announced_for_another_graph_says_nothing_of_this_one():
+    rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
+    x = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+    for run in (compiled(lambda x: x.sum().full_tensor()), compiled(lambda x: x.sum().full_tensor() + 1)):
+        run(x)  # the collectives of rank 1 below
+    if rank == 0:
+        time.sleep(2)  # rank 1 compiles first
+    with pytest.raises(Exception, match="to different collectives over the same process group"):
+        compiled(lambda x: x.full_tensor() if rank == 0 else x.sum().full_tensor())(x)
+
+
 @on_ranks(2)
 @patient
 def test_a_rank_that_recompiles_to_more_is_not_stopped_by_those_that_do_not():
