@@ -14,6 +14,7 @@ import os
 import resource
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,9 @@ from dtensor_compile.compat.inductor import fresh_caches
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
 from dtensor_compile.testing import make_mesh, run_on_ranks
+
+#: Wall seconds of the slowest rank and CPU seconds of all ranks, by what was measured; one pair a repeat.
+Measured = dict[str, list[tuple[float, float]]]
 
 
 def first_step(layout_name: str, layers: int, backend: str, folder: str | None = None) -> tuple[float, float]:
@@ -58,34 +62,58 @@ def _cpu_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def arguments(description: str, repeats: int) -> argparse.Namespace:
+    """What the benchmark is run with; `ranks` is how many its layout takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--layout", choices=LAYOUTS, default="tp")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    world = 4 if args.layout == "2d" else 2
-    measured: dict[str, list[tuple[float, float]]] = {"inductor": [], "dtensor": []}
+    args.ranks = 4 if args.layout == "2d" else 2
+    return args
+
+
+def first_step_of_job(args: argparse.Namespace, backend: str, folder: str | None = None) -> tuple[float, float]:
+    """`first_step` on all ranks of a job: wall seconds of the slowest one, CPU seconds of all together."""
+    ranks = run_on_ranks(args.ranks, first_step, args.layout, args.layers, backend, folder, timeout=600)
+    return max(wall for wall, _ in ranks), sum(cpu for _, cpu in ranks)
+
+
+def medians_of(measured: Measured) -> dict[str, tuple[float, float]]:
+    """Medians of wall and of CPU seconds."""
+    return {name: (statistics.median(wall), statistics.median(cpu)) for name, (wall, cpu) in ((k, zip(*v)) for k, v in measured.items())}
+
+
+def report(
+    args: argparse.Namespace, what: str, rows: Mapping[str, tuple[float, float]], columns: tuple[str, str], measured: Measured
+) -> None:
+    """Prints a table of two columns of seconds and the second over the first, and writes the figures to the file asked for."""
+    table = Table(title=f"{what}, Llama {args.layers} layers, {args.layout}, {args.ranks} ranks, median of {args.repeats}")
+    for column in ("", *columns, f"{columns[1]} / {columns[0]}"):
+        table.add_column(column, justify="right")
+    for name, (first, second) in rows.items():
+        table.add_row(name, f"{first:.1f} s", f"{second:.1f} s", f"{second / first:.2f}")
+    Console().print(table)
+    if args.json:
+        job = {"layers": args.layers, "layout": args.layout, "world": args.ranks}
+        with open(args.json, "w") as file:
+            json.dump({**job, "measured": measured, "medians": medians_of(measured)}, file)
+
+
+def main() -> None:
+    args = arguments(__doc__, repeats=3)
+    measured: Measured = {"inductor": [], "dtensor": []}
     for repeat in range(args.repeats + 1):
         for backend, values in measured.items():
-            ranks = run_on_ranks(world, first_step, args.layout, args.layers, backend, timeout=600)
-            wall, cpu = max(r[0] for r in ranks), sum(r[1] for r in ranks)
+            wall, cpu = first_step_of_job(args, backend)
             note = " (warms up, not counted)" if repeat == 0 else ""
             print(f"repeat {repeat}: {backend} wall {wall:.1f} s, CPU {cpu:.1f} s{note}", flush=True)
             if repeat:
                 values.append((wall, cpu))
-    medians = {backend: [statistics.median(v) for v in zip(*values)] for backend, values in measured.items()}
-    table = Table(title=f"compile time, Llama {args.layers} layers, {args.layout}, {world} ranks, median of {args.repeats}")
-    for column in ("", "stock", "ours", "ours / stock"):
-        table.add_column(column, justify="right")
-    for i, name in enumerate(("wall time", "CPU time")):
-        stock, ours = medians["inductor"][i], medians["dtensor"][i]
-        table.add_row(name, f"{stock:.1f} s", f"{ours:.1f} s", f"{ours / stock:.2f}")
-    Console().print(table)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"layers": args.layers, "layout": args.layout, "world": world, "measured": measured, "medians": medians}, file)
+    medians = medians_of(measured)
+    rows = {what: (medians["inductor"][i], medians["dtensor"][i]) for i, what in enumerate(("wall time", "CPU time"))}
+    report(args, "compile time", rows, ("stock", "ours"), measured)
 
 
 if __name__ == "__main__":
