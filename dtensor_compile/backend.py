@@ -32,6 +32,7 @@ from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.unwrap import native_calls
 from dtensor_compile.compat.views import views_of_dtensors
 from dtensor_compile.lowering.check_counts import check_counts
+from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
     hold_draws,
@@ -43,6 +44,7 @@ from dtensor_compile.lowering.lower_collectives import (
 from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
+from dtensor_compile.lowering.view_again import view_again
 from dtensor_compile.options import Options
 from dtensor_compile.passes import dropped, run_passes
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
@@ -95,12 +97,13 @@ def dtensor(
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
-        log.decided(run_passes(graph, (order_rows,), disabled=opts.disable_passes, strict=opts.strict))
+        log.decided(run_passes(graph, (drop_copies, order_rows), disabled=opts.disable_passes, strict=opts.strict))
         spread_by_mask(graph)
         tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)
         hold_redistributions(graph)
         hold_draws(graph)
+        view_again(graph)
 
     @plans_for(opts.topology)
     def lower_graph(graph: torch.fx.Graph) -> None:
@@ -108,6 +111,7 @@ def dtensor(
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
         log.decided(run_passes(graph, lowered_passes, disabled=opts.disable_passes, strict=opts.strict))
+        view_again(graph)
         log.lowered(graph)
         agreement.note(graph)
 

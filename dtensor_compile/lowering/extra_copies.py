@@ -1,13 +1,14 @@
 """Copies that are a kernel of their own: bytes that are written only to have another layout.
 
 In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot make part of
-another kernel: what they read comes from outside of generated code (a matrix product, a collective, an input), and what reads them
-is outside of it too (or an output). A copy beside an elementwise operator or a reduction is part of that operator's kernel and costs
-nothing more.
+another kernel: what they read comes from outside of generated code (a matrix product, a collective, an input) or is written for
+such a reader anyway, and what reads them is outside of it too (or an output). A copy beside an elementwise operator or a reduction is
+part of that operator's kernel and costs nothing more.
 
     wait_tensor -> permute -> clone -> mm      a kernel of its own
     wait_tensor -> permute -> clone -> mul     part of the multiplication
     mul -> permute -> clone -> all_gather      the same
+    mul -> mm, mul -> permute -> clone -> mm   a kernel of its own: the product is in memory in another order
 """
 
 from __future__ import annotations
@@ -61,12 +62,17 @@ def sends(node: torch.fx.Node) -> bool:
 
 
 def sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """What the memory that a node reads was written by, behind views and clones: clones of clones are one copy."""
+    """What the memory that a node reads was written by, behind views, and behind clones that only it reads: they are one copy."""
     for source in node.all_input_nodes:
-        if source.target in VIEWS or source.target is aten.clone.default:
+        if source.target in VIEWS or source.target is aten.clone.default and not _is_read_outside(source, node):
             yield from sources(source)
         elif isinstance(source.meta.get("val"), (torch.Tensor, list, tuple)):
             yield source
+
+
+def _is_read_outside(node: torch.fx.Node, but: torch.fx.Node) -> bool:
+    """Whether what the node writes is in memory for a reader that a compiler does not write, other than the one that leads to `but`."""
+    return any(reader is not but and is_outside(reader) for reader in readers(node))
 
 
 def readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -80,7 +86,9 @@ def readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 def is_standalone(node: torch.fx.Node) -> bool:
     """Whether a node copies in a kernel of its own."""
-    return node.target in COPIES and any(map(is_outside, readers(node))) and all(map(is_outside, sources(node)))
+    if node.target not in COPIES or not any(map(is_outside, readers(node))):
+        return False
+    return all(is_outside(source) or _is_read_outside(source, node) for source in sources(node))
 
 
 def standalone_copies(graph: torch.fx.Graph) -> list[torch.fx.Node]:

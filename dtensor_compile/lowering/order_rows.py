@@ -289,24 +289,42 @@ class _Order:
 
     def _hoist(self, node: torch.fx.Node) -> bool:
         """Computes `node` in order: what it is made of is, or is written by a kernel that may write it in any order."""
+        if node in self.in_order or not self._can_be_hoisted(node):
+            return node in self.in_order
+        put_in_order = self._rows_written_freely if node.target is aten.mm.default else self._hoist
+        for source in self._operands_of_rows(node):
+            put_in_order(source)
+        return self._follow(node)
+
+    def _can_be_hoisted(self, node: torch.fx.Node) -> bool:
         if node in self.in_order:
             return True
+        operands = self._operands_of_rows(node)
+        if node.target is aten.mm.default:
+            return node.args[1] not in self.in_order and all(map(self._is_written_freely, operands)) and bool(operands)
+        return bool(operands) and all(map(self._can_be_hoisted, operands))
+
+    def _operands_of_rows(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """The operands of a node that computes row by row in which there are rows; empty for any other node."""
         rest = self._rest(node)
         if rest is None or node.op != "call_function":
-            return False
-        if node.target in _RESHAPES and self._hoist(node.args[0]):
-            return self._follow(node)
-        if node.target is aten.mm.default and self._rows_written_freely(node.args[0]):
-            return self._follow(node)
-        return False
+            return []
+        if node.target in _RESHAPES or node.target is aten.mm.default:
+            return [node.args[0]]  # type: ignore[list-item]
+        if not _is_pointwise(node.target):
+            return []
+        return [source for source in node.all_input_nodes if not self._elementwise(source, rest) or source in self.in_order]
+
+    def _is_written_freely(self, node: torch.fx.Node) -> bool:
+        """Whether `node` is in order, or can be at no copy of its own."""
+        return node in self.in_order or self._rest(node) is not None and not is_outside(_written_by(node))
 
     def _rows_written_freely(self, node: torch.fx.Node) -> bool:
         """Puts `node` in order where that costs no copy of its own."""
-        if node in self.in_order:
-            return True
+        if node in self.in_order or not self._is_written_freely(node):
+            return node in self.in_order
         rest = self._rest(node)
-        if rest is None or is_outside(_written_by(node)):
-            return False
+        assert rest is not None
         lead, chunks, length = self.rows
         parts = self._call(node, node, aten.view.default, node, [lead, chunks, length, *rest])
         moved = self._call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
