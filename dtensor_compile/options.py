@@ -15,13 +15,14 @@ from dtensor_compile.errors import OptionError, TopologyError
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.lowering.overlap import LOWERED_OPTIONAL, LOWERED_PASSES
+from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.passes import OPTIONAL, PASSES
 from dtensor_compile.topology.files import topology
 from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error")}
 _PASSES = {
-    "disable_passes": (*dict.fromkeys(run.__name__ for run in (*PASSES, drop_copies, order_rows)), *LOWERED_PASSES),
+    "disable_passes": (*dict.fromkeys(run.__name__ for run in (*PASSES, drop_copies, order_rows, send_transposed)), *LOWERED_PASSES),
     "enable_passes": (*OPTIONAL, *LOWERED_OPTIONAL),
 }
 

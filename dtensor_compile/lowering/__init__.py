@@ -4,7 +4,8 @@
   steps there are), ``exchange`` (who sends what to whom) and ``torch_path`` (what torch would do); integers only.
 - ``expand``: a plan carried out on a local tensor, real or fake; ``rearrange`` for steps over several mesh dims.
 - ``drop_copies``: copies that nobody can tell from their original go away.
-- ``order_rows``: gathered rows stay in the order of the collective; ``extra_copies`` counts what is copied all the same.
+- ``order_rows``: gathered rows stay in the order of the collective; ``send_transposed``: columns are sent as rows; ``extra_copies``
+  counts what is copied all the same.
 - ``lower``: every node of a graph replaced by the expansion of its plan.
 - ``view_again``: fake values of views, for compilers that ask them whose memory they are.
 - ``overlap``: the passes over what is lowered, in order.

@@ -2,8 +2,8 @@
 
     clone(x) = x        where nobody writes to either, and they are not both seen from outside
 
-Other passes put a copy where a node goes away, so that no output of the graph becomes another one (`passes/copies.py`). Between two
-operators of the graph there is nothing to protect, and the copy would be made, and kept for the backward beside its original.
+Other passes put a copy where a node goes away, so that no output of the graph becomes another one (`passes/copies.py`). Between
+two operators of the graph there is nothing to protect, and the copy would be made, and kept for the backward beside its original.
 
     before   g = redistribute(x, S(1)->R); q = mm(g, wq); k = mm(clone(g), wk)
     after    g = redistribute(x, S(1)->R); q = mm(g, wq); k = mm(g, wk)
@@ -31,16 +31,18 @@ def drop_copies(graph: torch.fx.Graph) -> list[Decision]:
     for node in graph.find_nodes(op="call_function", target=_clone):
         original = node.args[0]
         memory = _memory(original)
-        if memory.op != "call_function" or node in seen or not written.isdisjoint((node, memory)) or not _same_layout(original, node):
+        is_told_apart = node in seen or memory.op != "call_function" or not written.isdisjoint((node, memory))
+        if is_told_apart or not _same_layout(original, node):
             continue
-        decisions.append(Decision("drop_copies", source_line(node), f"nobody can tell it from {original.name}", "copied", "read in place"))
+        reason = f"nobody can tell it from {original.name}"
+        decisions.append(Decision("drop_copies", source_line(node), reason, "copied", "read in place"))
         node.replace_all_uses_with(original)
         graph.erase_node(node)
     return decisions
 
 
 def _memory(node: torch.fx.Node) -> torch.fx.Node:
-    """The node whose memory a node reads or is a view of. (Fake values say it only where no pass has put another node in front.)"""
+    """The node whose memory a node is a view of. (Fake values say it only where no pass has put another node in front.)"""
     while node.target in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

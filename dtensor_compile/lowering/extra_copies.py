@@ -2,8 +2,8 @@
 
 In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot make part of
 another kernel: what they read comes from outside of generated code (a matrix product, a collective, an input) or is written for
-such a reader anyway, and what reads them is outside of it too (or an output). A copy beside an elementwise operator or a reduction is
-part of that operator's kernel and costs nothing more.
+such a reader anyway, and what reads them is outside of it too (or an output). A copy beside an elementwise operator or a reduction
+is part of that operator's kernel and costs nothing more.
 
     wait_tensor -> permute -> clone -> mm      a kernel of its own
     wait_tensor -> permute -> clone -> mul     part of the multiplication
@@ -71,7 +71,7 @@ def sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def _is_read_outside(node: torch.fx.Node, but: torch.fx.Node) -> bool:
-    """Whether what the node writes is in memory for a reader that a compiler does not write, other than the one that leads to `but`."""
+    """Whether what the node writes is in memory for a reader that a compiler does not write, other than `but`."""
     return any(reader is not but and is_outside(reader) for reader in readers(node))
 
 

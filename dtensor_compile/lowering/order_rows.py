@@ -70,7 +70,7 @@ def rows_of(node: torch.fx.Node) -> Rows | None:
     this, value = read(node), node.meta["val"]
     if not all(isinstance(size, int) for size in (*this.shape, *value.shape)):
         return None
-    mesh_dim, dim = _moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
+    mesh_dim, dim = moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
     n = parse_mesh(this.mesh).shape[mesh_dim]
     if dim == 0 or dim == len(this.shape) - 1 or this.shape[dim] % n:
         return None
@@ -83,13 +83,13 @@ def _gathers(source: str, mesh_dim: int) -> bool:
     return isinstance(parse_spec(source)[mesh_dim], Shard)
 
 
-def _moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, int] | None:
+def moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, int] | None:
     """Mesh dim and tensor dim of a gather ``S(d) -> R`` or a reduce_scatter ``P -> S(d)`` that nothing else touches."""
     before, after = parse_spec(source), parse_spec(target)
-    moved = [i for i, (a, b) in enumerate(zip(before, after)) if a != b and mesh_shape[i] > 1]
-    if len(moved) != 1:
+    changed = [i for i, (a, b) in enumerate(zip(before, after)) if a != b and mesh_shape[i] > 1]
+    if len(changed) != 1:
         return None
-    (i,) = moved
+    (i,) = changed
     if type(before[i]) is Shard and isinstance(after[i], Replicate):
         dim = before[i].dim  # type: ignore[attr-defined]
     elif isinstance(before[i], Partial) and type(after[i]) is Shard:
@@ -246,16 +246,16 @@ class _Order:
 
     def _mesh_dim(self, node: torch.fx.Node) -> int:
         this = read(node)
-        moved = _moved(this.source, this.target, parse_mesh(this.mesh).shape)
-        assert moved is not None
-        return moved[0]
+        found = moved(this.source, this.target, parse_mesh(this.mesh).shape)
+        assert found is not None
+        return found[0]
 
     def _over_chunks(self, node: torch.fx.Node) -> tuple[str, str, list[int]]:
         """Specs and shape of the redistribution over a new first dim, that of the chunks."""
         this = read(node)
-        moved = _moved(this.source, this.target, parse_mesh(this.mesh).shape)
-        assert moved is not None
-        mesh_dim, dim = moved
+        found = moved(this.source, this.target, parse_mesh(this.mesh).shape)
+        assert found is not None
+        mesh_dim, dim = found
 
         def shifted(text: str) -> str:
             placements: list[Placement] = []
@@ -327,8 +327,8 @@ class _Order:
         assert rest is not None
         lead, chunks, length = self.rows
         parts = self._call(node, node, aten.view.default, node, [lead, chunks, length, *rest])
-        moved = self._call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
-        copy = self._call(node, node, aten.clone.default, moved, memory_format=torch.contiguous_format)
+        first = self._call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+        copy = self._call(node, node, aten.clone.default, first, memory_format=torch.contiguous_format)
         self._add(node, aten.view.default, copy, [self.rows.count, *rest])
         self.freely.add(node)
         return True
@@ -354,8 +354,8 @@ class _Order:
             lead, chunks, length = self.rows
             place = self.in_order[node]
             parts = self._call(place, node, aten.view.default, place, [chunks, lead, length, *rest])
-            moved = self._call(place, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
-            copy = self._call(place, node, aten.clone.default, moved, memory_format=torch.contiguous_format)
+            first = self._call(place, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+            copy = self._call(place, node, aten.clone.default, first, memory_format=torch.contiguous_format)
             self.natural[node] = self._call(place, node, aten.view.default, copy, list(node.meta["val"].shape))
         return self.natural[node]
 

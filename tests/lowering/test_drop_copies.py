@@ -107,7 +107,8 @@ def step(options):
     args = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(3, 4, 8), (8, 6), (8, 6)]]
     lowered = []
     with watch_graphs(lambda stage, graph: lowered.append(graph) if stage == "lowered" else None):
-        function = projections if options is None else torch.compile(projections, backend="dtensor_aten", fullgraph=True, options=options)
+        compiled = torch.compile(projections, backend="dtensor_aten", fullgraph=True, options=options)
+        function = projections if options is None else compiled
         for _ in range(2):
             out = function(*args)
             out.square().sum().backward()

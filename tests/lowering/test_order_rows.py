@@ -50,7 +50,7 @@ def attention_output(x, w):
 
 
 def gradients_of_projections(x, q, k, w1, w2):
-    """Both gradients of two projections of `x`, from gradients that an elementwise kernel writes: for the weights, and summed for x."""
+    """Gradients of two projections of `x`, from those that an elementwise kernel writes: of the weights, and summed of `x`."""
     q, k = (aten.mul(v, 2) for v in (q, k))
     sent = aten.add(*(aten.view(aten.mm(v, w), [B, S, D]) for v, w in ((q, w1), (k, w2))))
     rows = aten.view(gather(x), [B * S, D])

@@ -82,7 +82,8 @@ def first_step_of_job(args: argparse.Namespace, backend: str, folder: str | None
 
 def medians_of(measured: Measured) -> dict[str, tuple[float, float]]:
     """Medians of wall and of CPU seconds."""
-    return {name: (statistics.median(wall), statistics.median(cpu)) for name, (wall, cpu) in ((k, zip(*v)) for k, v in measured.items())}
+    walls_and_cpus = {name: tuple(zip(*values)) for name, values in measured.items()}
+    return {name: (statistics.median(walls), statistics.median(cpus)) for name, (walls, cpus) in walls_and_cpus.items()}
 
 
 def report(

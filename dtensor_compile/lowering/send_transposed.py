@@ -1,0 +1,123 @@
+"""Matrices that are gathered or scattered along their columns are sent transposed, where only matrix products read or make them.
+
+A collective has the chunks of its ranks one after the other, which columns are not: W (O, I) gathered from (O, I/n) is copied once
+more, whole. Its transpose is gathered by rows, and a matrix product reads either:
+
+    gather(W, columns) = gather(W^T, rows)^T        scatter(A B, columns) = scatter(B^T A^T, rows)^T
+
+What is copied instead is the shard, a part of 1/n, and that is part of another kernel where one writes or reads it.
+
+    before   w = redistribute(x, S(1)->R, [O, I]); y = mm(a, t(w))
+    after    w = redistribute(t(x), S(0)->R, [I, O]); y = mm(a, w)
+
+    before   g = redistribute(mm(a, b), P(sum)->S(1), [O, I])
+    after    g = clone(t(redistribute(mm(t(b), t(a)), P(sum)->S(0), [I, O])))
+
+It pays always. Numbers are those of the same products with other strides. Left alone: symbolic and uneven sizes, columns that another
+mesh dim cuts too, and matrices that anything else reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.spec import parse_spec, spec_text
+from dtensor_compile.compat.dtensor import Shard
+from dtensor_compile.decisions import Decision
+from dtensor_compile.lowering.order_rows import moved
+from dtensor_compile.passes.nodes import Redistribution, call, read, redistribute, redistributions, source_line
+
+aten = torch.ops.aten
+
+_SAME_SHAPE = frozenset({aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default})
+
+
+def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
+    """Gathers and scatters the columns of matrices of `graph` as rows of their transposes."""
+    decisions = []
+    for node in redistributions(graph):
+        this = read(node)
+        if not _sends_columns(node):
+            continue
+        if node.meta["val"].numel() > this.local.meta["val"].numel():
+            made = _gather(node, this) if _is_read_by_products(node) else None
+        else:
+            made = _scatter(node, this)
+        if made is None:
+            continue
+        decisions.append(Decision("send_transposed", source_line(node), "columns are sent as rows of the transpose", str(this), made))
+        graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.target is not aten.mm.default and not _is_view(node))
+    return decisions
+
+
+def _sends_columns(node: torch.fx.Node) -> bool:
+    """Whether a redistribution gathers or reduce-scatters the columns of a matrix, in even shards."""
+    this, value = read(node), node.meta["val"]
+    if len(this.shape) != 2 or not all(type(size) is int for size in (*this.shape, *value.shape)) or not value.numel():
+        return False
+    mesh_shape = parse_mesh(this.mesh).shape
+    mesh_dim, dim = moved(this.source, this.target, mesh_shape) or (0, 0)
+    return dim == 1 and this.shape[1] % mesh_shape[mesh_dim] == 0
+
+
+def _gather(node: torch.fx.Node, this: Redistribution) -> str:
+    sent = call(aten.permute.default, (this.local, [1, 0]), like=node, before=node)
+    whole = redistribute(_transposed(this, sent), like=node, before=node)
+    node.replace_all_uses_with(call(aten.permute.default, (whole, [1, 0]), like=node, before=node))
+    return str(read(whole))
+
+
+def _scatter(node: torch.fx.Node, this: Redistribution) -> str | None:
+    product, flipped = _made_by_product(this.local)
+    if product is None:
+        return None
+    if not flipped:
+        left, right = (call(aten.permute.default, (factor, [1, 0]), like=product, before=node) for factor in product.args)
+        product = call(aten.mm.default, (right, left), like=product, before=node)
+    part = redistribute(_transposed(this, product), like=node, before=node)
+    back = call(aten.permute.default, (part, [1, 0]), like=node, before=node)
+    node.replace_all_uses_with(call(aten.clone.default, (back,), {"memory_format": torch.contiguous_format}, like=node, before=node))
+    return str(read(part))
+
+
+def _transposed(this: Redistribution, local: torch.fx.Node) -> Redistribution:
+    """The same redistribution of the transpose, `local`."""
+    source, target = (
+        spec_text([Shard(1 - p.dim) if isinstance(p, Shard) else p for p in parse_spec(text)]) for text in (this.source, this.target)
+    )
+    return Redistribution(local, source, target, this.mesh, tuple(reversed(this.shape)))
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """Whether a node is a matrix or its transpose, as a view."""
+    if node.target is aten.t.default or node.target is aten.permute.default:
+        return node.meta["val"].dim() == 2
+    if node.target not in _SAME_SHAPE:
+        return False
+    return node.meta["val"].shape == node.args[0].meta["val"].shape  # type: ignore[union-attr]
+
+
+def _transposes(node: torch.fx.Node) -> bool:
+    return node.target is aten.t.default or node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+
+
+def _is_read_by_products(node: torch.fx.Node) -> bool:
+    """Whether matrix products alone read a node, behind views."""
+    return all(_is_read_by_products(user) if _is_view(user) else user.target is aten.mm.default for user in node.users)
+
+
+def _made_by_product(node: Any) -> tuple[torch.fx.Node | None, bool]:
+    """The matrix product that a node alone is a view of, and whether it is the transpose of it; None where there is none."""
+    flipped = False
+    while isinstance(node, torch.fx.Node) and len(node.users) == 1:
+        if node.target is aten.mm.default:
+            return node, flipped
+        if not _is_view(node):
+            break
+        flipped ^= _transposes(node)
+        node = node.args[0]
+    return None, False
