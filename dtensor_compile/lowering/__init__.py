@@ -3,7 +3,7 @@
 - ``plan``: which collectives lead from one spec to another; with ``shards`` (who holds what), ``costs``, ``moves`` (the
   steps there are), ``exchange`` (who sends what to whom) and ``torch_path`` (what torch would do); integers only.
 - ``expand``: a plan carried out on a local tensor, real or fake; ``rearrange`` for steps over several mesh dims.
-- ``drop_copies``: copies that nobody can tell from their original go away.
+- ``drop_copies``: copies of what was sent go away where nobody can tell them from it.
 - ``order_rows``: gathered rows stay in the order of the collective; ``send_transposed``: columns are sent as rows; ``extra_copies``
   counts what is copied all the same.
 - ``lower``: every node of a graph replaced by the expansion of its plan.

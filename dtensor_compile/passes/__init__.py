@@ -41,7 +41,7 @@ PASSES: tuple[Pass, ...] = (
 )
 
 #: Those that decide by sizes of local tensors.
-EVEN_ONLY: tuple[str, ...] = ("drop_copies", "order_rows", "send_transposed")
+EVEN_ONLY: tuple[str, ...] = ("order_rows", "send_transposed")
 
 #: Those that run only where the user asks for them: they may round more than another order of additions does.
 OPTIONAL: tuple[str, ...] = (reduce_in_narrow_dtype.__name__,)

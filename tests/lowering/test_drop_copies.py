@@ -6,6 +6,8 @@ from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.capture.redistribute import redistribute_op
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.extra_copies import extra_copies
 from dtensor_compile.lowering.view_again import view_again
@@ -15,83 +17,104 @@ from dtensor_compile.testing import graph_text, make_mesh, run_on_ranks
 aten = torch.ops.aten
 
 
-def after(function, *args):
-    """Text of the graph afterwards; the values stay."""
-    args = args or (torch.arange(12.0).reshape(3, 4),)
-    gm = make_fx(function, tracing_mode="fake")(*args)
-    wanted = gm(*(a.clone() for a in args))
+def gather(x, source="S(0)"):
+    return redistribute_op(x, source, "R", mesh_text(make_mesh((2,))), [3, 4])
+
+
+def after(function, size=None):
+    """Text of the graph afterwards, on a shard of two rows or one; the values stay."""
+    make_mesh((2,))  # process groups are not made while a program is traced
+    x = torch.arange(4.0 * (size or 2 - dist.get_rank())).reshape(-1, 4)
+    gm = make_fx(function, tracing_mode="fake")(x)
+    wanted = gm(x.clone())
     drop_copies(gm.graph)
     gm.graph.lint()
     gm.recompile()
-    torch.testing.assert_close(gm(*(a.clone() for a in args)), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(gm(x.clone()), wanted, rtol=0, atol=0)
     return graph_text(gm.graph)
 
 
-class Golden(TestCase):
-    def test_a_copy_between_operators_goes_away(self):
-        def function(x):
-            y = aten.exp(x)
-            return aten.sin(y), aten.cos(aten.view(aten.clone(y), [12]))
+def read_twice(x):
+    y = gather(x)
+    return aten.sin(y), aten.cos(aten.view(aten.clone(y), [12]))
 
-        self.assertExpectedInline(after(function), """\
-x_1: [3, 4]
-exp: [3, 4] = exp(x_1)
-sin: [3, 4] = sin(exp)
-view: [12] = view(exp, [12])
+
+class Golden(TestCase):
+    def test_a_copy_between_operators_goes_away_with_uneven_shards_too(self):
+        texts = run_on_ranks(2, after, read_twice)
+        assert [text.count("clone") for text in texts] == [0, 0]
+        self.assertExpectedInline(texts[0], """\
+x_1: [2, 4]
+redistribute: [3, 4] = redistribute(x_1, S(0)->R)
+sin: [3, 4] = sin(redistribute)
+view: [12] = view(redistribute, [12])
 cos: [12] = cos(view)
 return [sin, cos]
 """)  # fmt: skip
 
 
-def stays(function, *args):
-    return "clone" in after(function, *args)
+def of_an_input(x):
+    return aten.cos(aten.clone(x))  # the program may write to x before its backward reads the copy
+
+
+def of_what_was_not_sent(x):
+    return aten.cos(aten.clone(redistribute_op(x, "R", "P(sum)", mesh_text(make_mesh((2,))), [3, 4])))
+
+
+def both_returned(x):
+    y = gather(x)
+    return y, aten.view(aten.clone(y), [12])
+
+
+def written_to(x):
+    y = gather(x)
+    z = aten.clone(y)
+    return aten.add(aten.mul_(aten.view(z, [12]), 2), aten.view(y, [12]))
+
+
+def original_written_to(x):
+    y = gather(x)
+    z = aten.clone(y)
+    return aten.add(aten.mul_(y, 2), z)
+
+
+def other_strides(x):
+    y = redistribute_op(x, "S(0)", "R", mesh_text(make_mesh((2,))), [4, 3, 2, 2])
+    return aten.cos(aten.clone(y, memory_format=torch.channels_last))
+
+
+def kept():
+    found = [function.__name__ for function in (both_returned, written_to, original_written_to) if "clone" in after(function)]
+    found += [function.__name__ for function in (of_an_input, of_what_was_not_sent) if "clone" in after(function, size=3)]
+    gm = make_fx(other_strides, tracing_mode="fake")(torch.ones(2, 3, 2, 2))
+    return found + ["other_strides"] * (drop_copies(gm.graph) == [])
 
 
 def test_what_somebody_can_tell_from_its_original_stays():
-    assert stays(lambda x: aten.cos(aten.clone(x)))  # the program may write to x before its backward reads the copy
-
-    def both_returned(x):
-        y = aten.exp(x)
-        return y, aten.view(aten.clone(y), [12])
-
-    def written_to(x):
-        y = aten.exp(x)
-        z = aten.clone(y)
-        return aten.add(aten.mul_(z, 2), y)
-
-    def original_written_to(x):
-        y = aten.exp(x)
-        z = aten.clone(y)
-        return aten.add(aten.mul_(y, 2), z)
-
-    def other_strides(x):
-        y = aten.permute(aten.exp(x), [1, 0])
-        return aten.cos(aten.clone(y, memory_format=torch.contiguous_format))
-
-    assert all(map(stays, (both_returned, written_to, original_written_to, other_strides)))
+    names = ["both_returned", "written_to", "original_written_to", "of_an_input", "of_what_was_not_sent", "other_strides"]
+    assert run_on_ranks(2, kept) == [names] * 2
 
 
-def test_symbolic_sizes_stay_without_a_guard():
-    gm = make_fx(lambda x: aten.cos(aten.clone(aten.exp(x))), tracing_mode="symbolic")(torch.ones(3, 4))
-    assert drop_copies(gm.graph) == [] and not gm.shape_env.guards
+def memories():
+    """Which memory fake values name for a gathered tensor and views of it, after a copy has gone, and after views were made again."""
+
+    def function(x):
+        left, _ = aten.split(aten.permute(aten.view(aten.clone(gather(x)), [12, 1]), [1, 0]), 6, 1)
+        return aten.cos(left)
+
+    make_mesh((2,))
+    gm = make_fx(function, tracing_mode="fake")(torch.ones(2 - dist.get_rank(), 4))
+    assert drop_copies(gm.graph)
+    places = []
+    for _ in range(2):
+        views = [node for node in gm.graph.nodes if node.name in ("redistribute", "view", "permute", "getitem")]
+        places.append(len({node.meta["val"].untyped_storage()._cdata for node in views}))
+        view_again(gm.graph)
+    return places
 
 
 def test_views_say_whose_memory_they_are():
-    def function(x):
-        y = aten.exp(x)
-        left, _ = aten.split(aten.permute(aten.view(aten.clone(y), [12, 1]), [1, 0]), 6, 1)
-        return aten.cos(left)
-
-    gm = make_fx(function, tracing_mode="fake")(torch.ones(3, 4))
-    drop_copies(gm.graph)
-
-    def memory():
-        return {node.name: node.meta["val"].untyped_storage()._cdata for node in gm.graph.nodes if node.name in names}
-
-    names = ("exp", "view", "permute", "getitem")
-    assert len(set(memory().values())) == 2
-    view_again(gm.graph)
-    assert len(set(memory().values())) == 1
+    assert run_on_ranks(2, memories) == [[2, 1]] * 2
 
 
 def projections(x, w1, w2):
