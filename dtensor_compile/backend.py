@@ -44,6 +44,7 @@ from dtensor_compile.lowering.lower_collectives import (
 from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.send_transposed import send_transposed
+from dtensor_compile.lowering.size_ranges import tell_ranges
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.lowering.view_again import view_again
 from dtensor_compile.options import Options
@@ -98,6 +99,7 @@ def dtensor(
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
+        log.decided(tell_ranges(graph))
         log.decided(run_passes(graph, (drop_copies, order_rows, send_transposed), disabled=opts.disable_passes, strict=opts.strict))
         spread_by_mask(graph)
         tangents.repeatable = not writes and is_repeatable(graph)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import sympy
@@ -14,15 +14,16 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-#: Stands for a size that only the data decides, so that a plan can be made for it at all.
+#: Stands for a size that only the data decides, so that a plan can be made for it at all. (A size that equals what it is known to be
+#: a multiple of would read as fixed.)
 UNKNOWN_SIZE = 1024
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size seen while tracing; `UNKNOWN_SIZE` where there is none."""
+    """The size seen while tracing; where there is none that many times what it is known to be a multiple of: `UNKNOWN_SIZE`."""
     if isinstance(size, int):
         return size
-    return size.node.hint if size.node.has_hint() else UNKNOWN_SIZE
+    return size.node.hint if size.node.has_hint() else UNKNOWN_SIZE * _divisor(size.node.expr)
 
 
 def size_hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
@@ -33,6 +34,38 @@ def size_hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 def divisors(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
     """What each size is known to be a multiple of, whatever its symbols are: itself where it is a number, 4 for ``4*s0``."""
     return tuple(size if isinstance(size, int) else _divisor(size.node.expr) for size in shape)
+
+
+class Symbol(NamedTuple):
+    """A symbol of sizes, its value while tracing, and the values that it may have; `high` is None where they have no end."""
+
+    symbol: sympy.Symbol
+    hint: int
+    low: int
+    high: int | None
+
+
+def expressions(shape: Sequence[int | torch.SymInt]) -> tuple[sympy.Expr, ...]:
+    """Every size in sympy."""
+    return tuple(sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in shape)
+
+
+def symbols_of(shape: Sequence[int | torch.SymInt]) -> tuple[Symbol, ...]:
+    """The symbols of sizes that were seen while tracing, by name; those of which only the data knows are left out."""
+    found: dict[str, Symbol] = {}
+    for size in shape:
+        if isinstance(size, int):
+            continue
+        env = size.node.shape_env
+        for symbol in size.node.expr.free_symbols:
+            if symbol not in env.backed_var_to_val:
+                continue
+            bounds = env.var_to_range.get(symbol)
+            lower, upper = (2, None) if bounds is None else (bounds.lower, bounds.upper)
+            low = int(lower) if getattr(lower, "is_Integer", True) else 2
+            high = int(upper) if upper is not None and upper.is_Integer and upper < 1 << 40 else None
+            found[str(symbol)] = Symbol(symbol, int(env.backed_var_to_val[symbol]), max(1, low), high)
+    return tuple(found[name] for name in sorted(found))
 
 
 def _divisor(expression: sympy.Expr) -> int:

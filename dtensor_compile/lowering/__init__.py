@@ -2,6 +2,7 @@
 
 - ``plan``: which collectives lead from one spec to another; with ``shards`` (who holds what), ``costs``, ``moves`` (the
   steps there are), ``exchange`` (who sends what to whom) and ``torch_path`` (what torch would do); integers only.
+- ``size_ranges``: for which of the sizes that vary a plan is the cheapest, and its cost in their symbols.
 - ``expand``: a plan carried out on a local tensor, real or fake; ``rearrange`` for steps over several mesh dims.
 - ``drop_copies``: copies of what was sent go away where nobody can tell them from it.
 - ``order_rows``: gathered rows stay in the order of the collective; ``send_transposed``: columns are sent as rows; ``extra_copies``

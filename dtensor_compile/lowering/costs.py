@@ -58,6 +58,9 @@ def local_elements(placements: Sequence[Placement], mesh_shape: Sequence[int], s
 
 def _largest(size: int, cuts: Sequence[tuple[int, int, int]]) -> int:
     for _, n, factor in cuts:
+        if factor == 1:
+            size = -(-size // n)
+            continue
         # Each of the pieces is cut, as torch.chunk does it: full pieces, then the rest.
         piece = -(-size // factor)
         size = sum(-(-min(piece, max(0, size - piece * k)) // n) for k in range(factor))

@@ -62,7 +62,7 @@ def plan(
         itemsize: bytes of an element.
         network: links along the mesh dims.
         divisors: for sizes that are hints of symbolic ones, what they are known to be multiples of. The plan is right for all sizes
-            that are, and cheapest for those near the hint.
+            that are, and the cheapest for the range around the hint that `lowering/size_ranges.py` finds.
 
     Raises:
         PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing leads

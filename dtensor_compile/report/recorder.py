@@ -33,6 +33,7 @@ from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.extra_copies import extra_copies
 from dtensor_compile.lowering.plan import bytes_sent
+from dtensor_compile.lowering.size_ranges import cheapest_for
 from dtensor_compile.passes.nodes import RECORDED_AS, read, redistributions, source_line
 from dtensor_compile.report.graphs import Collective, Operation, module_path, operations_of
 
@@ -72,6 +73,7 @@ class CapturedRedistribution:
         forced_by: the operator that needed it; empty where the program asked for it.
         source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints.
         plan, mesh_dims: the steps, and the names of the mesh dims of those that send.
+        cheapest_for: the sizes for which the plan is the cheapest, where sizes vary (`lowering/size_ranges.py`).
         bytes: what the plan sends.
         backward: whether it belongs to the backward pass.
         compilation: during which it was captured.
@@ -87,6 +89,7 @@ class CapturedRedistribution:
     shape: tuple[int, ...]
     dtype: str
     plan: tuple[str, ...]
+    cheapest_for: str
     mesh_dims: tuple[str, ...]
     bytes: int
     backward: bool
@@ -238,7 +241,7 @@ _numbers = iter(range(1, 1 << 62))
 
 def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedRedistribution:
     this, value = read(node), node.meta["val"]
-    shape = size_hints([size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape])
+    shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
     layout = parse_mesh(this.mesh)
     steps = plan_of(this.source, this.target, layout, shape, value.element_size())
     names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
@@ -251,9 +254,10 @@ def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedR
         source=this.source,
         target=this.target,
         mesh=this.mesh,
-        shape=shape,
+        shape=size_hints(shape),
         dtype=str(value.dtype).removeprefix("torch."),
         plan=tuple(step.text(names) for step in steps),
+        cheapest_for=cheapest_for(this.source, this.target, layout, shape, value.element_size()),
         mesh_dims=tuple(dict.fromkeys(names[dim] for dim in sends)),
         bytes=bytes_sent(steps, value.element_size()),
         backward=traced_in_backward(node),

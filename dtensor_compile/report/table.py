@@ -144,7 +144,9 @@ def _redistributions(rows: Sequence[Redistribution], most: int | None, terminal:
         column.justify, column.no_wrap = "right", True
     groups = _grouped(
         rows,
-        lambda r: (r.source, _any_layer(r.module), r.before, r.after, r.phase, r.shape, r.dtype, r.plan, r.fate, r.operator),
+        lambda r: (
+            r.source, _any_layer(r.module), r.before, r.after, r.phase, r.shape, r.dtype, r.plan, r.cheapest_for, r.fate, r.operator,
+        ),  # fmt: skip
     )
     order = sorted(groups, key=lambda group: (-sum(r.exposed_seconds for r in group), -sum(r.bytes_before for r in group)))
     for group in order[:most]:
@@ -158,7 +160,7 @@ def _redistributions(rows: Sequence[Redistribution], most: int | None, terminal:
             _modules([r.module for r in group]),
             f"{first.before}->{first.after} {first.phase}",
             f"{list(first.shape)} {first.dtype}",
-            ", ".join(step.split(" ")[0] for step in first.plan),
+            ", ".join(step.split(" ")[0] for step in first.plan) + (f"; {first.cheapest_for}" if first.cheapest_for else ""),
             f"{sent:,}" if sent == before else f"{before:,} -> {sent:,}",
             seconds_text(sum(r.seconds for r in group)),
             seconds_text(sum(r.exposed_seconds for r in group)),

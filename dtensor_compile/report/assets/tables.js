@@ -199,7 +199,7 @@ function makeTables() {
           {
             name: "plan",
             title: "plan",
-            of: (row) => row.plan,
+            of: (row) => (row.cheapest_for ? `${row.plan}\n${row.cheapest_for}` : row.plan),
             className: "mono",
             show: (value) =>
               element("span", { title: value, textContent: value.includes("\n") ? value : value.split(" ")[0] }),
