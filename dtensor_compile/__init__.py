@@ -5,10 +5,12 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 - `record`: what was captured, decided and sent while programs compiled.
 - `explain`: the report of one call of a function or a module.
 - `Options`: what ``options={...}`` may say.
+- `redistribute`: a DTensor on another mesh.
 - `export`: the program of one rank as a ``torch.export.ExportedProgram``.
 - the errors, all of them `DTensorCompileError`.
 """
 
+from dtensor_compile.cross_mesh import redistribute
 from dtensor_compile.errors import (
     AgreementError,
     DTensorCompileError,
@@ -40,4 +42,5 @@ __all__ = [
     "explain",
     "export",
     "record",
+    "redistribute",
 ]

@@ -31,6 +31,7 @@ from dtensor_compile.compat.shapes import sizes_from_expressions, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.unwrap import native_calls
 from dtensor_compile.compat.views import views_of_dtensors
+from dtensor_compile.cross_mesh import join_groups
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.lower import lower_redistributions
@@ -49,6 +50,7 @@ from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.lowering.view_again import view_again
 from dtensor_compile.options import Options
 from dtensor_compile.passes import dropped, run_passes
+from dtensor_compile.passes.nodes import across
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
 from dtensor_compile.runtime.agree import Agreement
 from dtensor_compile.spmd.spread import spread_annotations
@@ -84,6 +86,7 @@ def dtensor(
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
     merged = merge_groups(tensor_meshes(gm))
+    join_groups(gm)
     writes = may_write(gm)
     tangents.repeatable = not writes
     if recording():
@@ -100,7 +103,9 @@ def dtensor(
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
         log.decided(tell_ranges(graph))
-        log.decided(run_passes(graph, (drop_copies, order_rows, send_transposed), disabled=opts.disable_passes, strict=opts.strict))
+        # Ranks of one mesh alone do not see whether shards of the other are even.
+        shapes = (drop_copies,) if across(graph) else (drop_copies, order_rows, send_transposed)
+        log.decided(run_passes(graph, shapes, disabled=opts.disable_passes, strict=opts.strict))
         spread_by_mask(graph)
         tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)

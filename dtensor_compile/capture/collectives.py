@@ -227,7 +227,7 @@ exchange = define(
     _fake_exchange,
 )
 _opaque = (reduce, gather, scatter, all_gather, reduce_scatter, all_to_all, barrier, check_equal)
-#: Every operator that communicates in a graph as it is captured, with its place in the order as its last argument.
+#: Every operator here that communicates in a graph as it is captured, with its place in the order as its last argument.
 COMMUNICATION = frozenset({*FUNCTIONAL, *_opaque, isend, irecv})
 #: Operators of ours that communicate in a lowered graph.
 LOWERED = (*_opaque, exchange)

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.compat import mesh as compat_mesh
-from dtensor_compile.errors import SpecTextError
+from dtensor_compile.errors import NoProcessGroupError, SpecTextError
 from dtensor_compile.runtime.meet import all_meet
 
 _TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[0-9]+(\.[0-9]+)*\.?)")
@@ -242,6 +242,31 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
         for dims in several if _merged[text] else ():
             merged_group_name(text, dims, rank)
     return complete
+
+
+#: Seconds that a rank waits for all ranks of two meshes between which a tensor is redistributed. Nothing else leads from the one to
+#: the other, so that this is longer than ranks that run the same program are apart.
+JOIN_PATIENCE = 60.0
+
+
+def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """Name of the process group over all ranks of some meshes, for one of these ranks; they make it together where there is none.
+
+    Args:
+        texts: the meshes, for the message.
+        ranks: all their ranks.
+
+    Raises:
+        NoProcessGroupError: not all of them came within `JOIN_PATIENCE`; each that did raises it.
+    """
+    ranks = tuple(sorted(ranks))
+    if not compat_mesh.has_group(ranks) and not all_meet(f"process group of {list(ranks)}", ranks, JOIN_PATIENCE):
+        raise NoProcessGroupError(
+            f"redistribution from mesh {' to mesh '.join(texts)}: not all of the ranks {list(ranks)} came within {JOIN_PATIENCE:g} s to "
+            "make the process group over both meshes: every rank of both calls redistribute (and compiles the program that does), in "
+            "the same order; or make the group before, with torch.distributed.new_group"
+        )
+    return compat_mesh.group_of_ranks(ranks, make="meshes_" + ",".join(map(str, ranks)))
 
 
 def group_dim_name(group: ProcessGroup) -> str:

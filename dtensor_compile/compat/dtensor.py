@@ -12,6 +12,7 @@ import torch
 import torch.distributed.tensor._api as _api
 import torch.distributed.tensor._dispatch as _dispatch
 import torch.distributed.tensor._redistribute as _redistribute
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -61,6 +62,11 @@ def local_and_spec(tensor: DTensor) -> tuple[torch.Tensor, Spec]:
 def with_local(local: torch.Tensor, spec: Spec) -> DTensor:
     """The DTensor of that spec with this local tensor; nothing that autograd knows of."""
     return DTensor(local, spec, requires_grad=False)
+
+
+def is_traced(local: torch.Tensor) -> bool:
+    """Whether a local tensor has no values: somebody traces what is done with it."""
+    return isinstance(local, (FakeTensor, FunctionalTensor))
 
 
 def canonical_placements(spec: Spec) -> tuple[Placement, ...]:
@@ -165,6 +171,6 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
 
 __all__ = [
     "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
-    "apply_mask", "canonical_placements", "in_storages_of_their_own", "local_and_spec", "make_spec", "memory_of",
+    "apply_mask", "canonical_placements", "in_storages_of_their_own", "is_traced", "local_and_spec", "make_spec", "memory_of",
     "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local", "writes_to_arguments",
 ]  # fmt: skip

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group, _world
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -103,12 +108,41 @@ def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
             return name
     if make is not None:
         with unset_fake_temporarily(), disable_proxy_modes_tracing():
-            dist.new_group(list(wanted), use_local_synchronization=True, group_desc=make)
+            with _named_by_members():
+                dist.new_group(list(wanted), use_local_synchronization=True, group_desc=make)
         return group_of_ranks(ranks)
     raise NoProcessGroupError(
         f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the graph "
         "that uses it is compiled or loaded"
     )
+
+
+class _Made:
+    """How many groups of which ranks this process has made, as a member of one default process group."""
+
+    group: dist.ProcessGroup | None = None
+    counts: Counter[tuple[int, ...]] = Counter()
+
+
+@contextlib.contextmanager
+def _named_by_members() -> Iterator[None]:
+    """While it is entered, a group that its members make alone is named by them and by how many groups they made together.
+
+    Stock counts all groups of the process in the name: ranks of which one has made more of them would wait for each other for ever.
+    """
+    owner, stock = threading.get_ident(), distributed_c10d._hash_ranks_to_str
+
+    def name(ranks: list[int]) -> str:
+        if threading.get_ident() != owner:
+            return stock(ranks)
+        if _Made.group is not dist.group.WORLD:
+            _Made.group, _Made.counts = dist.group.WORLD, Counter()
+        members = tuple(ranks)
+        _Made.counts[members] += 1
+        return f"dtensor_compile_{'_'.join(map(str, members))}_{_Made.counts[members]}"
+
+    with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", name):
+        yield
 
 
 def device_is_available(device_type: str) -> bool:

@@ -10,6 +10,8 @@
 - An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
 - A row-wise lookup has a mask of its own.
 - A view with strided shards can be taken apart and put together.
+- A rank outside of a mesh decides as the ranks in it do: to torch all redistributions cost nothing there, so that it would take the
+  first placements that an operator can have.
 
 torch keeps decisions in a cache, which traced and eager calls share. A decision by a rule of ours must not reach an eager call:
 after one, the cache is emptied where the scope ends. Nor must the objects that stand for meshes while AOTAutograd traces: decisions
@@ -33,12 +35,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import _utils as shard_utils
+from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy
 from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
@@ -299,6 +303,19 @@ def _with_placements(new: Mapping[Placement, Placement], value: Any) -> Any:
     return changed
 
 
+#: What counts the cost of a redistribution.
+_COSTS = {redistribute_cost.__code__, DTensorRedistributePlanner.__init__.__code__}
+
+
+def _is_part_of_mesh(stock: Callable[[DeviceMesh], bool], self: DeviceMesh) -> bool:
+    """Whether this rank is part of the mesh; where costs are counted each is, so that all find the same."""
+    is_part = stock(self)
+    if is_part or sys._getframe(2).f_code not in _COSTS:
+        return is_part
+    _thread.decided = True  # eager decides otherwise
+    return True
+
+
 def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """torch compares the classes with a plain ``arange``, the same on every rank."""
     with implicit_replication() if isinstance(value, DTensor) else contextlib.nullcontext():
@@ -395,6 +412,7 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
         (OpDispatcher, "redistribute_local_args", _own_mask),
         (DTensor, "__tensor_unflatten__", _unflatten),
         (OpSchema, "__hash__", _hash),
+        (DeviceMesh, "_is_current_rank_part_of_mesh", _is_part_of_mesh),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
         (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),
         (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate, {})),

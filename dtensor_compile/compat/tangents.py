@@ -30,7 +30,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_compile.capture.collectives import COMMUNICATION
+from dtensor_compile.capture.across import ORDERED
 from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo import constant_source, fact_guard, of_compilation_on_stack
 from dtensor_compile.compat.mesh import real_mesh
@@ -229,7 +229,7 @@ class _Repeatable(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags or func in COMMUNICATION:
+        if torch.Tag.nondeterministic_seeded in func.tags or func in ORDERED:
             raise _NotRepeatable(str(func))
         return func(*args, **(kwargs or {}))
 

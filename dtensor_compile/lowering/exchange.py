@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,9 +155,8 @@ def _assign(
     for d in dims:
         old, new = cuts_of(before, mesh_shape, d), cuts_of(after, mesh_shape, d)
         has, needs = ([held(tuple((n, k, at[i]) for i, n, k in cuts), shape[d]) for at in places] for cuts in (old, new))
-        overlap, total = _overlap(has, needs)
-        overlaps[d] = overlap
-        common *= overlap
+        overlaps[d], total = overlap(has, needs)
+        common *= overlaps[d]
         needed *= total
     summed = [k for k, i in enumerate(mesh_dims) if isinstance(before[i], Partial)]
     copies = [k for k, i in enumerate(mesh_dims) if not isinstance(before[i], (Partial, *CUTS))]
@@ -166,35 +165,57 @@ def _assign(
     blocks: dict[tuple[int, ...], list[int]] = {}
     for p, member in enumerate(members):
         blocks.setdefault(tuple(c for k, c in enumerate(member) if k not in copies), []).append(p)
-    sent = np.zeros_like(common)
     split = max(dims, key=lambda d: int(overlaps[d].max()), default=0)
+
+    def like(p: int, q: int) -> bool:
+        return all(members[p][k] == members[q][k] for k in copies)
+
+    sent, shares = serve(common, list(blocks.values()), overlaps.get(split, common), like)
+    of_term = np.array(terms)
+    for term in range(len(number)):
+        if not np.array_equal(sent[of_term == term].sum(0), needed):
+            return None
+    return _Assignment(sent, terms, split, shares)
+
+
+def serve(
+    common: np.ndarray, blocks: Sequence[Sequence[int]], indices: np.ndarray, like: Callable[[int, int], bool] | None = None
+) -> tuple[np.ndarray, dict[tuple[int, int], tuple[int, int]]]:
+    """Which of the members that hold the same block sends it to those that need it.
+
+    Args:
+        common: ``[p, q]``: elements that member p holds and member q needs.
+        blocks: members with the same block; a member is in one of them at most.
+        indices: ``[p, q]``: of the elements in common the indices along the dim along which demands are split.
+        like: whether one member is nearer to another than others are.
+
+    Returns:
+        elements from each member to each; `Table.shares`.
+    """
+    sent = np.zeros_like(common)
     shares: dict[tuple[int, int], tuple[int, int]] = {}
-    for holders in blocks.values():
+    for holders in blocks:
         demand = common[holders[0]].tolist()
         for p in holders:
             sent[p, p] = demand[p]
         asking = sorted((q for q, amount in enumerate(demand) if amount and q not in holders), key=lambda q: (-demand[q], q))
-        like = {(p, q): all(members[p][k] == members[q][k] for k in copies) for p in holders for q in asking} if copies else {}
+        near = {(p, q): like(p, q) for p in holders for q in asking} if like and len(holders) > 1 else {}
         load = dict.fromkeys(holders, 0)
-        served = []
+        served: list[_Served] = []
         for q in asking:
-            source = min(holders, key=lambda p: (load[p], not like.get((p, q)), p))
+            source = min(holders, key=lambda p: (load[p], not near.get((p, q)), p))
             load[source] += demand[q]
             served.append((source, q, demand[q], None))
         fair = -(-sum(load.values()) // len(holders))
         if max(load.values()) > fair:
-            halves = list(_split(holders, [(q, demand[q], int(overlaps[split][holders[0], q])) for q in asking], fair))
+            halves = list(_split(holders, [(q, demand[q], int(indices[holders[0], q])) for q in asking], fair))
             if _most(halves) < max(load.values()):
                 served = halves
         for source, q, amount, share in served:
             sent[source, q] = amount
             if share is not None:
                 shares[source, q] = share
-    of_term = np.array(terms)
-    for term in range(len(number)):
-        if not np.array_equal(sent[of_term == term].sum(0), needed):
-            return None
-    return _Assignment(sent, terms, split, shares)
+    return sent, shares
 
 
 _Served = tuple[int, int, int, tuple[int, int] | None]
@@ -223,7 +244,7 @@ def _most(served: Sequence[_Served]) -> int:
     return max(load.values())
 
 
-def _overlap(has: Sequence[Intervals], needs: Sequence[Intervals]) -> tuple[np.ndarray, np.ndarray]:
+def overlap(has: Sequence[Intervals], needs: Sequence[Intervals]) -> tuple[np.ndarray, np.ndarray]:
     """Elements in common of each of `has` with each of `needs`, and the elements of each of `needs`."""
     edges = sorted({edge for parts in {*has, *needs} for part in parts for edge in part})
     if len(edges) < 2:

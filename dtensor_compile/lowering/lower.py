@@ -1,9 +1,12 @@
-"""Every ``dtensor_compile::redistribute`` node of a graph becomes the functional collectives of its plan.
+"""Every ``dtensor_compile::redistribute`` and ``redistribute_across`` node of a graph becomes the functional collectives of its plan.
 
     before   y = redistribute(x, "S(0)", "R", mesh, [8, 4])
     after    g = all_gather_into_tensor(x, 2, group); y = wait_tensor(g)
 
 The operator's eager kernel is traced on the fake input of the node, so what runs is what the operator means.
+
+Collectives of a `redistribute_across` are not marked as `REDISTRIBUTES`: ranks of one mesh alone have other graphs than those of both, so
+that they stay in the order of the program, as what a program sends itself does.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.capture.redistribute import carry_out
+from dtensor_compile.capture.across import carry_out_across
+from dtensor_compile.capture.redistribute import carry_out, redistribute_op
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
-from dtensor_compile.passes.nodes import RECORDED_AS, REDISTRIBUTES, read, redistributions, source_line
+from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, describe, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (
@@ -30,17 +34,17 @@ def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> lis
     """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a decision says so."""
     decisions = []
     traced: dict[Any, torch.fx.Graph] = {}
-    for node in redistributions(graph):
+    for node in (*redistributions(graph), *across(graph)):
         try:
             lower_node(node, traced)
         except Exception as error:
             if strict and isinstance(error, PlanError):
-                raise PlanError(f"{read(node).local.name} of {node.meta['val'].dtype} at {source_line(node)}: {error}") from error
+                raise PlanError(f"{node.args[0].name} of {node.meta['val'].dtype} at {source_line(node)}: {error}") from error
             if strict:
                 raise
             reason = f"runs through the operator's eager kernel: {type(error).__name__}: {error}"
-            warnings.warn(f"dtensor_compile: {read(node)} at {source_line(node)} {reason}", stacklevel=2)
-            decisions.append(Decision("lower_redistributions", source_line(node), reason, str(read(node)), str(read(node))))
+            warnings.warn(f"dtensor_compile: {describe(node)} at {source_line(node)} {reason}", stacklevel=2)
+            decisions.append(Decision("lower_redistributions", source_line(node), reason, describe(node), describe(node)))
     return decisions
 
 
@@ -50,17 +54,18 @@ def lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
     Args:
         traced: expansions by what decides them; layers of a model repeat theirs, and tracing one takes milliseconds.
     """
-    graph, this = node.graph, read(node)
-    symbolic = [size for size in this.shape if isinstance(size, torch.fx.Node)]
-    inputs = [this.local, *symbolic]
-    value = this.local.meta["val"]
+    graph, of_one_mesh = node.graph, node.target is redistribute_op
+    source, *texts, shape = node.args if of_one_mesh else node.args[:-1]
+    symbolic = [size for size in shape if isinstance(size, torch.fx.Node)]
+    inputs = [source, *symbolic]
+    value = source.meta["val"]
     fixed = not symbolic and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-    key = (*this[1:], value.shape, value.stride(), value.dtype, value.device) if fixed else node
+    key = (*texts, *shape, value.shape, value.stride(), value.dtype, value.device) if fixed else node
 
     def function(local: torch.Tensor, *sizes: torch.SymInt) -> torch.Tensor:
         remaining = iter(sizes)
-        shape = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in this.shape]
-        return carry_out(local, this.source, this.target, this.mesh, shape)
+        given = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in shape]
+        return carry_out(local, *texts, given) if of_one_mesh else carry_out_across(local, *texts, given, 0)
 
     again = key in traced
     if not again:
@@ -75,7 +80,7 @@ def lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
                 break
             copy = graph.node_copy(inner, lambda n: values[n])
             copy.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
-            copy.meta[REDISTRIBUTES] = True
+            copy.meta |= {REDISTRIBUTES: True} if of_one_mesh else {ACROSS: f"{describe(node)} of {list(shape)}"}
             if again:  # two values of a graph never share a fake tensor: passes read from it which ones share memory
                 args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
                 copy.meta["val"] = copy.target(*args, **kwargs)

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor_compile.capture.collectives import COMMUNICATION, FUNCTIONAL, LOWERED, exchange, irecv, isend
+from dtensor_compile.capture.across import ORDERED
+from dtensor_compile.capture.collectives import FUNCTIONAL, LOWERED, exchange, irecv, isend
 from dtensor_compile.capture.random import EFFECTS
 from dtensor_compile.compat.collectives import lower_as_collective, run_once, stay_where_traced, traced_in_backward, wait_tensor
 from dtensor_compile.passes.nodes import cost_of, redistributions
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
-_ORDERED = COMMUNICATION | {*EFFECTS}
+_ORDERED = ORDERED | {*EFFECTS}
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
 
 

@@ -81,7 +81,7 @@ def _plan(
     network: Network,
     divisors: tuple[int, ...],
 ) -> tuple[Step, ...]:
-    start, goal = _checked(source, mesh_shape, shape), _checked(target, mesh_shape, shape)
+    start, goal = checked(source, mesh_shape, shape), checked(target, mesh_shape, shape)
     if start == goal:
         return ()
     for a, b in zip(start, goal):
@@ -90,7 +90,7 @@ def _plan(
     return cheapest(Problem(start, goal, mesh_shape, shape, divisors, itemsize, network))
 
 
-def _checked(text: str, mesh_shape: Sequence[int], shape: Sequence[int]) -> State:
+def checked(text: str, mesh_shape: Sequence[int], shape: Sequence[int]) -> State:
     """The placements of a spec that a tensor of `shape` can have; on a mesh dim of size 1 all mean the same."""
     placements = parse_spec(text)
     if len(placements) != len(mesh_shape):

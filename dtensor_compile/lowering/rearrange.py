@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,7 +100,7 @@ class _Mover:
 
     def slice(self, x: torch.Tensor) -> torch.Tensor:
         if all(isinstance(self.shape[d], int) for d in self.dims):
-            return _take(x, self.held(self.step.after, self.place.rank), self.held(self.step.before, self.place.rank)).clone()
+            return take(x, self.held(self.step.after, self.place.rank), self.held(self.step.before, self.place.rank))
         from dtensor_compile.lowering.expand import shard_range
 
         for i in self.step.changed:  # from left to right, each cuts what the others left
@@ -130,27 +131,11 @@ class _Mover:
         who = table(step.before, step.after, step.mesh_dims, self.mesh_shape, sizes, self.place.coordinate)
         has = [self.held(step.before, rank) for rank in self.ranks]
         needs = [self.held(step.after, rank) for rank in self.ranks]
-        blocks = {q: _take(x, who.part(me, q, has[me], needs[q]), has[me]) for q in range(self.n) if me in who.senders[q]}
-        outgoing = [blocks[q].reshape(-1) if q in blocks and q != me else x.new_empty(0) for q in self.order]
+        outgoing = {q: who.part(me, q, has[me], needs[q]) for q in range(self.n) if me in who.senders[q]}
         incoming = {p: who.part(p, me, has[p], needs[me]) for p in who.senders[me]}
-        shapes = {p: self._block_shape(x, parts) for p, parts in incoming.items()}
-        splits = [math.prod(shapes[p]) if p in shapes and p != me else 0 for p in self.order]
-        flat = torch.cat(outgoing) if len(outgoing) > 1 else outgoing[0]
-        received = _c10d.wait_tensor(_c10d.all_to_all_single(flat, splits, [part.numel() for part in outgoing], self.group))
-        pieces = dict(zip(self.order, received.split(splits)))
-        terms: dict[int, list[tuple[torch.Tensor, Held]]] = {}
-        for p, parts in incoming.items():
-            block = blocks[me] if p == me else pieces[p].view(shapes[p])
-            terms.setdefault(who.terms[p], []).append((block, parts))
-        if not terms:
-            return received.view(self._block_shape(x, needs[me]))  # empty
-        if who.senders[me] == (me,):
-            # Nothing came. The result is not the input, and needs the collective all the same: others wait for this rank.
-            kept = _assemble(terms[who.terms[me]], needs[me], self.dims)
-            return torch.cat([kept.reshape(-1), received]).view(kept.shape)
-        summed = [_assemble(found, needs[me], self.dims) for _, found in sorted(terms.items())]
+        boxes = Boxes(outgoing, incoming, has[me], needs[me], me, who.terms)
         pending = [p for p, q in zip(step.before, step.after) if isinstance(p, Partial) and p != q]
-        return functools.reduce(_ADD[pending[0].reduce_op], summed) if pending else summed[0]
+        return exchange_boxes(x, boxes, self.order, self.group, x.shape, pending[0].reduce_op if pending else "")
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         has = [self.held(self.step.before, rank) for rank in self.ranks]
@@ -172,9 +157,6 @@ class _Mover:
         for d, held in needs[self.ranks.index(self.place.rank)].items():
             x = x.narrow(d, 0, length(held))
         return x.contiguous()
-
-    def _block_shape(self, x: torch.Tensor, parts: Held) -> list[Any]:
-        return [length(parts[d]) if d in parts else size for d, size in enumerate(x.shape)]
 
     def _padded(self, x: torch.Tensor, of_group: Sequence[Held]) -> tuple[torch.Tensor, list[Any]]:
         """`x` as large as the largest of its group, and that shape."""
@@ -226,6 +208,67 @@ class _Mover:
     def _cuts(state: Sequence[Placement], mesh_dim: int, dim: int) -> bool:
         placement = state[mesh_dim]
         return isinstance(placement, CUTS) and placement.dim == dim
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What one member of a group sends and receives in an exchange.
+
+    Attributes:
+        outgoing, incoming: by member; its own number stands for what it keeps.
+        has, needs: what it holds before and after, of each tensor dim that is cut.
+        me: its number.
+        terms: per member, which term of the sum it holds.
+    """
+
+    outgoing: Mapping[int, Held]
+    incoming: Mapping[int, Held]
+    has: Held
+    needs: Held
+    me: int
+    terms: Sequence[int]
+
+
+def exchange_boxes(
+    x: torch.Tensor, boxes: Boxes, order: Sequence[int], group: str, shape: Sequence[Any], reduce_op: str = ""
+) -> torch.Tensor:
+    """One all-to-all, and what it brings put together; terms of a sum are added up in their order.
+
+    Args:
+        x: what this member holds.
+        order: the member that each rank of the process group is.
+        shape: sizes of the tensor dims that are not cut.
+        reduce_op: what becomes one of the terms; empty where there is one.
+    """
+    me, dims = boxes.me, tuple(boxes.needs)
+
+    def block_shape(parts: Held) -> list[Any]:
+        return [length(parts[d]) if d in parts else size for d, size in enumerate(shape)]
+
+    blocks = {q: _take(x, parts, boxes.has) for q, parts in boxes.outgoing.items()}
+    outgoing = [blocks[q].reshape(-1) if q in blocks and q != me else x.new_empty(0) for q in order]
+    shapes = {p: block_shape(parts) for p, parts in boxes.incoming.items()}
+    splits = [math.prod(shapes[p]) if p in shapes and p != me else 0 for p in order]
+    flat = torch.cat(outgoing) if len(outgoing) > 1 else outgoing[0]
+    received = _c10d.wait_tensor(_c10d.all_to_all_single(flat, splits, [part.numel() for part in outgoing], group))
+    pieces = dict(zip(order, received.split(splits)))
+    terms: dict[int, list[tuple[torch.Tensor, Held]]] = {}
+    for p, parts in boxes.incoming.items():
+        block = blocks[me] if p == me else pieces[p].view(shapes[p])
+        terms.setdefault(boxes.terms[p], []).append((block, parts))
+    if not terms:
+        return received.view(block_shape(boxes.needs))  # empty
+    if set(boxes.incoming) == {me}:
+        # Nothing came. The result is not the input, and needs the collective all the same: others wait for this rank.
+        kept = _assemble(terms[boxes.terms[me]], boxes.needs, dims)
+        return torch.cat([kept.reshape(-1), received]).view(kept.shape)
+    summed = [_assemble(found, boxes.needs, dims) for _, found in sorted(terms.items())]
+    return functools.reduce(_ADD[reduce_op], summed) if reduce_op else summed[0]
+
+
+def take(x: torch.Tensor, wanted: Held, has: Held) -> torch.Tensor:
+    """The part `wanted` of what this rank holds, as a tensor of its own."""
+    return _take(x, wanted, has).clone()
 
 
 def _reordered(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:

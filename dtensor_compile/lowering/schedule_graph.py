@@ -21,7 +21,7 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.start_order import hoist_gathers
-from dtensor_compile.passes.nodes import REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
+from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
 from dtensor_compile.report.graphs import Collective, collective_of, result_bytes, work_of
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
 
@@ -39,7 +39,8 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
         return []
     tasks = graph_tasks(graph, cluster)
     before = simulate(tasks, range(len(tasks)))
-    if hoist_gathers(graph):
+    between_meshes = any(ACROSS in node.meta for node in graph.nodes)  # then ranks of a mesh do not all have this graph
+    if not between_meshes and hoist_gathers(graph):
         tasks = graph_tasks(graph, cluster)
     order = arrange(tasks, excess(overlap_memory, before.peak))
     nodes = list(graph.nodes)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_arg
 
+from dtensor_compile.capture.across import redistribute_across_op
 from dtensor_compile.capture.marks import MARK, Mark
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
@@ -25,6 +26,10 @@ RECORDED_AS = "dtensor_compile_recorded_as"
 #: Key of a node's ``meta``: it is part of a redistribution, which all ranks of its mesh run alike (what a program sends itself
 #: need not be so: stages of a pipeline run different programs).
 REDISTRIBUTES = "dtensor_compile_redistributes"
+
+
+#: Key of a node's ``meta``: it is part of a redistribution from one mesh to another, and of which.
+ACROSS = "dtensor_compile_across"
 
 
 class Redistribution(NamedTuple):
@@ -47,6 +52,17 @@ def redistributions(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
 
 def is_redistribution(node: Any) -> bool:
     return isinstance(node, torch.fx.Node) and node.op == "call_function" and node.target is redistribute_op
+
+
+def across(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes of a graph that redistribute from one mesh to another, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target is redistribute_across_op]
+
+
+def describe(node: torch.fx.Node) -> str:
+    """``S(0)->R`` for a redistribute node, ``S(0)->R from cpu[2:1]@2 to cpu[2:1]@2.3`` for one between meshes."""
+    source, target, *meshes = node.args[1 : -1 if node.target is redistribute_op else -2]
+    return f"{source}->{target}" + (f" from {meshes[0]} to {meshes[1]}" if len(meshes) > 1 else "")
 
 
 def is_start(node: torch.fx.Node) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.capture.across import across_plan_of, redistribute_across_op
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of
 from dtensor_compile.capture.trace import FORCED_BY
@@ -34,7 +35,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.extra_copies import extra_copies
 from dtensor_compile.lowering.plan import bytes_sent
 from dtensor_compile.lowering.size_ranges import cheapest_for
-from dtensor_compile.passes.nodes import RECORDED_AS, read, redistributions, source_line
+from dtensor_compile.passes.nodes import RECORDED_AS, across, describe, read, redistributions, source_line
 from dtensor_compile.report.graphs import Collective, Operation, module_path, operations_of
 
 if TYPE_CHECKING:
@@ -71,8 +72,9 @@ class CapturedRedistribution:
         number: under which nodes of the recording carry it on (``meta[RECORDED_AS]``).
         where, module: the user's line, and the path of the module.
         forced_by: the operator that needed it; empty where the program asked for it.
-        source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints.
-        plan, mesh_dims: the steps, and the names of the mesh dims of those that send.
+        source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints. From one mesh to another `mesh` is the two
+            with an arrow between them.
+        plan, mesh_dims: the steps, and the names of the mesh dims of those that send; of two meshes, what `mesh` says.
         cheapest_for: the sizes for which the plan is the cheapest, where sizes vary (`lowering/size_ranges.py`).
         bytes: what the plan sends.
         backward: whether it belongs to the backward pass.
@@ -205,7 +207,7 @@ class GraphLog:
         _show("captured", graph)
         if not self.recordings:
             return
-        for node in redistributions(graph):
+        for node in (*redistributions(graph), *across(graph)):
             this = _captured(node, self.compilation)
             node.meta[RECORDED_AS] = this.number
             for recording_ in self.recordings:
@@ -214,7 +216,7 @@ class GraphLog:
 
     def planned(self, graph: torch.fx.Graph) -> None:
         _show("planned", graph)
-        for node in redistributions(graph) if self.recordings else ():
+        for node in (*redistributions(graph), *across(graph)) if self.recordings else ():
             for recording_ in self.recordings:
                 recording_.planned.append(_text(node))
                 recording_.kept.add(node.meta.get(RECORDED_AS, -1))
@@ -233,33 +235,43 @@ class GraphLog:
 
 
 def _text(node: torch.fx.Node) -> str:
-    return f"{read(node)} {source_line(node)}".strip()
+    return f"{describe(node)} {source_line(node)}".strip()
 
 
 _numbers = iter(range(1, 1 << 62))
 
 
 def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedRedistribution:
-    this, value = read(node), node.meta["val"]
-    shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
-    layout = parse_mesh(this.mesh)
-    steps = plan_of(this.source, this.target, layout, shape, value.element_size())
-    names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
-    sends = [dim for step in steps if step.sends for dim in step.mesh_dims]
+    value, sizes = node.meta["val"], ""
+    if node.target is redistribute_across_op:
+        source, target, mesh, other, given = node.args[1:-1]
+        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in given]
+        this = across_plan_of(source, target, mesh, other, shape, value.element_size())
+        text, plan, sent = f"{mesh}->{other}", this.texts(parse_mesh(mesh)), this.elements * value.element_size()
+        mesh_dims = tuple(dict.fromkeys(f"{mesh}->{other}" for _ in range(this.collectives)))
+    else:
+        _, source, target, text, given = read(node)
+        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in given]
+        layout = parse_mesh(text)
+        steps = plan_of(source, target, layout, shape, value.element_size())
+        names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
+        plan, sent = tuple(step.text(names) for step in steps), bytes_sent(steps, value.element_size())
+        mesh_dims = tuple(dict.fromkeys(names[dim] for step in steps if step.sends for dim in step.mesh_dims))
+        sizes = cheapest_for(source, target, layout, shape, value.element_size())
     return CapturedRedistribution(
         number=next(_numbers),
         where=source_line(node),
         module=module_path(node),
         forced_by=node.meta.get(FORCED_BY, ""),
-        source=this.source,
-        target=this.target,
-        mesh=this.mesh,
+        source=source,
+        target=target,
+        mesh=text,
         shape=size_hints(shape),
         dtype=str(value.dtype).removeprefix("torch."),
-        plan=tuple(step.text(names) for step in steps),
-        cheapest_for=cheapest_for(this.source, this.target, layout, shape, value.element_size()),
-        mesh_dims=tuple(dict.fromkeys(names[dim] for dim in sends)),
-        bytes=bytes_sent(steps, value.element_size()),
+        plan=plan,
+        cheapest_for=sizes,
+        mesh_dims=mesh_dims,
+        bytes=sent,
         backward=traced_in_backward(node),
         compilation=compilation,
     )

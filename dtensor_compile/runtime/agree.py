@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo import of_compilation_on_stack
 from dtensor_compile.errors import AgreementError
-from dtensor_compile.passes.nodes import source_line
+from dtensor_compile.passes.nodes import ACROSS, source_line
 from dtensor_compile.report.graphs import group_of
 from dtensor_compile.runtime.book import Book, current_book, digest
 
@@ -54,7 +54,7 @@ class Call:
     """A collective of a graph.
 
     Attributes:
-        kind: operator, reduction and dtype: ``all_reduce sum float32``.
+        kind: operator, reduction, dtype, and between which meshes it is part of a redistribution: ``all_reduce sum float32``.
         elements: that each member brings; None where they may differ or are not known before the graph runs.
         where: the user's line.
     """
@@ -119,7 +119,8 @@ def _call(node: torch.fx.Node, name: str) -> Call:
     name = name.removeprefix("c10d_")
     elements = value.numel() if value is not None and name.rstrip("_") in _EQUAL_SIZES else None
     known = elements if isinstance(elements, int) else None
-    return Call(" ".join([name, *map(str, arguments), *dtype]), known, source_line(node))
+    across = [node.meta[ACROSS]] if ACROSS in node.meta else []
+    return Call(" ".join([name, *map(str, arguments), *dtype, *across]), known, source_line(node))
 
 
 @dataclass

@@ -24,12 +24,14 @@ PATIENCE = 10.0
 _HERE, _LOCKED, _GONE = b"here", b"locked", b"gone"
 
 
-def all_meet(topic: str, ranks: Sequence[int]) -> bool:
+def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) -> bool:
     """Whether all of `ranks`, of which this is one, ask this about the same topic now; the same answer on each of them.
 
     Args:
         topic: names what is to be done together.
+        patience: seconds that a rank waits for the others; None for `PATIENCE`.
     """
+    seconds = PATIENCE if patience is None else patience
     book = current_book()
     if book is None:
         return True
@@ -39,11 +41,11 @@ def all_meet(topic: str, ranks: Sequence[int]) -> bool:
     go = book.key(ranks, "meet", topic, number, "go")
     store.set(keys[me], _HERE)
     if me == ranks[0]:
-        if not _until(lambda: _lock_all(store, keys, me)):
+        if not _until(lambda: _lock_all(store, keys, me), seconds):
             return False
         store.set(go, "1")
     else:
-        while not _until(lambda: store.check([go])):
+        while not _until(lambda: store.check([go]), seconds):
             if store.compare_set(keys[me], _HERE, _GONE) == _GONE:
                 return False
     book.met[ranks, topic] = number + 1
@@ -63,9 +65,9 @@ def _lock_all(store: dist.Store, keys: dict[int, str], me: int) -> bool:
     return True
 
 
-def _until(condition: Callable[[], bool]) -> bool:
-    """Whether the condition holds within `PATIENCE`."""
-    deadline, pause = time.monotonic() + PATIENCE, 0.001
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition holds within so many seconds."""
+    deadline, pause = time.monotonic() + seconds, 0.001
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -1,0 +1,130 @@
+"""`redistribute`: a DTensor on another mesh, with a gradient.
+
+torch's ``DTensor.redistribute(device_mesh=other)`` raises where placements change. This one sends what is needed, in one exchange among
+the ranks of both meshes (``lowering/across.py``), in eager and as one node of a compiled graph:
+
+    y = dtensor_compile.redistribute(x, stage_1, [Shard(0)])       # x on stage_0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from dtensor_compile.capture.across import redistribute_across_op, source_of_all
+from dtensor_compile.capture.mesh import join_meshes, mesh_layout, mesh_text, parse_mesh
+from dtensor_compile.capture.spec import parse_spec, spec_text
+from dtensor_compile.checks import check_mesh, check_placements
+from dtensor_compile.compat.dtensor import (
+    MaskPartial,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    apply_mask,
+    canonical_placements,
+    is_traced,
+    local_and_spec,
+    make_spec,
+    with_local,
+)
+from dtensor_compile.compat.mesh import my_rank, real_mesh
+from dtensor_compile.errors import MeshError, PlacementError, SpecTextError
+
+
+@torch._dynamo.allow_in_graph
+def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """`x` with these placements on this mesh, which may be another than its own: other ranks, another shape, a part of it or the whole.
+
+    Every rank of both meshes calls it; a rank that is not part of one has an empty local tensor of shape ``(0,)`` there, as in torch.
+    The ranks of both make a process group the first time. On the mesh of `x` it is ``x.redistribute``. A slice of a mesh (``mesh["tp"]``)
+    stands for all such slices: they hold the same tensor, and so do their gradients.
+
+    The gradient goes back to the mesh of `x` and its placements; where those are partial it is replicated, as it is in torch.
+
+    Args:
+        x: of any global shape; sizes count as constants while compiling.
+        device_mesh: of the same device type.
+        placements: one per mesh dim; not partial.
+
+    Returns:
+        a DTensor of the same global shape, contiguous.
+
+    Raises:
+        MeshError: the meshes are of different device types, list ranks in another order than ascending, or do not fit the job.
+        PlacementError: the placements do not fit the mesh or the tensor, or one is of a class of the user's.
+        PlanError: the target is partial, or the source waits for two reductions whose order matters.
+        NoProcessGroupError: not all ranks of both meshes came within a minute.
+    """
+    mesh, own = real_mesh(device_mesh), real_mesh(x.device_mesh)
+    if mesh == own:
+        return x.redistribute(device_mesh, placements)
+    if mesh.device_type != own.device_type:
+        raise MeshError(
+            f"redistribute from {mesh_layout(own)} to {mesh_layout(mesh)}: a tensor does not change from {own.device_type!r} to "
+            f"{mesh.device_type!r}; move its local tensor first, or use a mesh of {own.device_type!r}"
+        )
+    for each in (own, mesh):
+        check_mesh(each)
+        if not mesh_layout(each).in_rank_order:
+            raise MeshError(
+                f"redistribute from {mesh_layout(own)} to {mesh_layout(mesh)}: the ranks of {mesh_layout(each)} do not ascend with their "
+                "coordinates, and what shards mean there depends on torch's steps; make a mesh of ascending ranks"
+            )
+    check_placements(placements, device_mesh, x.dim(), f"a tensor of shape {list(x.shape)}")
+    return _Across.apply(x, device_mesh, tuple(_from_front(p, x.dim()) for p in placements), False)
+
+
+def _from_front(placement: Placement, ndim: int) -> Placement:
+    """The placement with its tensor dim counted from the front."""
+    if type(placement) is Shard:
+        return Shard(placement.dim % ndim)
+    if isinstance(placement, StridedShard):
+        return StridedShard(placement.dim % ndim, split_factor=placement.split_factor)
+    return placement
+
+
+class _Across(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], known: bool) -> DTensor:
+        """`known`: whether every rank knows how `x` is placed, also those outside of its mesh."""
+        local, spec = local_and_spec(x)
+        before = canonical_placements(spec)
+        for p in before:
+            if isinstance(p, MaskPartial):
+                local = apply_mask(p, local)
+        try:
+            source = spec_text([Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before])
+            target = spec_text(placements)
+        except SpecTextError as error:
+            raise PlacementError(f"redistribute {tuple(before)} to {tuple(placements)} on another mesh: {error}") from error
+        meshes = mesh_text(spec.mesh), mesh_text(mesh)
+        if not known and not is_traced(local):  # while tracing, ranks decide alike (compat/sharding.py)
+            source = source_of_all(source, *meshes, x.shape, local)
+        ctx.here = mesh, placements
+        ctx.back = spec.mesh, tuple(Replicate() if isinstance(p, Partial) else p for p in parse_spec(source))
+        out = redistribute_across_op(local, source, target, *meshes, list(x.shape), 0)
+        return with_local(out, make_spec(mesh, placements, x.shape, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None, None]:  # type: ignore[override]
+        # First as the result is placed: ranks outside of its mesh do not know how the gradient comes.
+        return _Across.apply(gradient.redistribute(*ctx.here), *ctx.back, True), None, None, None
+
+
+def join_groups(gm: torch.fx.GraphModule) -> None:
+    """Makes the process groups of the redistributions between meshes in a Dynamo graph, before anything is compiled.
+
+    Raises:
+        NoProcessGroupError: not all ranks of both meshes of one came.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=redistribute):
+        source, target = (node.args[0].meta["example_value"].device_mesh, node.meta["example_value"].device_mesh)
+        texts = mesh_text(source), mesh_text(target)
+        ranks = {rank for text in texts for rank in parse_mesh(text).ranks}
+        if texts[0] != texts[1] and my_rank() in ranks:
+            join_meshes(texts, tuple(ranks))
