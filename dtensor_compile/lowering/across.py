@@ -107,6 +107,12 @@ class Across:
     def collectives(self) -> int:
         return collectives(self.steps) + self.exchange.sends
 
+    @property
+    def total(self) -> int:
+        """Elements that all ranks send together, those of a step as if each sent as much as the busiest."""
+        source = sum(held is not None for held in self.exchange.has)
+        return source * sum(step.elements for step in self.steps) + int(self.exchange.away.sum())
+
     def texts(self, source: MeshLayout) -> tuple[str, ...]:
         """The steps, as ``exchange[0,1,2] S(0)->R`` with the ranks of both meshes."""
         names = [source.dim_name(i) for i in range(len(source.dims))]
@@ -119,7 +125,7 @@ class Across:
 def plan_across(
     source: str, target: str, source_mesh: MeshLayout, target_mesh: MeshLayout, shape: tuple[int, ...], itemsize: int = 4
 ) -> Across:
-    """The plan with the fewest bytes, then the fewest collectives, then the fewest steps.
+    """The plan in which the busiest rank sends the fewest bytes, then all together, then that of the fewest collectives and steps.
 
     Args:
         source, target: specs on the two meshes.
@@ -141,7 +147,7 @@ def plan_across(
     for middle in _middles(start, len(shape)):
         steps = plan(spec_text(start), spec_text(middle), source_mesh.shape, shape, itemsize)
         found.append(Across(steps, middle, goal, _exchange(middle, goal, source_mesh, target_mesh, shape)))
-    return min(found, key=lambda this: (this.elements, this.collectives, len(this.steps)))
+    return min(found, key=lambda this: (this.elements, this.total, this.collectives, len(this.steps)))
 
 
 def _middles(start: State, ndim: int) -> Iterator[State]:
@@ -226,7 +232,7 @@ def expand_across(
 
 def absent(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The local tensor of a rank that is not part of the mesh, as torch makes it: of shape ``(0,)``, and a zero for one without dims."""
-    return x.new_empty(0) if shape else x.new_zeros(())
+    return x.new_empty(0) if shape else torch.full((), 0, dtype=x.dtype, device=x.device)  # Inductor takes no new_zeros here
 
 
 def _exchanged(x: torch.Tensor, exchange: Exchange, me: int, shape: Sequence[int], group: str) -> torch.Tensor:
