@@ -1,7 +1,7 @@
 """`redistribute`: a DTensor on another mesh, with a gradient.
 
-torch's ``DTensor.redistribute(device_mesh=other)`` raises where placements change. This one sends what is needed, in one exchange among
-the ranks of both meshes (``lowering/across.py``), in eager and as one node of a compiled graph:
+torch's ``DTensor.redistribute(device_mesh=other)`` raises where placements change. This one sends what is needed, in one exchange
+among the ranks of both meshes (``lowering/across.py``), in eager and as one node of a compiled graph:
 
     y = dtensor_compile.redistribute(x, stage_1, [Shard(0)])       # x on stage_0
 """
@@ -38,11 +38,11 @@ from dtensor_compile.errors import MeshError, PlacementError, SpecTextError
 
 @torch._dynamo.allow_in_graph
 def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """`x` with these placements on this mesh, which may be another than its own: other ranks, another shape, a part of it or the whole.
+    """`x` with these placements on this mesh, which may be another than its own: other ranks, another shape, a part or the whole.
 
-    Every rank of both meshes calls it; a rank that is not part of one has an empty local tensor of shape ``(0,)`` there, as in torch.
-    The ranks of both make a process group the first time. On the mesh of `x` it is ``x.redistribute``. A slice of a mesh (``mesh["tp"]``)
-    stands for all such slices: they hold the same tensor, and so do their gradients.
+    Every rank of both meshes calls it; a rank that is not part of one has an empty local tensor of shape ``(0,)`` there, as in
+    torch. The ranks of both make a process group the first time. On the mesh of `x` it is ``x.redistribute``. A slice of a mesh
+    (``mesh["tp"]``) stands for all such slices: they hold the same tensor, and so do their gradients.
 
     The gradient goes back to the mesh of `x` and its placements; where those are partial it is replicated, as it is in torch.
 
@@ -72,8 +72,8 @@ def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Place
         check_mesh(each)
         if not mesh_layout(each).in_rank_order:
             raise MeshError(
-                f"redistribute from {mesh_layout(own)} to {mesh_layout(mesh)}: the ranks of {mesh_layout(each)} do not ascend with their "
-                "coordinates, and what shards mean there depends on torch's steps; make a mesh of ascending ranks"
+                f"redistribute from {mesh_layout(own)} to {mesh_layout(mesh)}: the ranks of {mesh_layout(each)} do not ascend with "
+                "their coordinates, and what shards mean there depends on torch's steps; make a mesh of ascending ranks"
             )
     check_placements(placements, device_mesh, x.dim(), f"a tensor of shape {list(x.shape)}")
     return _Across.apply(x, device_mesh, tuple(_from_front(p, x.dim()) for p in placements), False)

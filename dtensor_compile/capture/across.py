@@ -1,11 +1,12 @@
 """``dtensor_compile::redistribute_across``: one change of mesh and placement, as an operator over local tensors.
 
-    redistribute_across(Tensor local, str source, str target, str source_mesh, str target_mesh, SymInt[] shape, int order) -> Tensor
+    redistribute_across(Tensor local, str source, str target, str source_mesh, str target_mesh, SymInt[] shape, int order)
+        -> Tensor
 
-Like ``dtensor_compile::redistribute`` (``capture/redistribute.py``), with two meshes. The local tensor of a rank that is not part of a
-mesh is empty (`lowering.across.absent`). `order` is the place among all communication of a graph: a rank outside of the source mesh gives
-nothing to each of them and a rank outside of the target mesh uses nothing of it, so that to such a rank two would look the same and
-all unused. No node is ever dropped, since other ranks count on it.
+Like ``dtensor_compile::redistribute`` (``capture/redistribute.py``), with two meshes. The local tensor of a rank that is not part
+of a mesh is empty (`lowering.across.absent`). `order` is the place among all communication of a graph: a rank outside of the
+source mesh gives nothing to any of them and one outside of the target mesh uses nothing of it, so that there two would look the
+same, and unused. No node is ever dropped, since other ranks count on it.
 
 The eager kernel makes the process group over both meshes where there is none yet (`capture.mesh.join_meshes`).
 """
@@ -62,7 +63,9 @@ def _fake(
     across_plan_of(source, target, source_mesh, target_mesh, sizes, local.element_size())
     _check_local(local, source, source_mesh, sizes)
     coordinate = layout.coordinate(dist.get_rank())
-    return absent(local, sizes) if coordinate is None else local.new_empty(local_shape(parse_spec(target), layout, coordinate, sizes))
+    if coordinate is None:
+        return absent(local, sizes)
+    return local.new_empty(local_shape(parse_spec(target), layout, coordinate, sizes))
 
 
 redistribute_across_op = collectives.define(
@@ -82,8 +85,8 @@ _TEXT = 512
 def source_of_all(source: str, source_mesh: str, target_mesh: str, shape: Sequence[int], like: torch.Tensor) -> str:
     """The spec that the first rank of the source mesh has, in eager, where ranks that are not part of that mesh take part.
 
-    On those torch gives results other placements than on the others: it takes redistributions to cost nothing there. All ranks of both
-    meshes call this.
+    On those torch gives results other placements than on the others: it takes redistributions to cost nothing there. All ranks of
+    both meshes call this.
 
     Raises:
         PlanError: this rank has another global shape.
@@ -99,7 +102,7 @@ def source_of_all(source: str, source_mesh: str, target_mesh: str, shape: Sequen
     told, _, sizes = bytes(sent.tolist()).decode().rstrip().partition(" of ")
     if sizes != str(list(shape)):
         raise PlanError(
-            f"redistribute from mesh {source_mesh} to {target_mesh}: the tensor has the shape {sizes} on rank {min(layout.ranks)} and "
-            f"{list(shape)} on rank {rank}, which is not part of its mesh; DTensor.from_local there needs shape= and stride="
+            f"redistribute from mesh {source_mesh} to {target_mesh}: the tensor has the shape {sizes} on rank {min(layout.ranks)} "
+            f"and {list(shape)} on rank {rank}, which is not part of its mesh; DTensor.from_local there needs shape= and stride="
         )
     return told

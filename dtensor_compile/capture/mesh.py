@@ -244,8 +244,8 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
     return complete
 
 
-#: Seconds that a rank waits for all ranks of two meshes between which a tensor is redistributed. Nothing else leads from the one to
-#: the other, so that this is longer than ranks that run the same program are apart.
+#: Seconds that a rank waits for all ranks of two meshes between which a tensor is redistributed. Nothing else leads from the one
+#: to the other, so that this is longer than ranks that run the same program are apart.
 JOIN_PATIENCE = 60.0
 
 
@@ -262,9 +262,9 @@ def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
     ranks = tuple(sorted(ranks))
     if not compat_mesh.has_group(ranks) and not all_meet(f"process group of {list(ranks)}", ranks, JOIN_PATIENCE):
         raise NoProcessGroupError(
-            f"redistribution from mesh {' to mesh '.join(texts)}: not all of the ranks {list(ranks)} came within {JOIN_PATIENCE:g} s to "
-            "make the process group over both meshes: every rank of both calls redistribute (and compiles the program that does), in "
-            "the same order; or make the group before, with torch.distributed.new_group"
+            f"redistribution from mesh {' to mesh '.join(texts)}: not all of the ranks {list(ranks)} came within "
+            f"{JOIN_PATIENCE:g} s to make the process group over both meshes: every rank of both calls redistribute (and compiles "
+            "the program that does), in the same order; or make the group before, with torch.distributed.new_group"
         )
     return compat_mesh.group_of_ranks(ranks, make="meshes_" + ",".join(map(str, ranks)))
 

@@ -1,15 +1,16 @@
 """A redistribution from one mesh to another, whose ranks overlap or not: who sends what to whom, and that carried out.
 
-In: a spec on a source mesh, one on a target mesh, the global shape. Out: an `Across`: steps on the source mesh, where a sum is better
-reduced there, then one all-to-all among the ranks of both meshes in which every rank gets what it lacks (`lowering/exchange.py`):
+In: a spec on a source mesh, one on a target mesh, the global shape. Out: an `Across`: steps on the source mesh, where a sum is
+better reduced there, then one all-to-all among the ranks of both meshes in which every rank gets what it lacks:
 
     S(0) on ranks 0,1 -> S(0) on ranks 2,3      0 sends its half to 2, 1 to 3
     S(0) on ranks 0,1 -> R on ranks 1,2         0 sends its half to 1 and 2, 1 sends its own to 2 alone
     P(sum) on 0,1 -> S(0) on 2,3                2 and 3 get their half of both terms and add them up
     P(sum) on 0,1 -> R on 2,3                   reduce_scatter on 0,1, then both halves to 2 and 3
 
-Nobody receives an element twice or one that it has (of a sum: a term of one). Ranks that hold the same block share the load. The text
-of a slice of a mesh stands for all such slices, which hold the same tensor: each of their ranks is a holder, or gets its part.
+Nobody receives an element twice or one that it has (of a sum: a term of one). Ranks that hold the same block share the load
+(`lowering/exchange.py`). The text of a slice of a mesh stands for all such slices, which hold the same tensor: each of their ranks is
+a holder, or gets its part.
 
 Plans depend on specs, sizes and the two meshes alone: all ranks of both choose the same one.
 """
@@ -125,7 +126,7 @@ class Across:
 def plan_across(
     source: str, target: str, source_mesh: MeshLayout, target_mesh: MeshLayout, shape: tuple[int, ...], itemsize: int = 4
 ) -> Across:
-    """The plan in which the busiest rank sends the fewest bytes, then all together, then that of the fewest collectives and steps.
+    """The plan in which the busiest rank sends the fewest bytes, then all together, then with the fewest collectives and steps.
 
     Args:
         source, target: specs on the two meshes.
@@ -231,7 +232,7 @@ def expand_across(
 
 
 def absent(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The local tensor of a rank that is not part of the mesh, as torch makes it: of shape ``(0,)``, and a zero for one without dims."""
+    """The local tensor of a rank that is not part of the mesh, as torch makes it: of shape ``(0,)``, and a zero without dims."""
     return x.new_empty(0) if shape else torch.full((), 0, dtype=x.dtype, device=x.device)  # Inductor takes no new_zeros here
 
 

@@ -1,12 +1,12 @@
-"""Every ``dtensor_compile::redistribute`` and ``redistribute_across`` node of a graph becomes the functional collectives of its plan.
+"""Every ``dtensor_compile::redistribute`` and ``redistribute_across`` node becomes the functional collectives of its plan.
 
     before   y = redistribute(x, "S(0)", "R", mesh, [8, 4])
     after    g = all_gather_into_tensor(x, 2, group); y = wait_tensor(g)
 
 The operator's eager kernel is traced on the fake input of the node, so what runs is what the operator means.
 
-Collectives of a `redistribute_across` are not marked as `REDISTRIBUTES`: ranks of one mesh alone have other graphs than those of both, so
-that they stay in the order of the program, as what a program sends itself does.
+Collectives of a `redistribute_across` are not marked as `REDISTRIBUTES`: ranks of one mesh alone have other graphs than those of
+both, so that they stay in the order of the program, as what a program sends itself does.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def text(case, shape):
         for p, q in itertools.product(range(len(exchange.ranks)), repeat=2)
         if exchange.away[p, q]
     ]
-    lines = [f"{this.elements} elements of the busiest rank, {this.total} of all", *this.texts(source), *([", ".join(sent)] if sent else [])]
-    return "\n".join(lines) + "\n"
+    lines = [f"{this.elements} elements of the busiest rank, {this.total} of all", *this.texts(source)]
+    return "\n".join([*lines, *([", ".join(sent)] if sent else [])]) + "\n"
 
 
 class Golden(TestCase):
@@ -126,7 +126,7 @@ def held(spec, mesh, shape, rank):
 
 @pytest.mark.parametrize("shape", [(4, 4), (5, 3), (1, 7), (3, 1), (0, 4)])
 def test_everybody_gets_what_it_lacks_and_nothing_else(shape):
-    """For all pairs of meshes and specs: each element that a rank lacks comes once from a rank that holds it, of a sum once per term."""
+    """For all pairs: each element that a rank lacks comes once from a rank that holds it, of a sum once per term."""
     pairs = 0
     for source, target in itertools.permutations(MESHES, 2):
         for before, after in itertools.product(specs(source, partial=True), specs(target, partial=False)):
