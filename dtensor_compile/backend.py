@@ -142,7 +142,7 @@ def dtensor(
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),
         capture_redistributions(),
-        mark_local_tensors(example_inputs),
+        mark_local_tensors(),
         dtensor_tangents(gm, tangents),
         tokens_from_inputs(),
         bind_shard_sizes(),

@@ -11,19 +11,18 @@ A mark means what the spec of a DTensor means: that the local tensors of all ran
 says so of what is not (`DTensor.from_local` of other values on each rank as `Replicate`) gets what torch's own shortcuts would
 give it.
 
-Without a mark are graphs whose inputs all divide by their meshes, plain tensors, nodes between those of one operator that was
+Without a mark are plain tensors, nodes between those of one operator that was
 decomposed, symbolic shapes, tensors for which the program names two specs, and local tensors of another shape than their spec says.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dtensor_compile.capture.mesh import mesh_text, parse_mesh
 from dtensor_compile.capture.redistribute import check_local
@@ -50,29 +49,14 @@ _marks: ContextVar[bool] = ContextVar("marks", default=False)
 
 
 @contextlib.contextmanager
-def mark_local_tensors(inputs: Sequence[Any]) -> Iterator[None]:
-    """While it is entered, nodes that this thread traces get marks, if sizes of `inputs` let expect uneven shards.
-
-    Nobody asks for marks in a graph without such shards, and they cost some hundredths of the time of tracing.
-    """
-    if not _may_be_cut_unevenly(inputs):
-        yield
-        return
+def mark_local_tensors() -> Iterator[None]:
+    """While it is entered, nodes that this thread traces get marks."""
     token = _marks.set(True)
     try:
         with locals_hook(mark):
             yield
     finally:
         _marks.reset(token)
-
-
-def _may_be_cut_unevenly(inputs: Sequence[Any]) -> bool:
-    """Whether a size of an input does not divide by the sizes of the meshes of DTensors among them; the same on every rank."""
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    meshes = [compat_mesh.real_mesh(x.device_mesh) for x in tensors if isinstance(x, DTensor)]
-    counts = {count for mesh in meshes for count in (*mesh.shape, mesh.size())}
-    sizes = {size for x in tensors for size in x.shape if type(size) is int and size > 1}
-    return any(size % count for size in sizes for count in counts)
 
 
 def mark(local: torch.Tensor, spec: Spec) -> None:

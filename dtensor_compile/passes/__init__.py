@@ -21,6 +21,7 @@ from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
 from dtensor_compile.passes.merge_sums import merge_sums
+from dtensor_compile.passes.move_redistributions import move_redistributions
 from dtensor_compile.passes.nodes import has_even_shards, read, redistributions, source_line
 from dtensor_compile.passes.reduce_before_sending import reduce_before_sending
 from dtensor_compile.passes.send_in_narrow_dtype import reduce_in_narrow_dtype, send_in_narrow_dtype
@@ -37,6 +38,9 @@ PASSES: tuple[Pass, ...] = (
     send_in_narrow_dtype,
     reduce_in_narrow_dtype,
     merge_sums,
+    compose_redistributions,
+    move_redistributions,
+    share_equal_redistributions,
     compose_redistributions,
 )
 
@@ -69,8 +73,9 @@ def run_passes(
     uneven = next((node for node in redistributions(graph) if not has_even_shards(node)), None)
     out_of_play = {*disabled, *(name for name in OPTIONAL if name not in enabled)}
     chosen = [run for run in (PASSES if passes is None else passes) if run.__name__ not in out_of_play]
-    if uneven is not None:
+    if uneven is not None or passes is None:
         spread_marks(graph)
+    if uneven is not None:
         out = ", ".join(dict.fromkeys(run.__name__ for run in chosen if run.__name__ in EVEN_ONLY))
         chosen = [run for run in chosen if run.__name__ not in EVEN_ONLY]
         shape = list(read(uneven).shape)

@@ -22,7 +22,7 @@ from dtensor_compile.passes.nodes import is_redistribution, read
 aten = torch.ops.aten
 
 #: What gives back what it gets, and what adds; their results are what their arguments are globally, also where these owe a sum.
-_COPIES = (aten.clone.default, aten.detach.default, aten.alias.default)
+COPIES = (aten.clone.default, aten.detach.default, aten.alias.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
 
 _uneven: ContextVar[bool] = ContextVar("uneven", default=False)
@@ -81,7 +81,7 @@ def spread_marks(graph: torch.fx.Graph) -> None:
 
 def _repeats(node: torch.fx.Node) -> bool:
     """Whether what a node gives is globally what its arguments are, if these are the same."""
-    return node.target in _COPIES or node.target in _SUMS and all(isinstance(x, torch.fx.Node) for x in node.args)
+    return node.target in COPIES or node.target in _SUMS and all(isinstance(x, torch.fx.Node) for x in node.args)
 
 
 def has_same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:

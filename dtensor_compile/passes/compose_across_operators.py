@@ -2,9 +2,8 @@
 
     redistribute(f(redistribute(x, A -> B)), B' -> C)  =  redistribute(f'(x), A' -> C)
 
-Right by the algebra of ``carry.py``: f is made of elementwise operators without numbers, permutations, views and reductions, and
-f' is the same on the local tensor of A. The numbers are bitwise the same where nothing is reduced; else the same terms are added
-in another order.
+Right by the algebra of ``algebra.py``: f is made of operators on one tensor that mean the same on every rank, and f' is the same on
+the local tensor of A. The numbers are bitwise the same where nothing is reduced; else the same terms are added in another order.
 
 It pays where the direct way sends less than both: a gather of the sequence, split into heads and cut by heads, becomes an
 all-to-all; what is gathered and cut the same way is not sent at all.

@@ -2,7 +2,7 @@
 
     sum(redistribute(x, A -> B), dims)  =  redistribute(sum(x, dims), A' -> B')
 
-Right by the algebra of ``carry.py``; A' owes a sum where A sharded one of the dims. Other operators on one tensor between the two
+Right by the algebra of ``algebra.py``; A' owes a sum where A sharded one of the dims. Other operators on one tensor between the two
 move along. Sums are the same terms in another order; where a narrow dtype would round between a local sum and the sum over ranks,
 everything stays. Maxima and minima are bitwise the same.
 
@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.carry import chain, is_reduction
+from dtensor_compile.passes.algebra import is_reduction
+from dtensor_compile.passes.carry import chain
 from dtensor_compile.passes.compose_across_operators import LONGEST
 from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.passes.copies import replace

@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtensor_compile.capture.marks import MARK, Mark
 from dtensor_compile.capture.mesh import mesh_text
 from dtensor_compile.capture.redistribute import redistribute_op
+from dtensor_compile.compat.observe import node_of
 from dtensor_compile.testing import graph_text, make_mesh
 
 SHAPE = [4, 6]
@@ -47,3 +49,9 @@ def rewritten(run_pass, function, *args):
     pointers = [r.untyped_storage().data_ptr() for r in results]
     assert len(set(pointers)) == len(pointers), "an output aliases an input or another output"
     return before, graph_text(changed.graph), [(d.kind, d.before, d.after) for d in decisions]
+
+
+def marked(x, spec, shape):
+    """`x`, of whose node in the trace the program says what it is globally."""
+    node_of(x).meta[MARK] = Mark(spec, mesh(), tuple(shape))
+    return x

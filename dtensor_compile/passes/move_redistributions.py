@@ -1,0 +1,68 @@
+"""Redistributions move behind the operators that read them, to where they are cheapest.
+
+    f(redistribute(x, A -> B), y)  =  redistribute(f(x, y'), A' -> B')
+
+Right by the algebra of ``algebra.py``, for one redistribution and all the operators behind it that go on from A, or several that
+meet: terms that owe a sum are added, multiplied with what all ranks have, or with a matrix, and reduced once at the end. What is
+gathered is sliced, looked up, normalized or reduced along its other dims before it is sent. Where to stop is found over the whole
+graph (``region.py``).
+
+Values of shards are bitwise the same, or where a kernel works on another number of rows as near as two kernels; sums over ranks add
+the same terms in another order.
+
+It pays where what is read in the end is smaller, or one collective serves for several. Nothing is moved that would send more bytes
+or more often.
+
+    before   w = redistribute(x, S(1) -> R); s = slice(w, 0, 0, 4); y = mul(s, s)
+    after    s = slice(x, 0, 0, 4); m = mul(s, s); y = redistribute(m, S(1) -> R)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.nodes import Cost, is_redistribution, read, redistributions, source_line
+from dtensor_compile.passes.region import Region, cut, grow
+
+#: What collectives and bytes weigh: fewer bytes go first, then fewer collectives, and the other way round.
+_WEIGHTS = (lambda c: (c.bytes << 20) + c.collectives, lambda c: (c.collectives << 50) + c.bytes)
+
+
+def move_redistributions(graph: torch.fx.Graph) -> list[Decision]:
+    """Moves redistributions in `graph` to where they send least."""
+    seeds: dict[str, dict[torch.fx.Node, Global]] = {}
+    for node in redistributions(graph):
+        this = read(node)
+        held = Global.of(this.source, this.shape) if owes_no_more(this.source, this.target) else None
+        if held is not None and Global.of(this.target, this.shape) is not None:
+            seeds.setdefault(this.mesh, {})[node] = held
+    decisions = []
+    for mesh, held_in in seeds.items():
+        region = grow(graph, mesh, held_in)
+        if region is not None:
+            for part in list(region.parts()):
+                decisions += _move(region, part)
+    return decisions
+
+
+def _move(region: Region, part: list[torch.fx.Node]) -> list[Decision]:
+    if all(is_redistribution(node) for node in part):
+        return []
+    before = region.cost(part, frozenset())
+    best: tuple[Cost, frozenset[torch.fx.Node]] | None = None
+    for weight in _WEIGHTS:
+        held = cut(region, part, weight)
+        after = region.cost(part, held)
+        if after is not None and before is not None and after.is_less(before) and (best is None or after.is_less(best[0])):
+            best = after, held
+    if best is None:
+        return []
+    after, held = best
+    moved = [node for node in part if node in held and is_redistribution(node)]
+    reason = f"{len(held) - len(moved)} operators run before: {after} are sent and not {before}"
+    told = [Decision("move_redistributions", source_line(node), reason, str(read(node)), "behind its readers") for node in moved]
+    region.rewrite(held)
+    return told

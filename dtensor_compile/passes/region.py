@@ -1,0 +1,324 @@
+"""A part of a graph that runs on other local tensors, and the cheapest border of it: what passes that move many redistributions share.
+
+In: a graph, and redistributions with another spec in which their results could be left (`grow`). The operators behind them that can
+go on from there, by the algebra of ``algebra.py``, make a region: each of its nodes has a form that it has in the graph, and one that
+it could be held in. Out: which of them are (`cut`), and the graph rewritten so (`Region.rewrite`).
+
+Where to stop is a minimum cut (L. Ford, D. Fulkerson: Maximal Flow through a Network, 1956). Each node is on one of two sides; what
+is paid for depends on a node alone (a redistribution that is left where it is, or not) or on a node and its readers (one that is
+held in its other form, and read in the first, is redistributed once for all of them). The least is found over all of the graph at
+once, so that a redistribution goes on past an operator that makes it dearer where it gets cheaper behind the next.
+
+Sizes are those of global tensors, so that every rank finds the same cut.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import networkx as nx
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
+from dtensor_compile.errors import PlanError
+from dtensor_compile.passes.algebra import Form, Global, form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.alike import may_use_sizes, mark_of
+from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.copies import erase_dead, replace
+from dtensor_compile.passes.nodes import Cost, Redistribution, cost, is_redistribution, read, redistribute, when
+
+#: What a node that has no mark is globally; None where nothing says.
+Guess = Callable[[torch.fx.Node], Global | None]
+
+
+class Member(NamedTuple):
+    """A node of a region.
+
+    Attributes:
+        was, held: what it is globally in the graph, and what it could be; tuples for nodes that give several tensors.
+        needs: as what it reads its operands then.
+    """
+
+    was: tuple[Global, ...]
+    held: tuple[Global, ...]
+    needs: tuple[Global, ...]
+
+
+@dataclass
+class Region:
+    """Nodes that could be held in another form, in the order of the graph; the first of them are redistributions."""
+
+    mesh: str
+    layout: MeshLayout
+    coordinate: tuple[int, ...]
+    guess: Guess
+    members: dict[torch.fx.Node, Member] = field(default_factory=dict)
+
+    def known(self, node: torch.fx.Node) -> Global | None:
+        """What a node is in the graph."""
+        if node in self.members:
+            was = self.members[node].was
+            return was[0] if len(was) == 1 else None
+        mark = mark_of(node)
+        if mark is None:
+            return self.guess(node)
+        return Global.of(mark.spec, mark.shape) if mark.mesh == self.mesh else None
+
+    def move(self, source: Global, target: Global, node: torch.fx.Node) -> Cost | None:
+        """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there, or would round."""
+        if not owes_no_more(source.spec, target.spec):
+            return None
+        this = Redistribution(node, source.spec, target.spec, self.mesh, source.shape)
+        try:
+            return cost(this, node.meta["val"].element_size())
+        except PlanError:
+            return None
+
+    def readers(self, node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node], list[torch.fx.Node]]:
+        """Who reads a member: other members, redistributions of it, and the rest."""
+        mine, moved, others = [], [], []
+        for user in node.users:
+            if is_redistribution(user):
+                same = read(user).source == self.members[node].was[0].spec and read(user).mesh == self.mesh
+                (moved if same else others).append(user)
+            else:
+                (mine if user in self.members else others).append(user)
+        return mine, moved, others
+
+    def parts(self) -> Iterator[list[torch.fx.Node]]:
+        """The members in groups that have nothing to do with each other."""
+        links, nodes = nx.Graph(), list(self.members)
+        number = {node: k for k, node in enumerate(nodes)}
+        links.add_nodes_from(number.values())
+        links.add_edges_from((number[node], number[user]) for node in nodes for user in self.readers(node)[0])
+        for part in nx.connected_components(links):
+            yield [nodes[k] for k in sorted(part)]
+
+    def choices(self, node: torch.fx.Node) -> Iterator[tuple[Cost | None, Cost | None]]:
+        """What redistributions cost that depend on one member alone: where it is as in the graph, and where it is held."""
+        (was, *_), (held, *_) = self.members[node].was, self.members[node].held
+        if is_redistribution(node):
+            source = Global.of(read(node).source, was.shape)
+            assert source is not None
+            yield self.move(source, was, node), self.move(source, held, node)
+        for user in self.readers(node)[1]:
+            target = Global.of(read(user).target, was.shape)
+            yield (self.move(was, target, node), self.move(held, target, node)) if target is not None else (Cost(0, 0), None)
+
+    def back(self, node: torch.fx.Node) -> Cost | None:
+        """What it costs to read a member as it was where it is held."""
+        member = self.members[node]
+        return self.move(member.held[0], member.was[0], node) if len(member.was) == 1 else None
+
+    def there(self, node: torch.fx.Node, reader: torch.fx.Node) -> Cost | None:
+        """What it costs that a member reads another one as it needs it, where that is as in the graph."""
+        member = self.members[node]
+        needs = [need for operand, need in zip(tensors_of(reader) or (), self.members[reader].needs) if operand is node]
+        costs = [self.move(member.was[0], need, node) for need in needs] if len(member.was) == 1 else [None]
+        return sum_of(costs)
+
+    def cost(self, part: Iterable[torch.fx.Node], held: frozenset[torch.fx.Node]) -> Cost | None:
+        """What the redistributions of a part send where the nodes `held` are held; None where that cannot be."""
+        costs: list[Cost | None] = []
+        for node in part:
+            mine, _, others = self.readers(node)
+            costs += [there if node in held else stays for stays, there in self.choices(node)]
+            if node in held and (others or any(user not in held for user in mine)):
+                costs.append(self.back(node))
+            if node not in held:
+                costs += [self.there(node, user) for user in mine if user in held]
+        return sum_of(costs)
+
+    def rewrite(self, held: frozenset[torch.fx.Node]) -> None:
+        """Holds the nodes `held` in their other form."""
+        made: dict[torch.fx.Node, torch.fx.Node] = {}
+        cuts: dict[tuple[torch.fx.Node, str, tuple[Any, ...]], torch.fx.Node] = {}
+        nodes = [node for node in self.members if node in held]
+
+        def operand_of(node: torch.fx.Node, operand: torch.fx.Node, need: Global) -> torch.fx.Node:
+            have = self.members[operand].held[0] if operand in made else self.known(operand)
+            local = made.get(operand, operand)
+            if have is None or have.placements == need.placements:
+                return local
+            key = operand, need.spec, when(node)
+            if key not in cuts:
+                this = Redistribution(local, have.spec, need.spec, self.mesh, need.shape)
+                cuts[key] = redistribute(this, like=operand, before=node)
+            return cuts[key]
+
+        for node in nodes:
+            member = self.members[node]
+            if is_redistribution(node):
+                this = read(node)._replace(target=member.held[0].spec)
+                made[node] = this.local if this.source == this.target else redistribute(this, like=node, before=node)
+            elif node.target is operator.getitem:
+                made[node] = self._run(node, [made[node.args[0]]], member.held)  # type: ignore[index]
+            else:
+                operands = [operand_of(node, x, need) for x, need in zip(tensors_of(node) or (), member.needs)]
+                made[node] = self._run(node, operands, member.held)
+        for node in nodes:
+            mine, moved, others = self.readers(node)
+            member = self.members[node]
+            for user in moved:
+                this = read(user)._replace(local=made[node], source=member.held[0].spec)
+                if this.source == this.target:
+                    replace(user, made[node], shared=True)
+                else:
+                    replace(user, redistribute(this, like=user, before=user))
+            outside = {user for user in (*others, *mine) if user not in held}
+            if outside:
+                this = Redistribution(made[node], member.held[0].spec, member.was[0].spec, self.mesh, member.was[0].shape)
+                replace(node, redistribute(this, like=node, before=_place(node, outside)))
+        for node in (*reversed(nodes), *reversed(made.values())):
+            if not node._erased:
+                erase_dead(node)
+
+    def _run(self, node: torch.fx.Node, operands: list[torch.fx.Node], results: tuple[Global, ...]) -> torch.fx.Node:
+        new = run(node, operands, results, self.layout, self.coordinate, node)
+        for value, result in zip(_values(new), results):
+            assert list(value.shape) == result.local_shape(self.layout, self.coordinate), f"{node} does not give {result}"
+        return new
+
+
+def sum_of(costs: Iterable[Cost | None]) -> Cost | None:
+    """None where one of them is."""
+    each = list(costs)
+    if any(c is None for c in each):
+        return None
+    return Cost(sum(c.collectives for c in each if c is not None), sum(c.bytes for c in each if c is not None))
+
+
+def grow(graph: torch.fx.Graph, mesh: str, seeds: Mapping[torch.fx.Node, Global], guess: Guess = lambda node: None) -> Region | None:
+    """The region behind redistributions that could be left in another spec; None on a rank that is not in the mesh.
+
+    Args:
+        seeds: redistribute nodes on `mesh`, and what their results could be held in.
+        guess: what nodes without a mark are; where it says so, numbers are the same on every rank.
+    """
+    layout = parse_mesh(mesh)
+    coordinate = layout.coordinate(dist.get_rank())
+    if coordinate is None:
+        return None
+    region = Region(mesh, layout, tuple(coordinate), guess)
+    for node in graph.nodes:
+        member = _member(region, node, seeds)
+        if member is not None:
+            region.members[node] = member
+    return region
+
+
+def _member(region: Region, node: torch.fx.Node, seeds: Mapping[torch.fx.Node, Global]) -> Member | None:
+    members = region.members
+    if is_redistribution(node):
+        if node not in seeds or read(node).local in members:
+            return None
+        was = Global.of(read(node).target, read(node).shape)
+        return Member((was,), (seeds[node],), ()) if was is not None else None
+    if node.op != "call_function" or not any(x in members for x in node.all_input_nodes):
+        return None
+    if node.target is operator.getitem:
+        made, k = members[node.args[0]], node.args[1]  # type: ignore[index]
+        return Member((made.was[k],), (made.held[k],), made.held)  # type: ignore[index]
+    operands = tensors_of(node)
+    given = [region.known(x) for x in operands or ()]
+    if not given or None in given:
+        return None
+    mark = mark_of(node)
+    if has_numbers(node) and mark is None and region.guess(node) is None:
+        return None
+    shapes = (mark.shape,) if mark is not None and mark.mesh == region.mesh else None
+    there = form(node, given, region.layout, shapes)  # type: ignore[arg-type]
+    if there is None or there.needs != tuple(given) or not _agrees(region, node, there):
+        return None
+    other = [members[x].held[0] if x in members else g for x, g in zip(operands or (), given)]
+    held = form(node, other, region.layout, tuple(g.shape for g in there.gives))  # type: ignore[arg-type]
+    if held is None or held.gives == there.gives and held.needs == there.needs:
+        return None
+    if may_use_sizes() and not all(g.is_even(region.layout) for g in (*held.needs, *held.gives)):
+        return None
+    return None if any(may_round(node, g) for g in held.gives) else Member(there.gives, held.gives, held.needs)
+
+
+def _agrees(region: Region, node: torch.fx.Node, there: Form) -> bool:
+    """Whether the algebra says of a node in the graph what is known of it."""
+    mark = mark_of(node)
+    if mark is not None and mark != there.gives[0].mark(region.layout):
+        return False
+    if not may_use_sizes():
+        return mark is not None
+    shapes = [list(value.shape) for value in _values(node)]
+    return shapes == [g.local_shape(region.layout, region.coordinate) for g in there.gives]
+
+
+#: More than anything costs.
+_NEVER = 1 << 80
+
+
+def cut(region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int], held_bytes: int = 0) -> frozenset[torch.fx.Node]:
+    """The members that are held where that is cheapest; as few of them as will do.
+
+    Args:
+        weight: what a cost weighs.
+        held_bytes: what a byte of a local tensor weighs, for holding what is smaller.
+    """
+    graph, stays, moves = nx.DiGraph(), 0, 1
+    graph.add_nodes_from((stays, moves))
+    number = {node: 2 + k for k, node in enumerate(part)}
+
+    def pay(a: int, b: int, price: Cost | int | None) -> None:
+        """Paid where `a` stays and `b` moves."""
+        capacity = _NEVER if price is None else price if isinstance(price, int) else weight(price)
+        if capacity:
+            have = graph[a][b]["capacity"] if graph.has_edge(a, b) else 0
+            graph.add_edge(a, b, capacity=have + capacity)
+
+    for node in part:
+        k, member = number[node], region.members[node]
+        graph.add_node(k)
+        mine, _, others = region.readers(node)
+        for here, there in region.choices(node):
+            pay(k, moves, here)
+            pay(stays, k, there)
+        if len(member.was) > 1:
+            for user in mine:
+                pay(k, number[user], None)
+                pay(number[user], k, None)
+            continue
+        if held_bytes:
+            size = node.meta["val"].element_size()
+            whole, local = (math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held))
+            pay(k, moves, held_bytes * size * whole)
+            pay(stays, k, held_bytes * size * local)
+        through = len(part) + k
+        if mine or others:
+            pay(through, k, region.back(node))
+        for user in mine:
+            pay(number[user], through, None)
+            pay(k, number[user], region.there(node, user))
+        if others:
+            pay(stays, through, None)
+    _, (_, away) = nx.minimum_cut(graph, stays, moves)
+    return frozenset(node for node in part if number[node] in away)
+
+
+def _values(node: torch.fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _place(node: torch.fx.Node, readers: set[torch.fx.Node]) -> torch.fx.Node:
+    """Where a tensor is made for readers: in place of `node`, but not in the forward where only the backward reads it."""
+    if any(when(user) == when(node) for user in readers):
+        return node
+    return next(later for later in _behind(node) if later in readers)
+
+
+def _behind(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    while node.op != "root":
+        yield node
+        node = node.next
