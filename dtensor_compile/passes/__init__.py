@@ -25,6 +25,7 @@ from dtensor_compile.passes.move_redistributions import move_redistributions
 from dtensor_compile.passes.nodes import has_even_shards, read, redistributions, source_line
 from dtensor_compile.passes.reduce_before_sending import reduce_before_sending
 from dtensor_compile.passes.send_in_narrow_dtype import reduce_in_narrow_dtype, send_in_narrow_dtype
+from dtensor_compile.passes.sequence_parallel import sequence_parallel
 from dtensor_compile.passes.share_equal_redistributions import share_equal_redistributions
 
 Pass = Callable[[torch.fx.Graph], list[Decision]]
@@ -40,6 +41,7 @@ PASSES: tuple[Pass, ...] = (
     merge_sums,
     compose_redistributions,
     move_redistributions,
+    sequence_parallel,
     share_equal_redistributions,
     compose_redistributions,
 )
@@ -47,8 +49,9 @@ PASSES: tuple[Pass, ...] = (
 #: Those that decide by sizes of local tensors.
 EVEN_ONLY: tuple[str, ...] = ("order_rows", "send_transposed")
 
-#: Those that run only where the user asks for them: they may round more than another order of additions does.
-OPTIONAL: tuple[str, ...] = (reduce_in_narrow_dtype.__name__,)
+#: Those that run only where the user asks for them: they may round more than another order of additions does, or take on trust what
+#: a graph does not say.
+OPTIONAL: tuple[str, ...] = (reduce_in_narrow_dtype.__name__, sequence_parallel.__name__)
 
 
 def run_passes(

@@ -1,0 +1,159 @@
+"""Sums that every rank gets whole are scattered and gathered again later: sequence parallelism, found by the compiler.
+
+    f(redistribute(x, P -> R), y)  =  redistribute(f(redistribute(x, P -> S(d)), y'), S(d) -> R)
+
+Right by the algebra of ``algebra.py``: what lies between an all-reduce and the next matrix product (residual sums, norms) runs on
+shards. An all-reduce sends what a reduce-scatter and an all-gather send together; what is won is memory and compute:
+each rank holds and computes one part of the activations between. Of all dims the one is taken where most is won, and where to stop is
+found over the whole graph (``region.py``).
+
+It runs where the program asks for it (``options={"enable_passes": ("sequence_parallel",)}``), for two reasons. There are more
+collectives, and some hundredths more bytes: gradients of weights of norms are sums over ranks then. And models that are written with
+plain tensors between layers (`ColwiseParallel` and `RowwiseParallel` as they are) say nothing of these: the pass takes plain inputs of
+the graph, and numbers in it, for the same on all ranks of a mesh on which the program calls what they become `Replicate()`.
+
+    before   y = redistribute(x, P(sum) -> R); s = add(y, h); n = mul(s, w); z = mm(n, u)
+    after    y = redistribute(x, P(sum) -> S(0)); k = redistribute(h, R -> S(0)); s = add(y, k); n = mul(s, w)
+             z = mm(redistribute(n, S(0) -> R), u)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
+from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.dtensor import Partial, Replicate, Shard
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.alike import mark_of, may_use_sizes
+from dtensor_compile.passes.nodes import Cost, is_redistribution, read, redistributions, source_line
+from dtensor_compile.passes.region import Region, cut, grow
+
+#: How many bytes of local tensors one has to save per byte that is sent, and how many more may be sent in all.
+_SAVED_PER_BYTE = 64
+_MORE_BYTES = 0.01
+
+
+def sequence_parallel(graph: torch.fx.Graph) -> list[Decision]:
+    """Scatters sums in `graph` whose readers can work on shards."""
+    if not may_use_sizes():
+        return []
+    decisions = []
+    for mesh in dict.fromkeys(read(node).mesh for node in redistributions(graph)):
+        layout = parse_mesh(mesh)
+        same = _replicated(graph, layout)
+        best: tuple[int, Region, list[tuple[frozenset[torch.fx.Node], Cost, Cost]]] | None = None
+        for dim in range(_most_dims(graph, mesh)):
+            region = grow(graph, mesh, _seeds(graph, mesh, layout, dim), same.get)
+            if region is None:
+                break
+            chosen = [found for part in region.parts() if (found := _choose(region, part)) is not None]
+            saved = sum(_saved(region, held) for held, _, _ in chosen)
+            if saved and (best is None or saved > best[0]):
+                best = saved, region, chosen
+        if best is None:
+            continue
+        _, region, chosen = best
+        for held, before, after in chosen:
+            decisions += _told(region, held, before, after)
+            region.rewrite(held)
+    return decisions
+
+
+def _most_dims(graph: torch.fx.Graph, mesh: str) -> int:
+    return max(len(read(node).shape) for node in redistributions(graph) if read(node).mesh == mesh)
+
+
+def _seeds(graph: torch.fx.Graph, mesh: str, layout: MeshLayout, dim: int) -> Mapping[torch.fx.Node, Global]:
+    """Redistributions that could end in shards of `dim`: sums that every rank gets whole, and gathers of that dim."""
+    seeds = {}
+    for node in redistributions(graph):
+        this = read(node)
+        source, target = (Global.of(spec, this.shape) for spec in (this.source, this.target))
+        if this.mesh != mesh or source is None or target is None or dim >= len(this.shape):
+            continue
+        held = list(target.placements)
+        for i, (a, b) in enumerate(zip(source.placements, target.placements)):
+            if b == Replicate() and (a == Shard(dim) or isinstance(a, Partial) and a.reduce_op == "sum"):
+                held[i] = Shard(dim)
+        form = Global(tuple(held), target.shape)
+        if form != target and form.is_even(layout):
+            seeds[node] = form
+    return seeds
+
+
+def _choose(region: Region, part: list[torch.fx.Node]) -> tuple[frozenset[torch.fx.Node], Cost, Cost] | None:
+    if all(is_redistribution(node) for node in part):
+        return None
+    held = cut(region, part, lambda c: _SAVED_PER_BYTE * c.bytes + c.collectives, held_bytes=1)
+    before, after = region.cost(part, frozenset()), region.cost(part, held)
+    if before is None or after is None or after.bytes > before.bytes * (1 + _MORE_BYTES) or _saved(region, held) <= 0:
+        return None
+    return held, before, after
+
+
+def _saved(region: Region, held: frozenset[torch.fx.Node]) -> int:
+    """Bytes of local tensors that operators give less on each rank."""
+    total = 0
+    for node in held:
+        member = region.members[node]
+        if len(member.was) == 1 and isinstance(node.meta["val"], torch.Tensor):
+            whole, local = (math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held))
+            total += (whole - local) * node.meta["val"].element_size()
+    return total
+
+
+def _told(region: Region, held: frozenset[torch.fx.Node], before: Cost, after: Cost) -> list[Decision]:
+    sums = [node for node in region.members if node in held and is_redistribution(node)]
+    reason = f"{len(held) - len(sums)} operators run on shards: they give {_saved(region, held):,} bytes less; {after} and not {before}"
+    return [
+        Decision("sequence_parallel", source_line(node), reason, str(read(node)), f"{read(node).source}->{region.members[node].held[0].spec}")
+        for node in sums
+    ]
+
+
+def _replicated(graph: torch.fx.Graph, layout: MeshLayout) -> dict[torch.fx.Node, Global]:
+    """Tensors without a mark that are the same on all ranks of a mesh if the plain inputs are; with that form."""
+    whole = tuple(Replicate() for _ in layout.shape)
+    group = _group(layout)
+    same: set[torch.fx.Node] = set()
+    found: dict[torch.fx.Node, Global] = {}
+    for node in graph.nodes:
+        mark, value = mark_of(node), node.meta.get("val")
+        if mark is not None:
+            if group <= _group(parse_mesh(mark.mesh)) and all(p == Replicate() for p in parse_spec(mark.spec)):
+                same.add(node)
+        elif node.op == "placeholder":
+            if isinstance(value, torch.Tensor) and not _is_part_of_a_dtensor(node):
+                same.add(node)
+        elif _is_deterministic(node) and all(x in same for x in node.all_input_nodes):
+            same.add(node)
+        else:
+            continue
+        if node in same and mark is None and isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape):
+            found[node] = Global(whole, tuple(value.shape))
+    return found
+
+
+def _group(layout: MeshLayout) -> set[int]:
+    """The ranks that hold one tensor on a mesh together with this one."""
+    rank = dist.get_rank()
+    return set(layout.group_over(rank, range(len(layout.dims)))) if rank in layout.ranks else {rank}
+
+
+def _is_part_of_a_dtensor(node: torch.fx.Node) -> bool:
+    """Whether an input is the local tensor of a DTensor: its mesh is the input behind it."""
+    return node.next.op == "placeholder" and not isinstance(node.next.meta.get("val"), (torch.Tensor, int, float, torch.SymInt))
+
+
+def _is_deterministic(node: torch.fx.Node) -> bool:
+    """Whether a node gives the same on every rank that calls it with the same."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return node.op == "call_function"
+    return target.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in target.tags
