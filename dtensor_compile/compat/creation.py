@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _utils
+from torch.distributed.tensor import _api, _utils
 
 from dtensor_compile.compat.mesh import group_exists, group_name, is_member, real_mesh
 
@@ -32,3 +32,8 @@ def mesh_is_alive(mesh: DeviceMesh) -> bool:
     """Whether no group of the mesh was destroyed."""
     mesh = real_mesh(mesh)
     return not is_member(mesh) or all(group_exists(group_name(mesh, dim)) for dim in range(len(mesh._dim_group_names)))
+
+
+def is_in_factory(filename: str) -> bool:
+    """Whether a file is that in which torch makes DTensors from nothing (``zeros``, ``full``, ``randn``)."""
+    return filename == _api.__file__

@@ -20,6 +20,8 @@ from dtensor_compile.passes.alike import sizes_differ, spread_marks
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
+from dtensor_compile.passes.look_up_before_sending import look_up_before_sending
+from dtensor_compile.passes.make_in_place import make_in_place
 from dtensor_compile.passes.merge_sums import merge_sums
 from dtensor_compile.passes.move_redistributions import move_redistributions
 from dtensor_compile.passes.nodes import has_even_shards, read, redistributions, source_line
@@ -38,6 +40,8 @@ PASSES: tuple[Pass, ...] = (
     reduce_before_sending,
     send_in_narrow_dtype,
     reduce_in_narrow_dtype,
+    make_in_place,
+    look_up_before_sending,
     merge_sums,
     compose_redistributions,
     move_redistributions,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
 from dtensor_compile.errors import PlanError
-from dtensor_compile.passes.algebra import Form, Global, form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.algebra import VIEWS, Form, Global, form, has_numbers, may_round, run, tensors_of
 from dtensor_compile.passes.alike import may_use_sizes, mark_of
 from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.passes.copies import erase_dead, replace
@@ -58,6 +58,30 @@ class Region:
     coordinate: tuple[int, ...]
     guess: Guess
     members: dict[torch.fx.Node, Member] = field(default_factory=dict)
+    alike: dict[torch.fx.Node, bool] = field(default_factory=dict)
+
+    def is_alike(self, node: torch.fx.Node) -> bool:
+        """Whether DTensor made a node, so that it is the same operator with the same numbers on every rank.
+
+        It did where it says what the result is, and in the middle of an operator that it decomposed: all that reads the result then
+        is made so, while what a program makes itself gets to a DTensor through a view (`DTensor.from_local`), or is a single number.
+        """
+        pending = [node]
+        while pending:
+            last = pending[-1]
+            value = last.meta.get("val")
+            if last in self.alike:
+                pending.pop()
+            elif mark_of(last) is not None:
+                self.alike[last] = last.target not in VIEWS or mark_of(last.args[0]) is not None
+            elif last.op != "call_function" or isinstance(value, torch.Tensor) and not value.dim() or not last.users:
+                self.alike[last] = False
+            else:
+                open_ = [user for user in last.users if user not in self.alike]
+                pending += open_
+                if not open_:
+                    self.alike[last] = all(self.alike[user] for user in last.users)
+        return self.alike[node]
 
     def known(self, node: torch.fx.Node) -> Global | None:
         """What a node is in the graph."""
@@ -229,7 +253,7 @@ def _member(region: Region, node: torch.fx.Node, seeds: Mapping[torch.fx.Node, G
     if not given or None in given:
         return None
     mark = mark_of(node)
-    if has_numbers(node) and mark is None and region.guess(node) is None:
+    if has_numbers(node) and not region.is_alike(node) and region.guess(node) is None:
         return None
     shapes = (mark.shape,) if mark is not None and mark.mesh == region.mesh else None
     there = form(node, given, region.layout, shapes)  # type: ignore[arg-type]

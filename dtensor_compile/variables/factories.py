@@ -22,14 +22,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
+from dtensor_compile.capture.marks import mark
 from dtensor_compile.compat.creation import (
     MESH_ENV,
     compute_local_shape_and_global_offset,
     group_is_alive,
+    is_in_factory,
     mesh_is_alive,
     world,
 )
-from dtensor_compile.compat.dtensor import StridedShard
+from dtensor_compile.compat.dtensor import StridedShard, local_and_spec
 from dtensor_compile.compat.dynamo import (
     MemberVariable,
     Retrack,
@@ -241,6 +243,13 @@ def wrap_local(
     return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
+def wrap_made(local: torch.Tensor, mesh: DeviceMesh, *spec: Any) -> DTensor:
+    """`wrap_local` of what torch made as a part of a DTensor, and not the program: passes are told what it is globally."""
+    made = wrap_local(local, mesh, *spec)
+    mark(local, local_and_spec(made)[1])
+    return made
+
+
 class _WithoutGradient(torch.autograd.Function):
     """A tensor that requires a gradient because another does, and passes none on: what a new leaf is to the rest of a graph."""
 
@@ -270,7 +279,8 @@ def _construct(
     spec, meta = named["spec"], attribute(tx, named["spec"], "tensor_meta")
     parts = [attribute(tx, spec, "mesh"), attribute(tx, spec, "placements")]
     parts += [attribute(tx, meta, "shape"), attribute(tx, meta, "stride")]
-    return emit_call(tx, wrap_local, named["local_tensor"], *parts)
+    wrap = wrap_made if is_in_factory(tx.f_code.co_filename) else wrap_local
+    return emit_call(tx, wrap, named["local_tensor"], *parts)
 
 
 def _distribute(

@@ -1,0 +1,133 @@
+"""Rows of a sharded tensor are looked up where they are, and only those are sent.
+
+    lookup(redistribute(x, S(d) -> R), rows of d)  =  redistribute(lookup(x, own rows; others are zero), P(sum) -> R)
+
+Right because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero. Indices have to be the
+same on every rank of the mesh dim, which a mark of them says; bounds of a slice too, which a mark of the result says. Lookups along
+other dims than the sharded one are `move_redistributions`'.
+
+It pays where fewer rows are read than half of those that there are: the lookup's result is reduced, the tensor is not gathered.
+
+    before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
+    after    k = sub(i, 2); m = (k < 0) | (k >= 2); e = embedding(x, where(m, 0, k)); y = redistribute(where(m, 0, e), P(sum) -> R)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.spec import spec_text
+from dtensor_compile.compat.dtensor import Partial, Replicate, Shard
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.alike import mark_of, may_use_sizes
+from dtensor_compile.passes.copies import replace
+from dtensor_compile.passes.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when
+
+aten = torch.ops.aten
+
+
+def look_up_before_sending(graph: torch.fx.Graph) -> list[Decision]:
+    """Moves lookups in `graph` in front of gathers of the dim that they look up by."""
+    if not may_use_sizes():
+        return []
+    return [made for node in redistributions(graph) if (made := _look_up(node)) is not None]
+
+
+def _look_up(node: torch.fx.Node) -> Decision | None:
+    this = read(node)
+    layout = parse_mesh(this.mesh)
+    coordinate = layout.coordinate(dist.get_rank())
+    source, target = (Global.of(spec, this.shape) for spec in (this.source, this.target))
+    if source is None or target is None or coordinate is None or not all(when(user) == when(node) for user in node.users):
+        return None
+    changed = [i for i, (a, b) in enumerate(zip(source.placements, target.placements)) if a != b]
+    if len(changed) != 1 or node.meta["val"].dtype == torch.bool:
+        return None
+    i = changed[0]
+    gathered = source.placements[i]
+    if not isinstance(gathered, Shard) or target.placements[i] != Replicate() or target.shards(gathered.dim):
+        return None
+    users = list(node.users)
+    dim, n = gathered.dim, layout.shape[i]
+    if not source.is_even(layout) or not all(_looks_up(user, node, dim, this.mesh, i) for user in users):
+        return None
+    owing = spec_text([Partial("sum") if k == i else Replicate() for k in range(len(layout.shape))])
+    if any(p != Replicate() for k, p in enumerate(target.placements) if k != i):
+        return None
+    size = this.shape[dim] // n
+    first = coordinate[i] * size
+    moves = [Redistribution(this.local, owing, spec_text(target.placements), this.mesh, tuple(user.meta["val"].shape)) for user in users]
+    each = [cost(move, node.meta["val"].element_size()) for move in moves]
+    before = cost_of([node])
+    if sum(c.collectives for c in each) > before.collectives or sum(c.bytes for c in each) >= before.bytes:
+        return None
+    where, after = source_line(node), sum(c.bytes for c in each)
+    for user, move in zip(users, moves):
+        own = _own(user, this.local, dim, first, size)
+        replace(user, redistribute(move._replace(local=own), like=user, before=user))
+    return Decision("look_up_before_sending", where, f"{after:,} bytes of rows are sent and not {before}", str(this), f"{owing}->R of rows")
+
+
+def _looks_up(user: torch.fx.Node, node: torch.fx.Node, dim: int, mesh: str, mesh_dim: int) -> bool:
+    """Whether `user` looks up rows of `dim` of `node` by what is the same on all ranks along the mesh dim."""
+    args = user.args
+    if not args or args[0] is not node or sum(x is node for x in user.all_input_nodes) != 1 or user.kwargs:
+        return False
+    if user.target is aten.embedding.default:
+        return dim == 0 and _is_same(args[1], mesh, mesh_dim)
+    if user.target is aten.index_select.default:
+        return args[1] % len(node.meta["val"].shape) == dim and _is_same(args[2], mesh, mesh_dim)  # type: ignore[operator]
+    if user.target in (aten.slice.Tensor, aten.select.int):
+        at = args[1] % len(node.meta["val"].shape) if len(args) > 1 else 0  # type: ignore[operator]
+        mark = mark_of(user)
+        numbers = all(type(x) is int for x in args[1:])
+        step = args[4] if len(args) > 4 else 1
+        return at == dim and numbers and step == 1 and mark is not None and mark.mesh == mesh
+    return False
+
+
+def _is_same(indices: Any, mesh: str, mesh_dim: int) -> bool:
+    mark = mark_of(indices)
+    form = Global.of(mark.spec, mark.shape) if mark is not None and mark.mesh == mesh else None
+    return form is not None and all(p == Replicate() for p in form.placements)
+
+
+def _own(user: torch.fx.Node, local: torch.fx.Node, dim: int, first: int, size: int) -> torch.fx.Node:
+    """What `user` gives of the rows `first` to ``first + size`` that `local` has, with zeros for the others."""
+
+    def make(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        return call(target, args, kwargs, like=user, before=user)
+
+    args: tuple[Any, ...] = user.args
+    if user.target in (aten.slice.Tensor, aten.select.int):
+        start, end = _rows(user, dim)
+        low = min(max(start, first), first + size)
+        high = min(max(end, low), first + size)
+        pads = (low - start, end - high) if high > low else (end - start, 0)
+        part = make(aten.slice.Tensor, local, dim, low - first, high - first)
+        part = make(aten.constant_pad_nd.default, part, [0, 0] * (local.meta["val"].dim() - 1 - dim) + list(pads), 0)
+        return make(aten.squeeze.dim, part, dim) if user.target is aten.select.int else part
+    place = 1 if user.target is aten.embedding.default else 2
+    rows = make(aten.sub.Tensor, args[place], first)
+    others = make(aten.logical_or.default, make(aten.lt.Scalar, rows, 0), make(aten.ge.Scalar, rows, size))
+    rows = make(aten.masked_fill.Scalar, rows, others, 0)
+    found = make(user.target, *(local if k == 0 else rows if k == place else a for k, a in enumerate(args)))
+    for _ in range(local.meta["val"].dim() - 1 - dim):
+        others = make(aten.unsqueeze.default, others, -1)
+    return make(aten.masked_fill.Scalar, found, others, 0)
+
+
+def _rows(user: torch.fx.Node, dim: int) -> tuple[int, int]:
+    """First and last row of a slice, or of the one that is selected."""
+    args: tuple[Any, ...] = user.args
+    size = args[0].meta["val"].shape[dim]
+    if user.target is aten.select.int:
+        return args[2] % size, args[2] % size + 1
+    start, end = (args[2] if len(args) > 2 else 0), (args[3] if len(args) > 3 else size)
+    start, end = (min(max(x + size if x < 0 else x, 0), size) for x in (start, end))
+    return start, max(start, end)
