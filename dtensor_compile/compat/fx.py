@@ -36,6 +36,11 @@ def first_token() -> torch.Tensor:
         return torch.empty(0)
 
 
+def as_fake_as(value: object) -> contextlib.AbstractContextManager[object]:
+    """While it is entered, tensors that are made from nothing are fake if `value` is, and of the same trace."""
+    return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
+
+
 def is_fake(value: object) -> bool:
     """Whether a tensor has no values: it stands for one while tracing."""
     return isinstance(value, FakeTensor)

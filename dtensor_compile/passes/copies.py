@@ -7,16 +7,19 @@ nobody can tell from the original.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 
 from dtensor_compile.capture.marks import MARK
 from dtensor_compile.passes.alike import equal, may_use_sizes, mark_of
 
 _clone = torch.ops.aten.clone.default
 _permute = torch.ops.aten.permute.default
+_SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.unbind.int)
 _VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "alias", "detach"))
 
 
@@ -114,7 +117,8 @@ def _order_of_dims(value: torch.Tensor) -> list[int] | None:
 
 
 def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) -> bool:
-    """Readers of `node` read `new`, in the strides of `node`; what nobody reads then goes away.
+    """Readers of `node` read `new`, in the strides of `node` or in others that make no difference to them; what nobody reads then
+    goes away.
 
     Args:
         shared: `new`, or what it is a view of, has other readers.
@@ -127,11 +131,52 @@ def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) ->
         node.replace_all_uses_with(new)
         erase_dead(node)
         return True
-    if not can_copy(new, node):
+    if can_copy(new, node):
+        replace_by_copy(node, new)
+        return True
+    changed = None if shared else _with_other_strides(node, now)
+    if changed is None:
         erase_dead(new)
         return False
-    replace_by_copy(node, new)
+    for reader, value in changed.items():
+        reader.meta["val"] = value
+    node.replace_all_uses_with(new)
+    erase_dead(node)
     return True
+
+
+def can_be_dense(node: torch.fx.Node) -> bool:
+    """Whether `replace` can put a contiguous tensor in the place of `node`."""
+    value = node.meta["val"]
+    return _order_of_dims(value) is not None or _with_other_strides(node, torch.empty_like(value, memory_format=torch.contiguous_format)) is not None
+
+
+def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.fx.Node, Any] | None:
+    """Fake values of `node` and of views of it where it has the strides of `value`; None where a reader would notice."""
+    changed: dict[torch.fx.Node, Any] = {node: value}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "call_function" or user.target is torch.ops.aten.as_strided.default:
+                return None
+            args, kwargs = map_arg((user.args, user.kwargs), lambda n: changed.get(n, n.meta.get("val")))
+            try:
+                now = user.target(*args, **kwargs)  # type: ignore[operator]
+            except RuntimeError:
+                return None  # a view that there is not in other strides
+            if _is_laid_out_as(user.meta["val"], now):
+                continue
+            if not is_view(user) and user.target is not operator.getitem and user.target not in _SPLITS:
+                return None
+            changed[user] = now
+            pending.append(user)
+    return changed
+
+
+def _is_laid_out_as(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return all(map(_is_laid_out_as, a, b))
+    return not isinstance(a, torch.Tensor) or equal(a.shape, b.shape) and equal(a.stride(), b.stride())
 
 
 def erase_dead(node: torch.fx.Node) -> None:

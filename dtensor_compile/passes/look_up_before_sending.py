@@ -103,6 +103,10 @@ def _own(user: torch.fx.Node, local: torch.fx.Node, dim: int, first: int, size: 
     def make(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         return call(target, args, kwargs, like=user, before=user)
 
+    def zero_like(node: torch.fx.Node) -> torch.fx.Node:
+        value = node.meta["val"]
+        return make(aten.full.default, [], 0, dtype=value.dtype, layout=value.layout, device=value.device, pin_memory=False)
+
     args: tuple[Any, ...] = user.args
     if user.target in (aten.slice.Tensor, aten.select.int):
         start, end = _rows(user, dim)
@@ -115,11 +119,11 @@ def _own(user: torch.fx.Node, local: torch.fx.Node, dim: int, first: int, size: 
     place = 1 if user.target is aten.embedding.default else 2
     rows = make(aten.sub.Tensor, args[place], first)
     others = make(aten.logical_or.default, make(aten.lt.Scalar, rows, 0), make(aten.ge.Scalar, rows, size))
-    rows = make(aten.masked_fill.Scalar, rows, others, 0)
+    rows = make(aten.where.self, others, zero_like(rows), rows)
     found = make(user.target, *(local if k == 0 else rows if k == place else a for k, a in enumerate(args)))
     for _ in range(local.meta["val"].dim() - 1 - dim):
         others = make(aten.unsqueeze.default, others, -1)
-    return make(aten.masked_fill.Scalar, found, others, 0)
+    return make(aten.where.self, others, zero_like(found), found)
 
 
 def _rows(user: torch.fx.Node, dim: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.passes.nodes import Cost, is_redistribution, read, redistributions, source_line
+from dtensor_compile.passes.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
 from dtensor_compile.passes.region import Region, cut, grow
 
 #: What collectives and bytes weigh: fewer bytes go first, then fewer collectives, and the other way round.
@@ -39,12 +39,14 @@ def move_redistributions(graph: torch.fx.Graph) -> list[Decision]:
         held = Global.of(this.source, this.shape) if owes_no_more(this.source, this.target) else None
         if held is not None and Global.of(this.target, this.shape) is not None:
             seeds.setdefault(this.mesh, {})[node] = held
-    decisions = []
+    decisions, before = [], cost_of(redistributions(graph))
     for mesh, held_in in seeds.items():
         region = grow(graph, mesh, held_in)
         if region is not None:
             for part in list(region.parts()):
                 decisions += _move(region, part)
+    after = cost_of(redistributions(graph))
+    assert not decisions or after.is_less(before), f"{after} would be sent and not {before}"
     return decisions
 
 

@@ -14,6 +14,7 @@ from dtensor_compile.capture.marks import MARK, Mark
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
 from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.fx import as_fake_as
 from dtensor_compile.compat.observe import FRAME
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.compat.collectives import wait_tensor
@@ -172,7 +173,8 @@ def call(
     node.meta[MARK] = mark
     node.meta |= {key: before.meta[key] for key in _WHEN if key in before.meta}
     values, named = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    node.meta["val"] = target(*values, **named)
+    with as_fake_as(like.meta["val"]):
+        node.meta["val"] = target(*values, **named)
     return node
 
 

@@ -29,7 +29,7 @@ from dtensor_compile.errors import PlanError
 from dtensor_compile.passes.algebra import VIEWS, Form, Global, form, has_numbers, may_round, run, tensors_of
 from dtensor_compile.passes.alike import may_use_sizes, mark_of
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.passes.copies import erase_dead, replace
+from dtensor_compile.passes.copies import can_be_dense, erase_dead, replace
 from dtensor_compile.passes.nodes import Cost, Redistribution, cost, is_redistribution, read, redistribute, when
 
 #: What a node that has no mark is globally; None where nothing says.
@@ -135,9 +135,11 @@ class Region:
             yield (self.move(was, target, node), self.move(held, target, node)) if target is not None else (Cost(0, 0), None)
 
     def back(self, node: torch.fx.Node) -> Cost | None:
-        """What it costs to read a member as it was where it is held."""
+        """What it costs to read a member as it was where it is held; None where its readers need strides that cannot be had."""
         member = self.members[node]
-        return self.move(member.held[0], member.was[0], node) if len(member.was) == 1 else None
+        if len(member.was) > 1 or not can_be_dense(node):
+            return None
+        return self.move(member.held[0], member.was[0], node)
 
     def there(self, node: torch.fx.Node, reader: torch.fx.Node) -> Cost | None:
         """What it costs that a member reads another one as it needs it, where that is as in the graph."""
