@@ -33,7 +33,7 @@ from dtensor_compile.compat.locals import locals_hook
 from dtensor_compile.compat.observe import node_of
 from dtensor_compile.errors import PlanError, SpecTextError
 
-#: Key of a node's ``meta``: its `Mark`; None where the program says two things of it.
+#: Key of a node's ``meta``: its `Mark`; None where the program says two things of it, or what there is no mark for.
 MARK = "dtensor_compile_mark"
 
 
@@ -62,10 +62,8 @@ def mark_local_tensors() -> Iterator[None]:
 def mark(local: torch.Tensor, spec: Spec) -> None:
     """Notes in the node of a local tensor what it is globally."""
     node = node_of(local) if _marks.get() else None
-    if node is None or spec.tensor_meta is None:
-        return
-    this = _mark_of(local, spec)
-    if this is not None:
+    if node is not None:
+        this = _mark_of(local, spec) if spec.tensor_meta is not None else None
         node.meta[MARK] = this if node.meta.get(MARK, this) == this else None
 
 

@@ -28,6 +28,7 @@ def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[N
     after a trace begins, as torch's cache of decisions is empty then. So all ranks hear the same, whatever ran before on each.
     """
     owner, unwrap, flatten = threading.get_ident(), OpDispatcher.unwrap_to_op_info, DTensor.__tensor_flatten__
+    unflatten = DTensor.__tensor_unflatten__
     to_local, enter = _ToTorchTensor.forward, ProxyTorchDispatchMode.__enter__
     begun: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -56,10 +57,17 @@ def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[N
             tell(self._local_tensor, self._spec)
         return flatten(self)
 
+    def tensor_unflatten(*args: Any) -> DTensor:
+        made = unflatten(*args)
+        if threading.get_ident() == owner:
+            tell(made._local_tensor, made._spec)
+        return made
+
     with (
         mock.patch.object(ProxyTorchDispatchMode, "__enter__", begin),
         mock.patch.object(OpDispatcher, "unwrap_to_op_info", unwrap_to_op_info),
         mock.patch.object(DTensor, "__tensor_flatten__", tensor_flatten),
+        mock.patch.object(DTensor, "__tensor_unflatten__", staticmethod(tensor_unflatten)),
         mock.patch.object(_ToTorchTensor, "forward", staticmethod(forward)),
     ):
         yield

@@ -127,8 +127,8 @@ class Form:
     gives: tuple[Global, ...]
 
 
-#: Placements of the operands and of all the results, along one mesh dim.
-Strategy = tuple[Placements, Placement]
+#: Placements of the operands and of the results, along one mesh dim; one placement for all results, or one for each.
+Strategy = tuple[Placements, Placement | Placements]
 
 
 @dataclass(frozen=True)
@@ -173,17 +173,17 @@ def form(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shape
         return None
     whole: Strategy = tuple(R for _ in given), R
     needs: list[Placements] = []
-    gives: list[Placement] = []
+    gives: list[Placements] = []
     for i, n in enumerate(layout.shape):
         have = tuple(g.placements[i] if n > 1 else R for g in given)
         chosen = next(_matching(have, (whole, *found.strategies)), None)
         if chosen is None:
             return None
         needs.append(chosen[0])
-        gives.append(chosen[1])
+        gives.append(chosen[1] if isinstance(chosen[1], tuple) else tuple(chosen[1] for _ in found.shapes))
     return Form(
         tuple(Global(placements, g.shape) for placements, g in zip(zip(*needs), given)),
-        tuple(Global(tuple(gives), shape) for shape in found.shapes),
+        tuple(Global(placements, shape) for placements, shape in zip(zip(*gives), found.shapes)),
     )
 
 
@@ -383,6 +383,21 @@ def _norm(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule:
     return Rule(shapes, tuple(((Shard(dim), *weights), Shard(dim)) for dim in range(lead)))
 
 
+def _norm_backward(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
+    """Gradients of a norm: of its input a shard, of its weights, which all rows share, a sum over ranks."""
+    values = node.meta["val"]
+    if not all(isinstance(value, torch.Tensor) for value in values) or values[0].element_size() < 4:
+        return None
+    old, normalized = given[1].shape, len(node.args[2])  # type: ignore[arg-type]
+    lead = len(old) - normalized
+    weights = tuple(old[lead:] for _ in values[1:])
+    strategies: list[Strategy] = []
+    for dim in range(lead):
+        needs = tuple(Shard(dim) if len(g.shape) == len(old) else R for g in given)
+        strategies.append((needs, (Shard(dim), *(Partial("sum") for _ in weights))))
+    return Rule((old, *weights), tuple(strategies))
+
+
 def _lookup(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
     """Rows of a table by indices: ``embedding``, ``index_select`` along a dim, ``index`` of the first dim."""
     if len(given) != 2:
@@ -497,6 +512,7 @@ _RULES: dict[Any, Callable[..., Rule | None]] = {
     **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.addmm.default), _product),
     **dict.fromkeys((aten.embedding.default, aten.index_select.default, aten.index.Tensor), _lookup),
     **dict.fromkeys((aten.native_layer_norm.default, aten._fused_rms_norm.default), _norm),
+    **dict.fromkeys((aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default), _norm_backward),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims), _squeezed),
     aten.expand.default: _expansion,
 }

@@ -320,6 +320,8 @@ def cut(region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int]
             whole, local = (math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held))
             pay(k, moves, held_bytes * size * whole)
             pay(stays, k, held_bytes * size * local)
+            if mine or others:
+                pay(len(part) + k, k, held_bytes * size * whole)
         through = len(part) + k
         if mine or others:
             pay(through, k, region.back(node))

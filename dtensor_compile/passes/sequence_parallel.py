@@ -25,6 +25,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.capture.marks import MARK
 from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.dtensor import Partial, Replicate, Shard
@@ -98,13 +99,15 @@ def _choose(region: Region, part: list[torch.fx.Node]) -> tuple[frozenset[torch.
 
 
 def _saved(region: Region, held: frozenset[torch.fx.Node]) -> int:
-    """Bytes of local tensors that operators give less on each rank."""
+    """Bytes of local tensors that operators and gathers give less on each rank."""
     total = 0
     for node in held:
         member = region.members[node]
-        if len(member.was) == 1 and isinstance(node.meta["val"], torch.Tensor):
+        if len(member.was) == 1:
+            mine, _, others = region.readers(node)
             whole, local = (math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held))
-            total += (whole - local) * node.meta["val"].element_size()
+            gathered = whole if others or any(user not in held for user in mine) else 0
+            total += (whole - local - gathered) * node.meta["val"].element_size()
     return total
 
 
@@ -129,7 +132,7 @@ def _replicated(graph: torch.fx.Graph, layout: MeshLayout) -> dict[torch.fx.Node
             if group <= _group(parse_mesh(mark.mesh)) and all(p == Replicate() for p in parse_spec(mark.spec)):
                 same.add(node)
         elif node.op == "placeholder":
-            if isinstance(value, torch.Tensor) and not _is_part_of_a_dtensor(node):
+            if isinstance(value, torch.Tensor) and MARK not in node.meta:  # the local tensor of a DTensor has a mark, or None
                 same.add(node)
         elif _is_deterministic(node) and all(x in same for x in node.all_input_nodes):
             same.add(node)
@@ -144,11 +147,6 @@ def _group(layout: MeshLayout) -> set[int]:
     """The ranks that hold one tensor on a mesh together with this one."""
     rank = dist.get_rank()
     return set(layout.group_over(rank, range(len(layout.dims)))) if rank in layout.ranks else {rank}
-
-
-def _is_part_of_a_dtensor(node: torch.fx.Node) -> bool:
-    """Whether an input is the local tensor of a DTensor: its mesh is the input behind it."""
-    return node.next.op == "placeholder" and not isinstance(node.next.meta.get("val"), (torch.Tensor, int, float, torch.SymInt))
 
 
 def _is_deterministic(node: torch.fx.Node) -> bool:
