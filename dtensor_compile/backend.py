@@ -33,6 +33,7 @@ from dtensor_compile.compat.unwrap import native_calls
 from dtensor_compile.compat.views import views_of_dtensors
 from dtensor_compile.cross_mesh import join_groups
 from dtensor_compile.lowering.check_counts import check_counts
+from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
@@ -77,6 +78,7 @@ def dtensor(
         OptionError: an unknown option or a wrong value.
         NoProcessGroupError, MeshError: the program cannot run in this process.
         AgreementError: it calls other collectives on another rank.
+        PlanError: a redistribution needs more memory than ``redistribution_memory``.
     """
     opts = Options.parse(mode, options)
     check_program(gm, example_inputs)
@@ -94,7 +96,7 @@ def dtensor(
 
     lowered_passes = passes_after_lowering(opts.topology, opts.overlap_memory, opts.enable_passes) if opts.schedule else ()
 
-    @plans_for(opts.topology)
+    @plans_for(opts.topology, opts.redistribution_memory)
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
         check_gradients_of_hooks()
         bind_meshes_to_primals(graph)
@@ -102,10 +104,12 @@ def dtensor(
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
+        check_memory(graph)
         log.decided(tell_ranges(graph))
         # Ranks of one mesh alone do not see whether shards of the other are even.
         shapes = (drop_copies,) if across(graph) else (drop_copies, order_rows, send_transposed)
         log.decided(run_passes(graph, shapes, disabled=opts.disable_passes, strict=opts.strict))
+        check_memory(graph)
         spread_by_mask(graph)
         tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)
@@ -113,7 +117,7 @@ def dtensor(
         hold_draws(graph)
         view_again(graph)
 
-    @plans_for(opts.topology)
+    @plans_for(opts.topology, opts.redistribution_memory)
     def lower_graph(graph: torch.fx.Graph) -> None:
         split_nary(graph)
         log.decided(lower_redistributions(graph, strict=opts.strict))
@@ -137,7 +141,7 @@ def dtensor(
             log.decided([dropped("schedule_kernels", error)])
             return kernels
 
-    planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory
+    planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory, opts.redistribution_memory
     key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from dtensor_compile.capture.mesh import mesh_layout, mesh_text
+from dtensor_compile.capture.spec import REDUCE_OPS
 from dtensor_compile.capture.trace import emit_redistribution
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
@@ -62,9 +63,36 @@ def check_shard_dims(placements: Sequence[Placement], mesh: DeviceMesh, ndim: in
             )
 
 
+def check_reductions(placements: Sequence[Placement], what: str) -> None:
+    """Raises `PlacementError` where a tensor waits for a reduction that no collective carries out, or for two that do not commute.
+
+    Placements of a class of the user's may reduce as they like.
+    """
+    unknown = [p.reduce_op for p in placements if type(p) is Partial and p.reduce_op not in REDUCE_OPS]
+    if unknown:
+        raise PlacementError(
+            f"{what} cannot be Partial({unknown[0]!r}): no collective reduces so; the reductions are {', '.join(REDUCE_OPS)}"
+        )
+    check_commuting(placements, what)
+
+
+def check_commuting(placements: Sequence[Placement], what: str) -> None:
+    """Raises `PlacementError` where a tensor waits for two reductions of which the order matters (as torch does, without a word on
+    what to do instead).
+    """
+    ops = list(dict.fromkeys(p.reduce_op for p in placements if type(p) is Partial))
+    if len(ops) > 1 and not set(ops) <= {"sum", "avg"}:
+        one = ", ".join(str(Replicate() if type(p) is Partial and p.reduce_op != ops[0] else p) for p in placements)
+        raise PlacementError(
+            f"{what} cannot wait for {' and '.join(ops)} at once: which of them comes first decides the value; reduce the one before "
+            f"the other becomes partial, as in [{one}]"
+        )
+
+
 @contextlib.contextmanager
 def check_redistributions() -> Iterator[None]:
-    """While it is entered, a redistribution to a shard of a dim that is not there raises `PlacementError` (torch: an IndexError).
+    """While it is entered, a redistribution to a shard of a dim that is not there raises `PlacementError` (torch: an IndexError), and
+    so does one of terms that cannot be combined.
 
     Strided shards go by the operator: torch finds out what is where with tensors of indices, whose values are not there while tracing.
     """
@@ -73,6 +101,8 @@ def check_redistributions() -> Iterator[None]:
         if source.tensor_meta is not None:
             shape = source.tensor_meta.shape
             check_shard_dims(target.placements, target.mesh, len(shape), f"a tensor of shape {list(shape)}")
+            for placements in (source.placements, target.placements):
+                check_reductions(placements, f"a tensor of shape {list(shape)}")
         strided = any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements))
         return emit_redistribution(local, source, target, stock) if strided else stock()
 

@@ -31,6 +31,10 @@ class PlanError(DTensorCompileError):
     """No sequence of collectives leads from one spec to the other."""
 
 
+class MemoryBudgetError(PlanError):
+    """Sequences of collectives lead from one spec to the other, and all hold more at once than ``redistribution_memory``."""
+
+
 class SpecTextError(DTensorCompileError, ValueError):
     """The text form of a spec or of a mesh layout does not parse."""
 

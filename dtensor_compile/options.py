@@ -45,6 +45,8 @@ class Options:
         schedule: order what is lowered so that collectives run beside compute, in the form and number that suits the network
             (`lowering/overlap.py`).
         overlap_memory: part of the peak of live tensors that the order may add to it; infinity for no bound.
+        redistribution_memory: bytes that one redistribution may hold at once besides its input (result, buffers, what lies between
+            its steps); plans that hold more are left out. None: no bound.
         inductor: settings handed to Inductor.
     """
 
@@ -57,6 +59,7 @@ class Options:
     topology: Cluster | None = None
     schedule: bool = True
     overlap_memory: float = 0.05
+    redistribution_memory: int | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -94,6 +97,10 @@ def _checked(name: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
             raise OptionError(f"option {name!r} takes a part of the peak, a number not below 0 (0.05 for 5%), not {value!r}")
         return float(value)
+    if name == "redistribution_memory":
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise OptionError(f"option {name!r} takes a number of bytes from 1, or None for no bound, not {value!r}")
+        return value
     if name == "topology":
         try:
             return value if value is None or isinstance(value, Cluster) else topology(value)

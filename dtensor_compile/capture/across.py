@@ -27,11 +27,18 @@ from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.errors import PlanError
 from dtensor_compile.lowering.across import Across, absent, expand_across, plan_across
 from dtensor_compile.lowering.expand import local_shape
+from dtensor_compile.topology.network import current_memory
 
 
-def across_plan_of(source: str, target: str, source_mesh: str, target_mesh: str, shape: Sequence[Any], itemsize: int) -> Across:
-    """The plan for a node. Who sends what to whom is told in integers: symbolic sizes are from here on what they are."""
-    return plan_across(source, target, parse_mesh(source_mesh), parse_mesh(target_mesh), tuple(map(int, shape)), itemsize)
+def across_plan_of(
+    source: str, target: str, source_mesh: str, target_mesh: str, shape: Sequence[Any], itemsize: int, *, bounded: bool = True
+) -> Across:
+    """The plan for a node, within the memory for which this thread plans if it is to be `bounded`.
+
+    Who sends what to whom is told in integers: symbolic sizes are from here on what they are.
+    """
+    meshes, memory = (parse_mesh(source_mesh), parse_mesh(target_mesh)), current_memory() if bounded else None
+    return plan_across(source, target, *meshes, tuple(map(int, shape)), itemsize, memory)
 
 
 def carry_out_across(
@@ -60,7 +67,7 @@ def _fake(
     local: torch.Tensor, source: str, target: str, source_mesh: str, target_mesh: str, shape: Sequence[Any], order: int
 ) -> torch.Tensor:
     sizes, layout = tuple(map(int, shape)), parse_mesh(target_mesh)
-    across_plan_of(source, target, source_mesh, target_mesh, sizes, local.element_size())
+    across_plan_of(source, target, source_mesh, target_mesh, sizes, local.element_size(), bounded=False)
     _check_local(local, source, source_mesh, sizes)
     coordinate = layout.coordinate(dist.get_rank())
     if coordinate is None:

@@ -27,7 +27,7 @@ from dtensor_compile.compat.shapes import divisors, size_hints
 from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.lowering.expand import Place, canonical, expand, local_shape
 from dtensor_compile.lowering.plan import Step, plan
-from dtensor_compile.topology.network import network_of
+from dtensor_compile.topology.network import current_memory, network_of
 
 _library = torch.library.Library("dtensor_compile", "DEF")
 _library.define(
@@ -38,13 +38,19 @@ _library.define(
 redistribute_op = torch.ops.dtensor_compile.redistribute.default
 
 
-def plan_of(source: str, target: str, layout: MeshLayout, shape: Sequence[Any], itemsize: int) -> tuple[Step, ...]:
-    """The plan for a node, in the topology for which this thread plans.
+def plan_of(
+    source: str, target: str, layout: MeshLayout, shape: Sequence[Any], itemsize: int, *, bounded: bool = True
+) -> tuple[Step, ...]:
+    """The plan for a node, in the topology and within the memory for which this thread plans.
 
     Symbolic sizes count with their hints, which are the same on every rank; the plan is right for all sizes.
+
+    Args:
+        bounded: whether the bound of memory counts. It does not where passes may still change what is to be planned.
     """
-    sizes = size_hints(shape)
-    return plan(source, target, layout.shape, sizes, itemsize, network=network_of(layout), divisors=divisors(shape))
+    sizes, memory = size_hints(shape), current_memory() if bounded else None
+    about = {"network": network_of(layout), "divisors": divisors(shape), "memory": memory}
+    return plan(source, target, layout.shape, sizes, itemsize, **about)
 
 
 def _my_rank() -> int:
@@ -63,7 +69,11 @@ def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: S
     if coordinate is None:  # this rank is not part of the mesh: its local tensor is empty and stays so
         return local.clone()
     check_local(local, source, layout, coordinate, shape)
-    steps = plan_of(source, target, layout, shape, local.element_size())
+    return _carry_out(local, plan_of(source, target, layout, shape, local.element_size()), mesh, shape)
+
+
+def _carry_out(local: torch.Tensor, steps: Sequence[Step], mesh: str, shape: Sequence[Any]) -> torch.Tensor:
+    layout, rank = parse_mesh(mesh), _my_rank()
     out = expand(local, steps, Place(layout, rank, lambda dims: merged_group_name(mesh, dims, rank)), shape)
     if _sends(steps) or any(isinstance(size, int) and size == 0 for size in out.shape):
         out = canonical(out)
@@ -91,11 +101,11 @@ def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Seque
     coordinate = layout.coordinate(_my_rank())
     if coordinate is None:
         return torch.empty_like(local)
-    steps = plan_of(source, target, layout, shape, local.element_size())
+    steps = plan_of(source, target, layout, shape, local.element_size(), bounded=False)
+    check_local(local, source, layout, coordinate, shape)
     if _sends(steps):
-        check_local(local, source, layout, coordinate, shape)
         return local.new_empty(local_shape(parse_spec(target), layout, coordinate, shape))
-    return carry_out(local, source, target, mesh, shape)
+    return _carry_out(local, steps, mesh, shape)
 
 
 _library.impl("redistribute", carry_out, "CompositeExplicitAutograd")

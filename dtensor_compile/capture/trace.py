@@ -70,7 +70,7 @@ def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: 
         names = spec_text(before), spec_text(after)
         text = mesh_text(mesh)
         layout = parse_mesh(text)
-        needed = plan_of(*names, layout, shape, local.element_size())
+        needed = plan_of(*names, layout, shape, local.element_size(), bounded=False)
         check_local(local, names[0], layout, mesh.get_coordinate() or (), shape)
     except (SpecTextError, PlanError):
         return stock()

@@ -18,6 +18,7 @@ Plans depend on specs, sizes and the two meshes alone: all ranks of both choose 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,10 +30,11 @@ from dtensor_compile.capture.spec import placement_text, spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import PlanError
 from dtensor_compile.lowering import shards
+from dtensor_compile.lowering.costs import held_by, local_elements
 from dtensor_compile.lowering.exchange import REDUCES, overlap, serve
 from dtensor_compile.lowering.expand import Place, canonical, expand
-from dtensor_compile.lowering.moves import State, Step
-from dtensor_compile.lowering.plan import checked, collectives, plan
+from dtensor_compile.lowering.moves import State, Step, peak
+from dtensor_compile.lowering.plan import checked, collectives, largest_target, over_budget, plan
 from dtensor_compile.lowering.rearrange import Boxes, Held, exchange_boxes, take
 
 
@@ -74,6 +76,14 @@ class Exchange:
         """Elements that the busiest member sends."""
         return int(self.away.sum(1).max(initial=0))
 
+    @property
+    def held(self) -> int:
+        """Elements that one member holds at once besides its input: what it sends, what it receives and its result."""
+        results = [math.prod(shards.length(parts) for parts in needs.values()) for needs in self.needs if needs is not None]
+        if not self.sends:
+            return max(results)
+        return held_by("exchange", len(self.ranks), 0, max(results), self.elements, max(self.terms) + 1)
+
     def part(self, sender: int, receiver: int) -> Held:
         """What the one sends to the other, per tensor dim."""
         has, needs = self.has[sender], self.needs[receiver]
@@ -92,12 +102,14 @@ class Across:
         steps: on the source mesh, from the source spec to `middle`.
         middle, goal: specs before the exchange, on the source mesh, and after it, on the target mesh.
         exchange: among the ranks of both; sends nothing where everybody has what it needs.
+        held: elements that one rank holds at once besides its input; the largest, where they differ.
     """
 
     steps: tuple[Step, ...]
     middle: State
     goal: State
     exchange: Exchange
+    held: int
 
     @property
     def elements(self) -> int:
@@ -124,7 +136,13 @@ class Across:
 
 @functools.lru_cache(maxsize=4096)
 def plan_across(
-    source: str, target: str, source_mesh: MeshLayout, target_mesh: MeshLayout, shape: tuple[int, ...], itemsize: int = 4
+    source: str,
+    target: str,
+    source_mesh: MeshLayout,
+    target_mesh: MeshLayout,
+    shape: tuple[int, ...],
+    itemsize: int = 4,
+    memory: int | None = None,
 ) -> Across:
     """The plan in which the busiest rank sends the fewest bytes, then all together, then with the fewest collectives and steps.
 
@@ -132,8 +150,10 @@ def plan_across(
         source, target: specs on the two meshes.
         shape: elements per dim of the global tensor.
         itemsize: bytes of an element.
+        memory: bytes that one rank may hold at once besides its input; None for no bound.
 
     Raises:
+        MemoryBudgetError: every plan holds more than `memory`.
         PlanError: a placement names a dim that the tensor does not have, a spec does not fit its mesh, or the target is partial.
     """
     start, goal = checked(source, source_mesh.shape, shape), checked(target, target_mesh.shape, shape)
@@ -144,11 +164,35 @@ def plan_across(
             f"redistribute from {source} on {source_mesh} to {target} on {target_mesh} not supported: nothing leads to "
             f"{placement_text(partial)} on another mesh; the nearest legal target is {legal}"
         )
-    found = []
+    found = list(_candidates(start, goal, source_mesh, target_mesh, shape, itemsize))
+    fitting = found if memory is None else [this for this in found if this.held * itemsize <= memory]
+    if fitting:
+        return min(fitting, key=_cost)
+
+    def leads(other: State) -> bool:
+        return any(this.held * itemsize <= memory for this in _candidates(start, other, source_mesh, target_mesh, shape, itemsize))
+
+    legal = largest_target(goal, None, len(shape), lambda other: local_elements(other, target_mesh.shape, shape), leads)
+    best = min(found, key=_cost)
+    raise over_budget(
+        f"from {source} on {source_mesh} to {target} on {target_mesh}", "; ".join(best.texts(source_mesh)), memory,
+        best.held * itemsize, min(this.held for this in found) * itemsize,
+        f"redistribute to {spec_text(legal)}, the largest within the bound" if legal else "use a larger mesh",
+    )  # fmt: skip
+
+
+def _cost(this: Across) -> tuple[int, ...]:
+    return this.elements, this.total, this.collectives, len(this.steps)
+
+
+def _candidates(
+    start: State, goal: State, source_mesh: MeshLayout, target_mesh: MeshLayout, shape: tuple[int, ...], itemsize: int
+) -> Iterator[Across]:
     for middle in _middles(start, len(shape)):
         steps = plan(spec_text(start), spec_text(middle), source_mesh.shape, shape, itemsize)
-        found.append(Across(steps, middle, goal, _exchange(middle, goal, source_mesh, target_mesh, shape)))
-    return min(found, key=lambda this: (this.elements, this.total, this.collectives, len(this.steps)))
+        exchange = _exchange(middle, goal, source_mesh, target_mesh, shape)
+        between = steps[-1].kept if steps else 0
+        yield Across(steps, middle, goal, exchange, max(peak(steps), exchange.held + between))
 
 
 def _middles(start: State, ndim: int) -> Iterator[State]:

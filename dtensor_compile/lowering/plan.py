@@ -10,9 +10,12 @@ kinds): the cheapest path over the specs that a tensor can have, found with Dijk
 Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a topology says how
 they differ the fewest seconds, then the fewest bytes (`lowering/costs.py`).
 
+With a bound of memory, plans that hold more at once (their input aside) are left out.
+
 Why a plan is never worse than torch's own: cheapest in time may mean a collective more for fewer bytes, or bytes more for one
 collective less. torch's greedy path is one of the paths here, so paths that have more collectives or more bytes than that one are
-left out, and at least that one remains. What torch's other planner finds is a path here too, and the fewest bytes are not more.
+left out, and at least that one remains. What torch's other planner finds is a path here too, and the fewest bytes are not more. Where torch's path holds too much
+memory, it is no limit.
 
 Plans depend on specs, sizes, the mesh and the topology alone, never on the rank, so that all ranks choose the same one.
 """
@@ -23,19 +26,24 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dtensor_compile.capture.spec import parse_spec, placement_text, spec_text
-from dtensor_compile.compat.dtensor import Partial, Placement, Replicate
-from dtensor_compile.errors import PlanError
+from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
+from dtensor_compile.errors import MemoryBudgetError, PlanError
 from dtensor_compile.lowering.costs import COLLECTIVES, StepKind, elements_sent
-from dtensor_compile.lowering.moves import Problem, State, Step, moves
+from dtensor_compile.lowering.moves import Problem, State, Step, held_behind, moves, peak
 from dtensor_compile.lowering.shards import CUTS
 from dtensor_compile.lowering.torch_path import torch_steps
 from dtensor_compile.topology.network import Network
 
 #: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the others.
 _PARTITIONS = ("sum", "avg", "min", "max")
+
+
+#: Targets among which an error looks for one that is within the bound of memory.
+MOST_TARGETS = 512
 
 
 def _commute(placements: Sequence[Placement]) -> bool:
@@ -53,6 +61,7 @@ def plan(
     *,
     network: Network = Network(),
     divisors: Sequence[int] | None = None,
+    memory: int | None = None,
 ) -> tuple[Step, ...]:
     """The cheapest steps from spec `source` to spec `target` for a global tensor of `shape` (elements per dim).
 
@@ -63,12 +72,15 @@ def plan(
         network: links along the mesh dims.
         divisors: for sizes that are hints of symbolic ones, what they are known to be multiples of. The plan is right for all sizes
             that are, and the cheapest for the range around the hint that `lowering/size_ranges.py` finds.
+        memory: bytes that one rank may hold at once besides its input: result, buffers, what lies between steps.
 
     Raises:
+        MemoryBudgetError: every plan holds more than `memory`.
         PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing leads
             from the one to the other (one kind of partial to another; nor does torch do that).
     """
-    return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize, network, tuple(shape if divisors is None else divisors))
+    known = tuple(shape if divisors is None else divisors)
+    return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize, network, known, memory)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -80,6 +92,7 @@ def _plan(
     itemsize: int,
     network: Network,
     divisors: tuple[int, ...],
+    memory: int | None,
 ) -> tuple[Step, ...]:
     start, goal = checked(source, mesh_shape, shape), checked(target, mesh_shape, shape)
     if start == goal:
@@ -87,7 +100,8 @@ def _plan(
     for a, b in zip(start, goal):
         if isinstance(b, Partial) and a != b:
             _check_partial(source, target, a, b)
-    return cheapest(Problem(start, goal, mesh_shape, shape, divisors, itemsize, network))
+    most = math.inf if memory is None else memory // itemsize
+    return cheapest(Problem(start, goal, mesh_shape, shape, divisors, itemsize, network, most))
 
 
 def checked(text: str, mesh_shape: Sequence[int], shape: Sequence[int]) -> State:
@@ -139,12 +153,25 @@ def _check_partial(source: str, target: str, a: Placement, b: Partial) -> None:
 
 
 def cheapest(problem: Problem) -> tuple[Step, ...]:
-    """Dijkstra's algorithm within torch's limits.
+    """The cheapest path. Raises `PlanError` where there is none."""
+    steps = _search(problem)
+    if steps is not None:
+        return steps
+    if problem.memory < math.inf and (free := _search(replace(problem, memory=math.inf))) is not None:
+        raise _over_budget(problem, free)
+    change = f"{spec_text(problem.start)} to {spec_text(problem.goal)}"
+    raise PlanError(f"redistribute from {change}: no sequence of collectives found; go by {'R' * len(problem.goal)}")
+
+
+def _search(problem: Problem) -> tuple[Step, ...] | None:
+    """Dijkstra's algorithm within torch's limits, and within the memory of the problem; None where nothing leads to the goal.
 
     A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many elements.
     Ties are broken by order of discovery, which is the same on every rank.
     """
     theirs = torch_steps(problem)
+    if theirs is not None and peak(theirs) > problem.memory:
+        theirs = None
     most_collectives = math.inf if theirs is None else collectives(theirs)
     most_elements = math.inf if theirs is None else sum(step.elements for step in theirs)
     order = itertools.count()
@@ -155,29 +182,90 @@ def cheapest(problem: Problem) -> tuple[Step, ...]:
 
     queue: list[tuple[tuple[float, float], int, State, tuple[Step, ...], int, int, float]]
     queue = [((0.0, 0.0), next(order), problem.start, (), 0, 0, 0.0)]
-    done: dict[State, list[tuple[int, int]]] = {}
+    done: dict[State, list[tuple[int, int, int]]] = {}
     while queue:
         cost, _, state, steps, count, elements, seconds = heapq.heappop(queue)
         if state == problem.goal:
             if theirs is not None and not problem.free and key(most_elements, sum(s.seconds for s in theirs)) <= cost:
                 return theirs
             return steps
-        kept = done.setdefault(state, [])
-        if any(c <= count and e <= elements for c, e in kept):
+        kept, lies_in = done.setdefault(state, []), steps[-1].kept if steps and problem.memory < math.inf else 0
+        if any(c <= count and e <= elements and m <= lies_in for c, e, m in kept):
             continue
-        kept.append((count, elements))
+        kept.append((count, elements, lies_in))
         for step in moves(problem, state, sending=count < most_collectives):
             if step.sends and len(step.mesh_dims) > 1 and not problem.network.merges:
                 continue
             after = count + step.sends, elements + step.elements
-            if after[0] > most_collectives or after[1] > most_elements:
+            if after[0] > most_collectives or after[1] > most_elements or held_behind(steps, step) > problem.memory:
                 continue
             time = seconds + step.seconds
             heapq.heappush(queue, (key(after[1], time), next(order), step.after, (*steps, step), *after, time))
-    if theirs is None:
-        change = f"{spec_text(problem.start)} to {spec_text(problem.goal)}"
-        raise PlanError(f"redistribute from {change}: no sequence of collectives found; go by {'R' * len(problem.goal)}")
     return theirs
+
+
+def _over_budget(problem: Problem, steps: Sequence[Step]) -> MemoryBudgetError:
+    """What to say where no plan is within the memory of `problem`; `steps` is the cheapest."""
+    change, size = f"from {spec_text(problem.start)} to {spec_text(problem.goal)}", problem.itemsize
+    found = largest_target(
+        problem.goal, problem.start, len(problem.shape), problem.local, lambda goal: _search(replace(problem, goal=goal)) is not None
+    )
+    legal = f"redistribute to {spec_text(found)}, the largest within the bound" if found else f"leave it {spec_text(problem.start)}"
+    memory, held, least = (size * n for n in (int(problem.memory), peak(steps), _least_memory(problem)))
+    return over_budget(change, "; ".join(map(str, steps)), memory, held, least, legal)
+
+
+def over_budget(change: str, text: str, memory: int, held: int, least: int, legal: str) -> MemoryBudgetError:
+    """The error where every plan holds too much.
+
+    Args:
+        change, text: what is redistributed, and its cheapest plan.
+        memory, held, least: bytes of the bound, of the cheapest plan, and of the one that holds the fewest.
+        legal: what to do instead.
+    """
+    return MemoryBudgetError(
+        f"redistribute {change}: the cheapest plan ({text}) holds {held:,} bytes at once besides its input, and "
+        f"redistribution_memory allows {memory:,}: allow {least:,}, or {legal}"
+    )
+
+
+def largest_target(
+    goal: State, start: State | None, ndim: int, local: Callable[[State], int], leads: Callable[[State], bool]
+) -> State | None:
+    """Of the specs that cut a tensor where `goal` does not, the one with the largest local tensor to which a plan leads.
+
+    Args:
+        start: the spec before, whose placements may stay; None on another mesh.
+        ndim: of the tensor.
+        local: elements of the local tensor.
+        leads: whether there is a plan.
+    """
+    options = []
+    for i, placement in enumerate(goal):
+        cut = map(Shard, range(ndim)) if isinstance(placement, Replicate) else ()
+        options.append(dict.fromkeys([placement, *([start[i]] if start else []), *cut]))
+    targets = [t for t in itertools.islice(itertools.product(*options), MOST_TARGETS) if t not in (start, goal)]
+    legal = [t for t in targets if not any(isinstance(p, Partial) for p in t)]
+    return next((t for t in sorted(legal, key=local, reverse=True) if leads(t)), None)
+
+
+def _least_memory(problem: Problem) -> int:
+    """Elements that the plan holds that holds the fewest at once."""
+    order = itertools.count()
+    queue: list[tuple[int, int, State, tuple[Step, ...]]] = [(0, next(order), problem.start, ())]
+    done: set[tuple[State, int]] = set()
+    while queue:
+        most, _, state, steps = heapq.heappop(queue)
+        if state == problem.goal:
+            return most
+        key = state, steps[-1].kept if steps else 0
+        if key in done:
+            continue
+        done.add(key)
+        for step in moves(problem, state):
+            if problem.network.merges or not step.sends or len(step.mesh_dims) == 1:
+                heapq.heappush(queue, (max(most, held_behind(steps, step)), next(order), step.after, (step,)))
+    raise AssertionError("there is a plan without the bound")
 
 
 def bytes_sent(steps: Sequence[Step], itemsize: int) -> int:

@@ -41,7 +41,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.moves import Problem, State, Step, moves
 from dtensor_compile.lowering.torch_path import torch_steps
 from dtensor_compile.passes.nodes import read, redistributions, source_line
-from dtensor_compile.topology.network import Network, network_of
+from dtensor_compile.topology.network import Network, current_memory, network_of
 
 #: Value of a symbol from which on plans are no longer compared: a range that reaches it has no end.
 ENDLESS = 1 << 40
@@ -116,10 +116,12 @@ def _is_rounded_up(expression: sympy.Expr) -> bool:
 def cheapest_for(source: str, target: str, layout: MeshLayout, shape: Sequence[Any], itemsize: int) -> str:
     """For which values of each symbol of `shape` the plan for the hints is the cheapest, the other symbols at theirs.
 
-    Empty where no size is symbolic, where nothing is sent, and where it is not known.
+    Empty where no size is symbolic, where nothing is sent, where memory is bounded, and where it is not known.
     """
     symbols = symbols_of(shape)
     if not symbols:
+        return ""
+    if current_memory() is not None:  # which plan fits depends on the sizes too
         return ""
     steps = plan_of(source, target, layout, shape, itemsize)
     if not any(step.sends for step in steps):

@@ -18,6 +18,7 @@ from dtensor_compile.compat.fx import as_fake_as
 from dtensor_compile.compat.observe import FRAME
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.compat.collectives import wait_tensor
+from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.lowering.plan import bytes_sent, collectives
 from dtensor_compile.lowering.shards import CUTS
 
@@ -102,11 +103,17 @@ class Cost(NamedTuple):
     bytes: int
 
     def __str__(self) -> str:
+        if self.bytes >= OVER_BUDGET.bytes:
+            return "more than the memory allows"
         return f"{self.bytes:,} bytes in {self.collectives}"
 
     def is_less(self, other: Cost) -> bool:
         """Whether this is at most as many bytes in at most as many collectives, and not both the same."""
         return self.collectives <= other.collectives and self.bytes <= other.bytes and self != other
+
+
+#: Of what no plan within the bound of memory leads to: more than anything else.
+OVER_BUDGET = Cost(1 << 40, 1 << 60)
 
 
 def cost(this: Redistribution, itemsize: int) -> Cost:
@@ -116,7 +123,10 @@ def cost(this: Redistribution, itemsize: int) -> Cost:
         PlanError: nothing leads from the one spec to the other.
     """
     shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
-    steps = plan_of(this.source, this.target, parse_mesh(this.mesh), shape, itemsize)
+    try:
+        steps = plan_of(this.source, this.target, parse_mesh(this.mesh), shape, itemsize)
+    except MemoryBudgetError:
+        return OVER_BUDGET
     return Cost(collectives(steps), bytes_sent(steps, itemsize))
 
 

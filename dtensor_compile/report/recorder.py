@@ -32,6 +32,7 @@ from dtensor_compile.compat.inductor import GraphPass
 from dtensor_compile.compat.observe import Break, Compilation, current_compilation, watch_dynamo, watch_graphs_of_others
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.decisions import Decision
+from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.lowering.extra_copies import extra_copies
 from dtensor_compile.lowering.plan import bytes_sent
 from dtensor_compile.lowering.size_ranges import cheapest_for
@@ -241,19 +242,27 @@ def _text(node: torch.fx.Node) -> str:
 _numbers = iter(range(1, 1 << 62))
 
 
+def _planned(plan: Callable[..., Any], *args: Any) -> Any:
+    """A plan within the memory that is allowed; where there is none, passes may still find another redistribution."""
+    try:
+        return plan(*args)
+    except MemoryBudgetError:
+        return plan(*args, bounded=False)
+
+
 def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedRedistribution:
     value, sizes = node.meta["val"], ""
     if node.target is redistribute_across_op:
         source, target, mesh, other, given = node.args[1:-1]
         shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in given]
-        this = across_plan_of(source, target, mesh, other, shape, value.element_size())
+        this = _planned(across_plan_of, source, target, mesh, other, shape, value.element_size())
         text, plan, sent = f"{mesh}->{other}", this.texts(parse_mesh(mesh)), this.elements * value.element_size()
         mesh_dims = tuple(dict.fromkeys(f"{mesh}->{other}" for _ in range(this.collectives)))
     else:
         _, source, target, text, given = read(node)
         shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in given]
         layout = parse_mesh(text)
-        steps = plan_of(source, target, layout, shape, value.element_size())
+        steps = _planned(plan_of, source, target, layout, shape, value.element_size())
         names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
         plan, sent = tuple(step.text(names) for step in steps), bytes_sent(steps, value.element_size())
         mesh_dims = tuple(dict.fromkeys(names[dim] for step in steps if step.sends for dim in step.mesh_dims))

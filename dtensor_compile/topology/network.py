@@ -50,21 +50,32 @@ class Network:
 
 
 _topology: contextvars.ContextVar[Cluster | None] = contextvars.ContextVar("dtensor_compile_topology", default=None)
+_memory: contextvars.ContextVar[int | None] = contextvars.ContextVar("dtensor_compile_memory", default=None)
 
 
 @contextlib.contextmanager
-def plans_for(cluster: Cluster | None) -> Iterator[None]:
-    """While it is entered, this thread plans for that topology; None: for mesh dims that are all alike."""
-    token = _topology.set(cluster)
+def plans_for(cluster: Cluster | None, memory: int | None = None) -> Iterator[None]:
+    """While it is entered, this thread plans for that topology; None: for mesh dims that are all alike.
+
+    Args:
+        memory: bytes that a redistribution may hold at once besides its input; None for no bound.
+    """
+    tokens = _topology.set(cluster), _memory.set(memory)
     try:
         yield
     finally:
-        _topology.reset(token)
+        _topology.reset(tokens[0])
+        _memory.reset(tokens[1])
 
 
 def current_topology() -> Cluster | None:
     """The topology for which this thread plans."""
     return _topology.get()
+
+
+def current_memory() -> int | None:
+    """Bytes that plans of this thread may hold at once; None for no bound."""
+    return _memory.get()
 
 
 def network_of(layout: MeshLayout) -> Network:

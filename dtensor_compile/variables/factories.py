@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from dtensor_compile.capture.marks import mark
+from dtensor_compile.checks import check_commuting
 from dtensor_compile.compat.creation import (
     MESH_ENV,
     compute_local_shape_and_global_offset,
@@ -57,6 +58,7 @@ from dtensor_compile.compat.dynamo_calls import (
     keep_leaves_inside,
     leaf_is_returned,
 )
+from dtensor_compile.errors import PlacementError
 from dtensor_compile.variables.collectives import checked_local_tensor
 
 
@@ -311,7 +313,20 @@ def _from_local(
         args, kwargs = ([args[0], mesh, *args[2:]], kwargs) if len(args) > 1 else (args, {**kwargs, "device_mesh": mesh})
     if "run_check" in kwargs and constant_argument(kwargs["run_check"]):
         args, kwargs = checked_local_tensor(tx, args, kwargs)
+    _check_placements(tx, args[2] if len(args) > 2 else kwargs.get("placements"))
     return stock.call_function(tx, args, kwargs)
+
+
+def _check_placements(tx: Translator, placements: VariableTracker | None) -> None:
+    """Raises in the program where torch refuses placements that wait for several reductions, with what to do instead."""
+    if placements is None or placements.is_constant_none():
+        return
+    try:
+        check_commuting(real_argument(placements), "a DTensor")
+    except PlacementError as error:
+        raise_in_program(tx, error)
+    except NotImplementedError:  # torch sees them when the program runs
+        return
 
 
 def _copy(
