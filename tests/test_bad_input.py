@@ -102,6 +102,32 @@ def shard_to_partial():
     return message_of(lambda x: x.redistribute(placements=[Partial()]), x)
 
 
+def mixed_reductions():
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    return message_of(lambda x: DTensor.from_local(x, mesh, [Partial(), Partial("max")]).full_tensor(), torch.ones(4, 6))
+
+
+def unknown_reduction():
+    mesh = make_mesh((4,), ("tp",))
+    return message_of(lambda x: DTensor.from_local(x, mesh, [Partial("median")]).full_tensor(), torch.ones(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("case", "eager", "message"),
+    [
+        (mixed_reductions, "Mixed Partial reduce types are not supported", "a DTensor cannot wait for sum and max at once: which of "
+         "them comes first decides the value; reduce the one before the other becomes partial, as in [P(sum), R]"),
+        (unknown_reduction, "Unrecognized reduce_op: median", "a tensor of shape [4, 6] cannot be Partial('median'): no collective "
+         "reduces so; the reductions are sum, avg, min, max, product, band, bor, bxor"),
+    ],
+)  # fmt: skip
+def test_reductions_that_cannot_be_combined_are_named_with_the_users_line(case, eager, message):
+    for (_, eager_text), (_, text) in run_on_ranks(4, case):
+        assert eager in eager_text
+        assert message in text.replace("\\'", "'"), text
+        assert "in <lambda>" in text and "test_bad_input.py" in text
+
+
 def mixed_with_plain():
     mesh = make_mesh((2,), ("tp",))
     x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])

@@ -30,10 +30,11 @@ from dtensor_compile.capture.spec import placement_text, spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import PlanError
 from dtensor_compile.lowering import shards
-from dtensor_compile.lowering.costs import held_by, local_elements
+from dtensor_compile.lowering.costs import local_elements
 from dtensor_compile.lowering.exchange import REDUCES, overlap, serve
 from dtensor_compile.lowering.expand import Place, canonical, expand
-from dtensor_compile.lowering.moves import State, Step, peak
+from dtensor_compile.lowering.memory import exchanged, peak
+from dtensor_compile.lowering.moves import State, Step
 from dtensor_compile.lowering.plan import checked, collectives, largest_target, over_budget, plan
 from dtensor_compile.lowering.rearrange import Boxes, Held, exchange_boxes, take
 
@@ -82,7 +83,7 @@ class Exchange:
         results = [math.prod(shards.length(parts) for parts in needs.values()) for needs in self.needs if needs is not None]
         if not self.sends:
             return max(results)
-        return held_by("exchange", len(self.ranks), 0, max(results), self.elements, max(self.terms) + 1)
+        return exchanged(self.elements, max(self.terms) + 1, max(results)).most
 
     def part(self, sender: int, receiver: int) -> Held:
         """What the one sends to the other, per tensor dim."""
@@ -191,8 +192,8 @@ def _candidates(
     for middle in _middles(start, len(shape)):
         steps = plan(spec_text(start), spec_text(middle), source_mesh.shape, shape, itemsize)
         exchange = _exchange(middle, goal, source_mesh, target_mesh, shape)
-        between = steps[-1].kept if steps else 0
-        yield Across(steps, middle, goal, exchange, max(peak(steps), exchange.held + between))
+        before = peak(steps, source_mesh.shape, shape)
+        yield Across(steps, middle, goal, exchange, max(before.most, before.kept + exchange.held))
 
 
 def _middles(start: State, ndim: int) -> Iterator[State]:

@@ -9,15 +9,6 @@ its performance figures; unit: elements of the tensor):
     all_to_all         (n-1)/n L       padded likewise
     exchange         what the busiest rank sends to others (`lowering/exchange.py`)
 
-Elements that it holds at once besides its input (`held_by`), with A elements of the result and B that are sent:
-
-    all_reduce       A
-    reduce_scatter   (n+1) A         what is sent lies in the order of ranks; 2 n A where it is padded before
-    all_gather       2 n L           as it comes, and in order; A where chunks that lie behind each other are the result
-    all_to_all       2 L             padded likewise: sent and received, received and in order
-    exchange         max(B, t A) + t A   of each of t terms: sent and received, received and put together
-    others           A
-
 Seconds: `dtensor_compile.topology.links`, over the slowest link of the mesh dims that take part, plus a copy of the local tensor
 at `COPY` bytes per second.
 """
@@ -53,27 +44,6 @@ def elements_sent(kind: str, n: int, local: int) -> int:
     if kind == "all_gather":
         return (n - 1) * local
     return 0
-
-
-def held_by(kind: str, n: int, local: int, result: int, sent: int = 0, terms: int = 1, even: bool = True, in_order: bool = False) -> int:
-    """Elements that a step holds at once besides its input.
-
-    Args:
-        n: ranks that take part.
-        local, result: elements of its input and of its result; padded ones of an all_to_all.
-        sent, terms: of an exchange, elements that a rank sends, and the terms of its sum.
-        even: of a reduce_scatter, whether nothing is padded.
-        in_order: of an all_gather, whether the chunks as they come are the result.
-    """
-    if kind == "reduce_scatter":
-        return (n + 1) * result if even else 2 * n * result
-    if kind == "all_gather":
-        return result if in_order else 2 * n * local
-    if kind == "all_to_all":
-        return 2 * local
-    if kind == "exchange":
-        return max(sent, terms * result) + terms * result
-    return result
 
 
 def local_sizes(placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int]) -> list[int]:

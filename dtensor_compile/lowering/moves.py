@@ -22,7 +22,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
@@ -47,8 +46,6 @@ class Step:
         before, after: the whole spec.
         elements: elements that one rank sends; the busiest one, where they differ.
         seconds: estimated.
-        held: elements that one rank holds at once besides its input: the result, and what is sent and received in another order.
-        kept: elements of the memory that the result lies in, which may be what was padded for a collective.
     """
 
     kind: StepKind
@@ -57,8 +54,6 @@ class Step:
     after: State
     elements: int = 0
     seconds: float = field(default=0.0, compare=False)
-    held: int = field(default=0, compare=False)
-    kept: int = field(default=0, compare=False)
 
     @property
     def changed(self) -> tuple[int, ...]:
@@ -88,7 +83,7 @@ class Problem:
         divisors: what each size is known to be a multiple of: itself where it is a number.
         itemsize: bytes of an element.
         network: the links.
-        memory: elements that may be held at once besides the input.
+        memory: elements that a plan may hold at once besides its input (`lowering/memory.py`).
     """
 
     start: State
@@ -135,51 +130,24 @@ class Problem:
     def step(self, kind: StepKind, mesh_dims: Sequence[int], before: State, after: State) -> Step:
         """A legal step with its cost."""
         n, copied, messages = self.ranks(mesh_dims), 1.0, None
-        about: dict[str, Any] = {}
-        local = self.local(before)
         if kind == "exchange":
             counted = exchange.traffic(before, after, tuple(mesh_dims), self.mesh_shape, self.shape)
             assert counted is not None
             elements, messages = counted.elements, counted.partners
-            summed = [i for i in mesh_dims if isinstance(before[i], Partial) and before[i] != after[i]]
-            about = {"sent": elements, "terms": self.ranks(summed)}
             copied = 2.0 * (self.local(before) + self.local(after))
         elif kind == "reduce_scatter":
             elements = elements_sent(kind, n, n * self.local(after))
-            dims = exchange.changed_dims(before, after, self.mesh_shape)
-            about = {"even": all(self.even(d, cutting(after, d)) for d in dims)}
             copied = n * self.local(after)
         elif kind == "all_to_all":
             sizes = local_sizes(before, self.mesh_shape, self.shape)
             target = after[mesh_dims[0]]
             assert isinstance(target, Shard)
             sizes[target.dim] = -(-sizes[target.dim] // n) * n
-            local = math.prod(sizes)
-            elements, copied = elements_sent(kind, n, local), 2.0 * local
+            elements, copied = elements_sent(kind, n, math.prod(sizes)), 2.0 * math.prod(sizes)
         else:
-            elements, copied = elements_sent(kind, n, local), self.local(after)
-            about = {"in_order": kind == "all_gather" and self._in_order(mesh_dims, before, after)}
+            elements, copied = elements_sent(kind, n, self.local(before)), self.local(after)
         time = costs.seconds(self.network, kind, mesh_dims, n, elements * self.itemsize, copied * self.itemsize, messages)
-        result = self.local(after)
-        held = costs.held_by(kind, n, local, result, **about)
-        kept = n * local if kind == "all_gather" and not about["in_order"] else result
-        return Step(kind, tuple(mesh_dims), before, after, elements, time, held, kept)
-
-    def _in_order(self, mesh_dims: Sequence[int], before: State, after: State) -> bool:
-        """Whether the chunks of a gather, one rank behind the other, are its result."""
-        around = cutting(before, 0)
-        plain = all(type(before[i]) is Shard for i in around) and self.even(0, around)
-        return plain and exchange.changed_dims(before, after, self.mesh_shape) == (0,) and tuple(mesh_dims) == around[-len(mesh_dims) :]
-
-
-def peak(steps: Sequence[Step]) -> int:
-    """Elements that one rank holds at once besides the input of the first of `steps`."""
-    return max((held_behind(steps[:i], step) for i, step in enumerate(steps)), default=0)
-
-
-def held_behind(steps: Sequence[Step], step: Step) -> int:
-    """Elements that one rank holds at once besides the input of a plan while `step` follows `steps`."""
-    return step.held + (steps[-1].kept if steps else 0)
+        return Step(kind, tuple(mesh_dims), before, after, elements, time)
 
 
 def moves(problem: Problem, state: State, sending: bool = True) -> Iterator[Step]:

@@ -33,7 +33,8 @@ from dtensor_compile.capture.spec import parse_spec, placement_text, spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import MemoryBudgetError, PlanError
 from dtensor_compile.lowering.costs import COLLECTIVES, StepKind, elements_sent
-from dtensor_compile.lowering.moves import Problem, State, Step, held_behind, moves, peak
+from dtensor_compile.lowering.memory import Held, peak
+from dtensor_compile.lowering.moves import Problem, State, Step, moves
 from dtensor_compile.lowering.shards import CUTS
 from dtensor_compile.lowering.torch_path import torch_steps
 from dtensor_compile.topology.network import Network
@@ -170,7 +171,8 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
     Ties are broken by order of discovery, which is the same on every rank.
     """
     theirs = torch_steps(problem)
-    if theirs is not None and peak(theirs) > problem.memory:
+    bounded = problem.memory < math.inf
+    if bounded and theirs is not None and _peak(problem, theirs).most > problem.memory:
         theirs = None
     most_collectives = math.inf if theirs is None else collectives(theirs)
     most_elements = math.inf if theirs is None else sum(step.elements for step in theirs)
@@ -189,7 +191,7 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
             if theirs is not None and not problem.free and key(most_elements, sum(s.seconds for s in theirs)) <= cost:
                 return theirs
             return steps
-        kept, lies_in = done.setdefault(state, []), steps[-1].kept if steps and problem.memory < math.inf else 0
+        kept, lies_in = done.setdefault(state, []), _peak(problem, steps[-1:]).kept if bounded else 0
         if any(c <= count and e <= elements and m <= lies_in for c, e, m in kept):
             continue
         kept.append((count, elements, lies_in))
@@ -197,11 +199,17 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
             if step.sends and len(step.mesh_dims) > 1 and not problem.network.merges:
                 continue
             after = count + step.sends, elements + step.elements
-            if after[0] > most_collectives or after[1] > most_elements or held_behind(steps, step) > problem.memory:
+            if after[0] > most_collectives or after[1] > most_elements:
+                continue
+            if bounded and _peak(problem, (*steps[-1:], step)).most > problem.memory:
                 continue
             time = seconds + step.seconds
             heapq.heappush(queue, (key(after[1], time), next(order), step.after, (*steps, step), *after, time))
     return theirs
+
+
+def _peak(problem: Problem, steps: Sequence[Step]) -> Held:
+    return peak(steps, problem.mesh_shape, problem.shape)
 
 
 def _over_budget(problem: Problem, steps: Sequence[Step]) -> MemoryBudgetError:
@@ -211,7 +219,7 @@ def _over_budget(problem: Problem, steps: Sequence[Step]) -> MemoryBudgetError:
         problem.goal, problem.start, len(problem.shape), problem.local, lambda goal: _search(replace(problem, goal=goal)) is not None
     )
     legal = f"redistribute to {spec_text(found)}, the largest within the bound" if found else f"leave it {spec_text(problem.start)}"
-    memory, held, least = (size * n for n in (int(problem.memory), peak(steps), _least_memory(problem)))
+    memory, held, least = (size * n for n in (int(problem.memory), _peak(problem, steps).most, _least_memory(problem)))
     return over_budget(change, "; ".join(map(str, steps)), memory, held, least, legal)
 
 
@@ -252,19 +260,19 @@ def largest_target(
 def _least_memory(problem: Problem) -> int:
     """Elements that the plan holds that holds the fewest at once."""
     order = itertools.count()
-    queue: list[tuple[int, int, State, tuple[Step, ...]]] = [(0, next(order), problem.start, ())]
+    queue: list[tuple[int, int, State, int]] = [(0, next(order), problem.start, 0)]  # and the elements that the result lies in
     done: set[tuple[State, int]] = set()
     while queue:
-        most, _, state, steps = heapq.heappop(queue)
+        most, _, state, kept = heapq.heappop(queue)
         if state == problem.goal:
             return most
-        key = state, steps[-1].kept if steps else 0
-        if key in done:
+        if (state, kept) in done:
             continue
-        done.add(key)
+        done.add((state, kept))
         for step in moves(problem, state):
             if problem.network.merges or not step.sends or len(step.mesh_dims) == 1:
-                heapq.heappush(queue, (max(most, held_behind(steps, step)), next(order), step.after, (step,)))
+                held = _peak(problem, (step,))
+                heapq.heappush(queue, (max(most, kept + held.most), next(order), step.after, held.kept))
     raise AssertionError("there is a plan without the bound")
 
 

@@ -19,16 +19,16 @@ from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.errors import MemoryBudgetError, PlanError
 from dtensor_compile.lowering.across import plan_across
 from dtensor_compile.lowering.expand import local_shape
-from dtensor_compile.lowering.moves import peak
+from dtensor_compile.lowering.memory import peak
 from dtensor_compile.lowering.plan import bytes_sent, plan
 from dtensor_compile.testing import make_mesh, run_on_ranks
 
 SPECS = ["R", "S(0)", "S(1)", "P(sum)"]
 
 
-def held(steps, itemsize=4):
+def held(steps, mesh_shape, shape, itemsize=4):
     """Bytes that a plan holds at once, as the planner counts them."""
-    return itemsize * peak(steps)
+    return itemsize * peak(steps, mesh_shape, shape).most
 
 
 # ---- what is counted is what is held -----------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_no_plan_holds_more_than_is_counted(world, mesh_shape):
                 with mode:
                     local = torch.empty(local_shape(parse_spec(specs[0]), layout, layout.coordinate(0), shape))
                     graph = traced(local, *specs, text, shape)
-                counted = held(steps)
+                counted = held(steps, mesh_shape, shape)
                 assert live_bytes(graph) <= counted, (specs, shape, [str(step) for step in steps], counted)
                 plans += 1
         dist.destroy_process_group()
@@ -92,7 +92,7 @@ class Golden(TestCase):
         for bound in bounds:
             steps = plan(source, target, mesh_shape, shape, memory=bound)
             texts = "; ".join(map(str, steps))
-            lines.append(f"{bound}: {texts}: sends {bytes_sent(steps, 4)}, holds {held(steps)}")
+            lines.append(f"{bound}: {texts}: sends {bytes_sent(steps, 4)}, holds {held(steps, mesh_shape, shape)}")
         return "\n".join(lines) + "\n"
 
     def test_a_gather_of_columns_goes_by_rows_where_the_whole_fits_once_only(self):
@@ -119,14 +119,14 @@ def test_memory_first_then_bytes_as_before():
             free = plan(*specs, mesh_shape, shape)
             if not free:
                 continue
-            most = held(free)
+            most = held(free, mesh_shape, shape)
             assert plan(*specs, mesh_shape, shape, memory=most) == free
             for bound in range(most - 4, 0, -max(4, most // 8)):
                 try:
                     steps = plan(*specs, mesh_shape, shape, memory=bound)
                 except MemoryBudgetError:
                     break
-                assert held(steps) <= bound
+                assert held(steps, mesh_shape, shape) <= bound
                 assert bytes_sent(steps, 4) >= sent
                 sent = bytes_sent(steps, 4)
                 changed += steps != free
