@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import tempfile
 from unittest import mock
 
 import pytest
@@ -444,3 +446,29 @@ def test_ranks_that_take_a_tensor_for_other_placements_raise():
     assert is_placed(dtensor_compile.redistribute(x, back, [Shard(0)]), full, back, (Shard(0),)) == ""  # in eager rank 0 tells
     with pytest.raises(Exception, match=r"AgreementError: ranks .* has all_to_all_single float64 R->S\(0\) from cpu\[1:1\]@1 to"):
         torch.compile(lambda x: dtensor_compile.redistribute(x, back, [Shard(0)]), backend="dtensor_aten", fullgraph=True)(x)
+
+
+def cached():
+    """The same code for other meshes and placements, again and again, with torch's caches on disk: results, and what was found there."""
+    from torch._dynamo.utils import counters
+
+    front, targets = DeviceMesh("cpu", [0, 1]), (DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [2, 3]))
+    full, found, hits = distinct((6, 4)), [], []
+    for _ in range(2):
+        for other, goal in itertools.product(targets, (Shard(0), Shard(1))):
+            torch._dynamo.reset()
+            counters.clear()
+            x = placed(full, front, (Shard(0),), requires_grad=True)
+            compiled = torch.compile(lambda x, mesh, goal: dtensor_compile.redistribute(x, mesh, [goal]) * 2, backend="dtensor")
+            y = compiled(x, other, goal)
+            y.backward(placed(full, other, (goal,)))
+            found += [is_placed(y, full * 2, other, (goal,)), is_placed(x.grad, full * 2, front, (Shard(0),))]
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    return found, hits
+
+
+def test_caches_tell_meshes_and_placements_apart():
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        for found, hits in run_on_ranks(4, cached, timeout=300):
+            assert found == [""] * 16
+            assert hits[4:] == [1] * 4

@@ -78,6 +78,12 @@ def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
+def is_simulated(name: str) -> bool:
+    """Whether a process group moves nothing: that of a job whose other ranks are not there."""
+    group = _resolve_process_group(name) if group_exists(name) else None
+    return group is not None and dist.get_backend(group) == "fake"
+
+
 def has_group(ranks: Sequence[int]) -> bool:
     """Whether this process has a process group with exactly these global ranks."""
     return any(members == tuple(sorted(ranks)) for _, members, _ in all_groups())
