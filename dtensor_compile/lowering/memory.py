@@ -3,7 +3,8 @@
 Elements of a step, with n ranks, a local input of L elements, A of the result, B that the busiest rank sends:
 
     all_reduce       A
-    reduce_scatter   (n+1) A             what is sent lies in the order of ranks; 2 n A where it is padded before
+    reduce_scatter   2 n A               in the order of ranks, and received where that is how gloo reduces (`reduce_by_exchange.py`);
+                                         (n+1) A where chunks of the input that lie behind each other are sent
     all_gather       2 n L               as it comes, and in order; A where chunks that lie behind each other are the result
     all_to_all       2 L, padded         sent and received, received and in order
     exchange         max(B, t A) + t A   of each of t terms: sent and received, received and put together
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from dtensor_compile.compat.dtensor import Partial, Shard
 from dtensor_compile.lowering.costs import local_elements, local_sizes
 from dtensor_compile.lowering.exchange import changed_dims
-from dtensor_compile.lowering.moves import Step
+from dtensor_compile.lowering.moves import State, Step
 from dtensor_compile.lowering.shards import cutting
 
 Sizes = tuple[int, ...]
@@ -55,11 +56,9 @@ def held_by(step: Step, mesh_shape: Sizes, shape: Sizes) -> Held:
     n = math.prod(mesh_shape[i] for i in step.mesh_dims)
     result = local_elements(step.after, mesh_shape, shape)
     if step.kind == "reduce_scatter":
-        dims = changed_dims(step.before, step.after, mesh_shape)
-        even = all(_is_even(shape[d], cutting(step.after, d), mesh_shape) for d in dims)
-        return Held((n + 1) * result if even else 2 * n * result, result)
+        return Held((n + 1) * result if _is_in_order(step, step.after, mesh_shape, shape) else 2 * n * result, result)
     if step.kind == "all_gather":
-        if _is_in_order(step, mesh_shape, shape):
+        if _is_in_order(step, step.before, mesh_shape, shape):
             return Held(result, result)
         gathered = n * local_elements(step.before, mesh_shape, shape)
         return Held(2 * gathered, gathered)
@@ -79,16 +78,12 @@ def exchanged(sent: int, terms: int, result: int) -> Held:
     return Held(max(sent, terms * result) + terms * result, result)
 
 
-def _is_even(size: int, mesh_dims: Sequence[int], mesh_shape: Sizes) -> bool:
-    return size % math.prod(mesh_shape[i] for i in mesh_dims) == 0
-
-
-def _is_in_order(step: Step, mesh_shape: Sizes, shape: Sizes) -> bool:
-    """Whether the chunks of a gather, one rank behind the other, are its result."""
-    around = cutting(step.before, 0)
+def _is_in_order(step: Step, cut: State, mesh_shape: Sizes, shape: Sizes) -> bool:
+    """Whether the shards of `cut`, one rank behind the other, are the tensor that the ranks of `step` hold together."""
+    around = cutting(cut, 0)
     return (
         changed_dims(step.before, step.after, mesh_shape) == (0,)
         and step.mesh_dims == around[-len(step.mesh_dims) :]
-        and all(type(step.before[i]) is Shard for i in around)
-        and _is_even(shape[0], around, mesh_shape)
+        and all(type(cut[i]) is Shard for i in around)
+        and shape[0] % math.prod(mesh_shape[i] for i in around) == 0
     )
