@@ -190,7 +190,7 @@ class _Order:
         if node.op != "call_function" or rest is None or not any(source in self.in_order for source in node.all_input_nodes):
             return node in self.in_order
         if node.target in _RESHAPES:
-            self._add(node, aten.view.default, self.in_order[node.args[0]], [self.rows.count, *rest])
+            self._view(node, self.in_order[node.args[0]], rest)
         elif node.target is aten.mm.default and node.args[0] in self.in_order and node.args[1] not in self.in_order:
             if not self._from_rows(node.args[1]):
                 self._add(node, node.target, self.in_order[node.args[0]], node.args[1])
@@ -227,6 +227,13 @@ class _Order:
     def _from_rows(self, node: Any) -> bool:
         """Whether a right operand is a transposed one with rows: a product of rows with rows."""
         return isinstance(node, torch.fx.Node) and node.target in VIEWS and any(s in self.in_order for s in node.all_input_nodes)
+
+    def _view(self, node: torch.fx.Node, place: torch.fx.Node, rest: list[int]) -> None:
+        """`node`, a view, in order: `place`, in another shape where it has another."""
+        if place.meta["val"].shape == torch.Size([self.rows.count, *rest]):
+            self.in_order[node] = place
+        else:
+            self._add(node, aten.view.default, place, [self.rows.count, *rest])
 
     def _add(self, node: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
         self.in_order[node] = self._call(node, node, target, *args, **kwargs)

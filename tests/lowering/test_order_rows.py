@@ -113,17 +113,15 @@ w3_1: [8, 4]
 unsqueeze_default: [1, 2, 3, 4] = unsqueeze(x_1, 0)
 redistribute_default: [2, 2, 3, 4] = redistribute(unsqueeze_default, S(0)->R)
 view_default: [12, 4] = view(redistribute_default, [12, 4])
-view_default_1: [12, 4] = view(view_default, [12, 4])
-mm_default: [12, 8] = mm(view_default_1, w1_1)
+mm_default: [12, 8] = mm(view_default, w1_1)
 silu_default: [12, 8] = silu(mm_default)
-mm_default_1: [12, 8] = mm(view_default_1, w2_1)
+mm_default_1: [12, 8] = mm(view_default, w2_1)
 mul_tensor: [12, 8] = mul(silu_default, mm_default_1)
 mm_default_2: [12, 4] = mm(mul_tensor, w3_1)
-view_default_2: [12, 4] = view(mm_default_2, [12, 4])
-view_default_3: [2, 2, 3, 4] = view(view_default_2, [2, 2, 3, 4])
-redistribute_default_1: [1, 2, 3, 4] = redistribute(view_default_3, P(sum)->S(0))
-view_default_4: [2, 3, 4] = view(redistribute_default_1, [2, 3, 4])
-return view_default_4
+view_default_1: [2, 2, 3, 4] = view(mm_default_2, [2, 2, 3, 4])
+redistribute_default_1: [1, 2, 3, 4] = redistribute(view_default_1, P(sum)->S(0))
+view_default_2: [2, 3, 4] = view(redistribute_default_1, [2, 3, 4])
+return view_default_2
 """)
 
 
