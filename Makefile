@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow fuzz
+.PHONY: demo test examples bench-compile bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow fuzz
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ examples: $(VENV)/.installed
 
 bench-compile: $(VENV)/.installed
 	$(BIN)/python tools/bench/compile_time.py
+
+bench-passes: $(VENV)/.installed
+	$(BIN)/python tools/bench/pass_time.py
 
 bench-warm-start: $(VENV)/.installed
 	$(BIN)/python tools/bench/warm_start.py

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dtensor_compile.compat.fx import copy_of_graph, put_back
+from dtensor_compile.compat.fx import SavedGraph, copy_of_graph, put_back
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.alike import sizes_differ, spread_marks
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
@@ -76,7 +76,7 @@ def run_passes(
     A pass that raises is dropped with a warning and a decision that says so; with `strict` its exception goes on.
     """
     decisions: list[Decision] = []
-    saved: torch.fx.Graph | None = None
+    saved: SavedGraph | None = None
     uneven = next((node for node in redistributions(graph) if not has_even_shards(node)), None)
     out_of_play = {*disabled, *(name for name in OPTIONAL if name not in enabled)}
     chosen = [run for run in (PASSES if passes is None else passes) if run.__name__ not in out_of_play]
