@@ -7,7 +7,7 @@
 - ``drop_copies``: copies of what was sent go away where nobody can tell them from it.
 - ``order_rows``: gathered rows stay in the order of the collective; ``send_transposed``: columns are sent as rows; ``extra_copies``
   counts what is copied all the same.
-- ``lower``: every node of a graph replaced by the expansion of its plan.
+- ``lower``: every node of a graph replaced by the expansion of its plan; ``splice``: one graph put into another.
 - ``view_again``: fake values of views, for compilers that ask them whose memory they are.
 - ``overlap``: the passes over what is lowered, in order.
 - ``reduce_by_exchange``, ``bucket``: collectives in the form that the backend sends best, and fewer of them.

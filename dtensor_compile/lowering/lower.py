@@ -15,13 +15,13 @@ import warnings
 from typing import Any
 
 import torch
-from torch.fx.node import map_arg
 
 from dtensor_compile.capture.across import carry_out_across
 from dtensor_compile.capture.redistribute import carry_out, redistribute_op
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
+from dtensor_compile.lowering.splice import splice
 from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, describe, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
@@ -70,20 +70,9 @@ def lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
     again = key in traced
     if not again:
         traced[key] = trace_local(function, [n.meta["val"] for n in inputs]).graph
-    values = dict(zip(traced[key].find_nodes(op="placeholder"), inputs))
+    meta = {name: node.meta[name] for name in _INHERITED if name in node.meta}
+    meta |= {REDISTRIBUTES: True} if of_one_mesh else {ACROSS: f"{describe(node)} of {list(shape)}"}
     with graph.inserting_before(node):
-        for inner in traced[key].nodes:
-            if inner.op == "placeholder":
-                continue
-            if inner.op == "output":
-                result = map_arg(inner.args[0], lambda n: values[n])
-                break
-            copy = graph.node_copy(inner, lambda n: values[n])
-            copy.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
-            copy.meta |= {REDISTRIBUTES: True} if of_one_mesh else {ACROSS: f"{describe(node)} of {list(shape)}"}
-            if again:  # two values of a graph never share a fake tensor: passes read from it which ones share memory
-                args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-                copy.meta["val"] = copy.target(*args, **kwargs)
-            values[inner] = copy
+        result = splice(graph, traced[key], inputs, meta, again=again)
     node.replace_all_uses_with(result)
     graph.erase_node(node)

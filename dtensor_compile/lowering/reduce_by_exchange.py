@@ -26,6 +26,7 @@ from dtensor_compile.compat.collectives import functional, wait_tensor
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.compat.mesh import group_named
 from dtensor_compile.decisions import Decision
+from dtensor_compile.lowering.splice import splice
 from dtensor_compile.passes.nodes import REDISTRIBUTES, is_wait, source_line
 
 _reduce_scatter = functional("reduce_scatter_tensor")
@@ -39,11 +40,12 @@ UNROLLED = 8
 def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
     """Replaces every sum that gloo would scatter."""
     decisions = []
+    traced: dict[Any, torch.fx.Graph] = {}
     for node in graph.find_nodes(op="call_function", target=_reduce_scatter):
         waits = [user for user in node.users if is_wait(user)]
         if _is_exchanged(node, [node.args[0]]) and len(waits) == 1 and len(node.users) == 1:
             decisions.append(_decision(node, "reduce_scatter"))
-            _replace(node, waits[0])
+            _replace(node, waits[0], traced)
     for node in graph.find_nodes(op="call_function", target=_reduce_scatters):
         waits = [next(iter(item.users)) for item in node.users if len(item.users) == 1]
         if _is_exchanged(node, node.args[0]) and len(waits) == len(node.args[0]) and all(map(is_wait, waits)):
@@ -85,7 +87,8 @@ def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
     return total / n if op == "avg" else total
 
 
-def _replace(start: torch.fx.Node, wait: torch.fx.Node) -> None:
+def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
+    """One exchange and a sum in the place of a collective and its wait; `traced` holds sums by what decides them."""
     graph, (x, op, n, group) = start.graph, start.args
     rows: Any = x.meta["val"].shape[0] // n
     inherited = _inherited(start)
@@ -98,7 +101,13 @@ def _replace(start: torch.fx.Node, wait: torch.fx.Node) -> None:
         exchange = _exchange(x, [part] * n, group, inherited)
     with graph.inserting_before(wait):
         done = _waited(exchange, inherited)
-        result = _traced(graph, lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), (done, part), inherited)
+        value = done.meta["val"]
+        key = (op, n, rows, value.shape, value.dtype, value.device) if all(isinstance(size, int) for size in (rows, *value.shape)) else start
+        again = key in traced
+        if not again:
+            sizes = (value, part if isinstance(part, int) else part.meta["val"])
+            traced[key] = trace_local(lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), sizes).graph
+        result = splice(graph, traced[key], (done, part), inherited, again=again)
     wait.replace_all_uses_with(result)
     graph.erase_node(wait)
     graph.erase_node(start)
@@ -160,12 +169,5 @@ def _traced(
     graph: torch.fx.Graph, function: Callable[..., torch.Tensor], args: Sequence[Any], inherited: dict[str, Any]
 ) -> torch.fx.Node:
     """The operators of `function`, put in where `graph` inserts; the node of its result."""
-    traced = trace_local(function, [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args]).graph
-    values = dict(zip(traced.find_nodes(op="placeholder"), args))
-    for inner in traced.nodes:
-        if inner.op == "output":
-            return values[inner.args[0]]
-        if inner.op != "placeholder":
-            values[inner] = graph.node_copy(inner, values.__getitem__)
-            values[inner].meta.update(inherited)
-    raise AssertionError("a graph has an output")
+    part = trace_local(function, [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args]).graph
+    return splice(graph, part, args, inherited, again=False)

@@ -1,0 +1,36 @@
+"""The operators of one graph put into another: what a node is lowered to.
+
+Layers of a model repeat what they are lowered to, and tracing it takes milliseconds, so that a traced graph is put in many times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx.node import map_arg
+
+
+def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any], *, again: bool) -> Any:
+    """Puts the operators of `part` where `graph` inserts; what its result is there.
+
+    Args:
+        inputs: nodes and numbers for the placeholders of `part`.
+        meta: goes to every new node.
+        again: `part` was put in before. Two values of a graph never share a fake tensor, as passes read from it which ones share
+            memory: fake values are made again.
+    """
+    values = dict(zip(part.find_nodes(op="placeholder"), inputs))
+    for inner in part.nodes:
+        if inner.op == "output":
+            return map_arg(inner.args[0], lambda n: values[n])
+        if inner.op == "placeholder":
+            continue
+        copy = graph.node_copy(inner, lambda n: values[n])
+        copy.meta.update(meta)
+        if again:
+            args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+            copy.meta["val"] = copy.target(*args, **kwargs)
+        values[inner] = copy
+    raise AssertionError("a graph has an output")
