@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,13 +45,14 @@ class Mark(NamedTuple):
     shape: tuple[int, ...]
 
 
-_marks: ContextVar[bool] = ContextVar("marks", default=False)
+#: While this thread traces for our backend: marks that were made, by the spec and the shape of the local tensor.
+_marks: ContextVar[dict[Any, Mark | None] | None] = ContextVar("marks", default=None)
 
 
 @contextlib.contextmanager
 def mark_local_tensors() -> Iterator[None]:
     """While it is entered, nodes that this thread traces get marks."""
-    token = _marks.set(True)
+    token = _marks.set({})
     try:
         with locals_hook(mark):
             yield
@@ -61,16 +62,24 @@ def mark_local_tensors() -> Iterator[None]:
 
 def mark(local: torch.Tensor, spec: Spec) -> None:
     """Notes in the node of a local tensor what it is globally."""
-    node = node_of(local) if _marks.get() else None
-    if node is not None:
-        this = _mark_of(local, spec) if spec.tensor_meta is not None else None
-        node.meta[MARK] = this if node.meta.get(MARK, this) == this else None
+    made = _marks.get()
+    node = node_of(local) if made is not None else None
+    if made is None or node is None:
+        return
+    shape = spec.tensor_meta.shape if spec.tensor_meta is not None else (None,)
+    if all(type(size) is int for size in (*shape, *local.shape)):
+        key = spec, local.shape
+        if key not in made:
+            made[key] = _mark_of(local, spec, tuple(shape))
+        this = made[key]
+    else:
+        this = None
+    node.meta[MARK] = this if node.meta.get(MARK, this) == this else None
 
 
-def _mark_of(local: torch.Tensor, spec: Spec) -> Mark | None:
-    shape = tuple(spec.tensor_meta.shape)  # type: ignore[union-attr]
+def _mark_of(local: torch.Tensor, spec: Spec, shape: tuple[int, ...]) -> Mark | None:
     mesh = compat_mesh.real_mesh(spec.mesh)
-    if not all(type(size) is int for size in shape) or not compat_mesh.is_member(mesh):
+    if not compat_mesh.is_member(mesh):
         return None
     try:
         this = Mark(spec_text(canonical_placements(spec)), mesh_text(mesh), shape)
@@ -79,4 +88,3 @@ def _mark_of(local: torch.Tensor, spec: Spec) -> Mark | None:
     except (SpecTextError, PlanError):
         return None
     return this if layout.in_rank_order else None
-

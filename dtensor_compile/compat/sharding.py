@@ -166,17 +166,19 @@ def _replicated(schema: OpSchema) -> Layouts:
     return [[Replicate()] * (len(schema.op._schema.returns) + len(schema.args_strategy))]
 
 
-def _propagate(
-    replicate: Callable[[], bool], known: dict[Any, Any], stock: Callable[..., Any], self: Any, op_schema: OpSchema
-) -> Any:
-    """A decision by torch's rules and ours, over real meshes.
+#: Decisions by torch's rules that were made before, in this process: its own cache is emptied where a trace begins
+#: (`compat.locals`). Known by the operator, its rules, its arguments, and the meshes that they are on.
+_known: dict[Any, Any] = {}
+_MOST_KNOWN = 1 << 14
 
-    Args:
-        known: decisions by torch's rules that were made before: its own cache is emptied where a trace begins (`compat.locals`).
-    """
+
+def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
+    """A decision by torch's rules and ours, over real meshes."""
+    op = op_schema.op
     try:
-        key = op_schema.op, _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
-        decision = known.get(key)
+        rules = self.op_strategy_funcs.get(op), self.op_single_dim_strategy_funcs.get(op)
+        key = op, rules, _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
+        decision = _known.get(key)
     except TypeError:  # a symbolic number has no hash
         return _propagated(replicate, stock, self, op_schema)
     if decision is None:
@@ -184,20 +186,25 @@ def _propagate(
         try:
             decision = _propagated(replicate, stock, self, op_schema)
             if not _thread.decided:
-                known[key] = decision
+                if len(_known) >= _MOST_KNOWN:
+                    _known.clear()
+                _known[key] = decision
         finally:
             _thread.decided = _thread.decided or before
     return copy.copy(decision)
 
 
 def _key(value: Any) -> Any:
-    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the result."""
+    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the result; a spec with
+    its mesh itself, as an equal one may have lost its groups."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise TypeError("a symbolic number has no hash")
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, dict):
         return tuple((name, _key(value[name])) for name in sorted(value))
+    if isinstance(value, DTensorSpec):
+        return value, id(real_mesh(value.mesh))
     return type(value), value
 
 
@@ -415,7 +422,7 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
         (DeviceMesh, "_is_current_rank_part_of_mesh", _is_part_of_mesh),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
         (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),
-        (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate, {})),
+        (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate)),
     )
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_our_decisions)

@@ -51,14 +51,14 @@ def move_redistributions(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _move(region: Region, part: list[torch.fx.Node]) -> list[Decision]:
-    if all(is_redistribution(node) for node in part):
-        return []
     before = region.cost(part, frozenset())
+    if before is None or not _may_pay(region, part, before):
+        return []
     best: tuple[Cost, frozenset[torch.fx.Node]] | None = None
     for weight in _WEIGHTS:
         held = cut(region, part, weight)
         after = region.cost(part, held)
-        if after is not None and before is not None and after.is_less(before) and (best is None or after.is_less(best[0])):
+        if after is not None and after.is_less(before) and (best is None or after.is_less(best[0])):
             best = after, held
     if best is None:
         return []
@@ -68,3 +68,13 @@ def _move(region: Region, part: list[torch.fx.Node]) -> list[Decision]:
     told = [Decision("move_redistributions", source_line(node), reason, str(read(node)), "behind its readers") for node in moved]
     region.rewrite(held)
     return told
+
+
+def _may_pay(region: Region, part: list[torch.fx.Node], before: Cost) -> bool:
+    """Whether a part could send less at all: something in it is smaller than what is sent, or redistributed again."""
+    if all(is_redistribution(node) for node in part):
+        return False
+    if any(region.readers(node)[1] for node in part):
+        return True
+    back = [c for node in part if not is_redistribution(node) and (c := region.back(node)) is not None]
+    return any(c.bytes < before.bytes or c.collectives < before.collectives for c in back)

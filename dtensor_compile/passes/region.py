@@ -59,6 +59,7 @@ class Region:
     guess: Guess
     members: dict[torch.fx.Node, Member] = field(default_factory=dict)
     alike: dict[torch.fx.Node, bool] = field(default_factory=dict)
+    costs: dict[Any, Cost | None] = field(default_factory=dict)
 
     def is_alike(self, node: torch.fx.Node) -> bool:
         """Whether DTensor made a node, so that it is the same operator with the same numbers on every rank.
@@ -95,13 +96,14 @@ class Region:
 
     def move(self, source: Global, target: Global, node: torch.fx.Node) -> Cost | None:
         """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there, or would round."""
-        if not owes_no_more(source.spec, target.spec):
-            return None
-        this = Redistribution(node, source.spec, target.spec, self.mesh, source.shape)
-        try:
-            return cost(this, node.meta["val"].element_size())
-        except PlanError:
-            return None
+        key = source, target, node.meta["val"].element_size()
+        if key not in self.costs:
+            this = Redistribution(node, source.spec, target.spec, self.mesh, source.shape)
+            try:
+                self.costs[key] = cost(this, key[2]) if owes_no_more(this.source, this.target) else None
+            except PlanError:
+                self.costs[key] = None
+        return self.costs[key]
 
     def readers(self, node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node], list[torch.fx.Node]]:
         """Who reads a member: other members, redistributions of it, and the rest."""
