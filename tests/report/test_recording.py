@@ -41,7 +41,7 @@ def test_what_the_passes_did_to_a_redistribution():
     model, x = on_mesh()
     ours = dtensor_compile.explain(model, backward=False)(x).ours
     sent, shared = (r for r in ours.redistributions if r.phase == "forward")
-    assert (sent.fate, sent.bytes_before, sent.bytes) == ("sent", 4 * 4 * 4, 4 * 4 * 4)
+    assert (sent.fate, sent.bytes_before, sent.bytes) == ("sent", 4 * 4 * 4, 4 * 3 * 4)  # behind the product, which is smaller
     assert (shared.fate, shared.bytes_before, shared.bytes) == ("removed", 4 * 4 * 4, 0)
     assert shared.decided_by == "share_equal_redistributions" and "equal to" in shared.reason
     assert [(r.fate, r.plan) for r in ours.redistributions if r.phase == "backward"][0] == ("local", ("slice[tp] R->S(0)",))
