@@ -69,7 +69,7 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
     where, after = source_line(node), sum(c.bytes for c in each)
     for user, move in zip(users, moves):
         own = _own(user, this.local, dim, first, size)
-        replace(user, redistribute(move._replace(local=own), like=user, before=user))
+        replace(user, redistribute(move._replace(local=own), like=node, before=user))
     return Decision("look_up_before_sending", where, f"{after:,} bytes of rows are sent and not {before}", str(this), f"{owing}->R of rows")
 
 

@@ -51,13 +51,20 @@ class Member(NamedTuple):
 
 @dataclass
 class Region:
-    """Nodes that could be held in another form, in the order of the graph; the first of them are redistributions."""
+    """Nodes that could be held in another form, in the order of the graph.
+
+    Attributes:
+        mesh, layout, coordinate: the mesh on which all of it is, and the place of this rank.
+        origins: for each member the redistribution that it is behind, or one of them: for those who ask what caused a node.
+        alike, costs: what was found out before.
+    """
 
     mesh: str
     layout: MeshLayout
     coordinate: tuple[int, ...]
     guess: Guess
     members: dict[torch.fx.Node, Member] = field(default_factory=dict)
+    origins: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     alike: dict[torch.fx.Node, bool] = field(default_factory=dict)
     costs: dict[Any, Cost | None] = field(default_factory=dict)
 
@@ -201,7 +208,8 @@ class Region:
             outside = {user for user in (*others, *mine) if user not in held}
             if outside:
                 this = Redistribution(made[node], member.held[0].spec, member.was[0].spec, self.mesh, member.was[0].shape)
-                replace(node, redistribute(this, like=node, before=_place(node, outside)))
+                place, origin = _place(node, outside), self.origins[node]
+                replace(node, redistribute(this, like=origin if when(origin) == when(place) else node, before=place))
         for node in (*reversed(nodes), *reversed(made.values())):
             if not node._erased:
                 erase_dead(node)
@@ -236,6 +244,7 @@ def grow(graph: torch.fx.Graph, mesh: str, seeds: Mapping[torch.fx.Node, Global]
     for node in graph.nodes:
         member = _member(region, node, seeds)
         if member is not None:
+            region.origins[node] = next((region.origins[x] for x in node.all_input_nodes if x in region.origins), node)
             region.members[node] = member
     return region
 
