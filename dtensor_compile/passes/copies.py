@@ -157,7 +157,7 @@ def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            if user.op != "call_function" or user.target is torch.ops.aten.as_strided.default:
+            if not _may_run_again(user):
                 return None
             args, kwargs = map_arg((user.args, user.kwargs), lambda n: changed.get(n, n.meta.get("val")))
             try:
@@ -171,6 +171,17 @@ def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.
             changed[user] = now
             pending.append(user)
     return changed
+
+
+#: What a fake run of an operator would change, or cannot know.
+_ONCE = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def _may_run_again(node: torch.fx.Node) -> bool:
+    """Whether a fake run of a node says what its result looks like, whatever the strides of what it reads."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return node.target is not torch.ops.aten.as_strided.default and not any(tag in node.target.tags for tag in _ONCE)
 
 
 def _is_laid_out_as(a: Any, b: Any) -> bool:

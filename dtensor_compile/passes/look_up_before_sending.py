@@ -54,7 +54,7 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
         return None
     users = list(node.users)
     dim, n = gathered.dim, layout.shape[i]
-    if not source.is_even(layout) or not all(_looks_up(user, node, dim, this.mesh, i) for user in users):
+    if not source.is_even(layout) or not all(_looks_up(user, node, dim, this.mesh) for user in users):
         return None
     owing = spec_text([Partial("sum") if k == i else Replicate() for k in range(len(layout.shape))])
     if any(p != Replicate() for k, p in enumerate(target.placements) if k != i):
@@ -73,26 +73,26 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
     return Decision("look_up_before_sending", where, f"{after:,} bytes of rows are sent and not {before}", str(this), f"{owing}->R of rows")
 
 
-def _looks_up(user: torch.fx.Node, node: torch.fx.Node, dim: int, mesh: str, mesh_dim: int) -> bool:
-    """Whether `user` looks up rows of `dim` of `node` by what is the same on all ranks along the mesh dim."""
+def _looks_up(user: torch.fx.Node, node: torch.fx.Node, dim: int, mesh: str) -> bool:
+    """Whether `user` looks up rows of `dim` of `node` by what is the same on all ranks."""
     args = user.args
     if not args or args[0] is not node or sum(x is node for x in user.all_input_nodes) != 1 or user.kwargs:
         return False
     if user.target is aten.embedding.default:
-        return dim == 0 and _is_same(args[1], mesh, mesh_dim)
+        return dim == 0 and _is_same(args[1], mesh)
     if user.target is aten.index_select.default:
-        return args[1] % len(node.meta["val"].shape) == dim and _is_same(args[2], mesh, mesh_dim)  # type: ignore[operator]
+        return args[1] % len(node.meta["val"].shape) == dim and _is_same(args[2], mesh)  # type: ignore[operator]
     if user.target in (aten.slice.Tensor, aten.select.int):
         at = args[1] % len(node.meta["val"].shape) if len(args) > 1 else 0  # type: ignore[operator]
-        mark = mark_of(user)
         numbers = all(type(x) is int for x in args[1:])
         step = args[4] if len(args) > 4 else 1
-        return at == dim and numbers and step == 1 and mark is not None and mark.mesh == mesh
+        return at == dim and numbers and step == 1 and _is_same(user, mesh)
     return False
 
 
-def _is_same(indices: Any, mesh: str, mesh_dim: int) -> bool:
-    mark = mark_of(indices)
+def _is_same(node: Any, mesh: str) -> bool:
+    """Whether a node is known to be the same on all ranks."""
+    mark = mark_of(node)
     form = Global.of(mark.spec, mark.shape) if mark is not None and mark.mesh == mesh else None
     return form is not None and all(p == Replicate() for p in form.placements)
 

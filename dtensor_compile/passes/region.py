@@ -146,8 +146,8 @@ class Region:
     def back(self, node: torch.fx.Node) -> Cost | None:
         """What it costs to read a member as it was where it is held; None where its readers need strides that cannot be had."""
         member = self.members[node]
-        if len(member.was) > 1 or not can_be_dense(node):
-            return None
+        if len(member.was) > 1 or not may_use_sizes() and not member.was[0].is_even(self.layout) or not can_be_dense(node):
+            return None  # strides of uneven shards are not the same on all ranks
         return self.move(member.held[0], member.was[0], node)
 
     def there(self, node: torch.fx.Node, reader: torch.fx.Node) -> Cost | None:

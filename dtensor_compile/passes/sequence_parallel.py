@@ -20,6 +20,7 @@ the graph, and numbers in it, for the same on all ranks of a mesh on which the p
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -153,5 +154,5 @@ def _is_deterministic(node: torch.fx.Node) -> bool:
     """Whether a node gives the same on every rank that calls it with the same."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return node.op == "call_function"
+        return target is operator.getitem
     return target.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in target.tags
