@@ -135,3 +135,16 @@ def test_what_would_not_be_right_or_pay_stays():
         return marked(y[:2], "R", (2, 6)) * 1, y.exp()
 
     unchanged(look_up_before_sending, read_whole_too, local(8, 6))
+
+
+@on_ranks(2)
+def test_through_inductor():
+    mesh = make_mesh((2,))
+    table = distribute_tensor(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), mesh, [Shard(0)]).requires_grad_()
+    indices = distribute_tensor(torch.tensor([[0, 15], [7, 8]]), mesh, [Replicate()])
+
+    def function(x, i):
+        made = torch.distributed.tensor.full((2, 4), 0.5, device_mesh=mesh, placements=[Shard(0)])
+        return F.embedding(i, whole(x)).sin() * whole(made) + whole(x)[7:9].exp() + whole(x.cos())[:, :1].sum() * 0.1
+
+    assert_parity(function, [table, indices], loss=lambda out: out.square().sum(), calls=2)
