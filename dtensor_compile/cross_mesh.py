@@ -36,7 +36,7 @@ from dtensor_compile.compat.mesh import my_rank, real_mesh
 from dtensor_compile.errors import MeshError, PlacementError, SpecTextError
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """`x` with these placements on this mesh, which may be another than its own: other ranks, another shape, a part or the whole.
 

@@ -115,6 +115,11 @@ class Memory(NamedTuple):
     of_dtensor: bool
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """What names the memory of a tensor, real or fake, while that lives."""
+    return tensor.untyped_storage()._cdata
+
+
 def memory_of(tensor: torch.Tensor) -> Memory | None:
     """The memory of a tensor, or of the local tensor of a DTensor; None where it has none of its own."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -123,7 +128,7 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     # An empty shard counts as one element: what shares memory on one rank then does so on all.
     last = sum(max(size - 1, 0) * stride for size, stride in zip(local.shape, local.stride()))
     start = local.storage_offset() * local.itemsize
-    return Memory(local.untyped_storage()._cdata, start, start + (last + 1) * local.itemsize, local is not tensor)
+    return Memory(storage_of(local), start, start + (last + 1) * local.itemsize, local is not tensor)
 
 
 def in_storages_of_their_own(values: tuple[Any, ...]) -> bool:
@@ -171,6 +176,6 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
 
 __all__ = [
     "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
-    "apply_mask", "canonical_placements", "in_storages_of_their_own", "is_traced", "local_and_spec", "make_spec", "memory_of",
+    "apply_mask", "canonical_placements", "in_storages_of_their_own", "is_traced", "local_and_spec", "make_spec", "memory_of", "storage_of",
     "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local", "writes_to_arguments",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import operator
 import torch
 from torch.fx.node import map_arg
 
+from dtensor_compile.compat.dtensor import storage_of
 from dtensor_compile.lowering.extra_copies import VIEWS
 
 
@@ -34,4 +35,4 @@ def view_again(graph: torch.fx.Graph) -> None:
 def _memory(value: object) -> int | None:
     """What names the memory of a tensor, or of the first of several views."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return first.untyped_storage()._cdata if isinstance(first, torch.Tensor) else None
+    return storage_of(first) if isinstance(first, torch.Tensor) else None

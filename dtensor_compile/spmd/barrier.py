@@ -47,7 +47,7 @@ class _Border(torch.autograd.Function):
         return tuple(made.get(i) for i in range(len(gradients)))
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def border(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors, and a barrier for their gradients."""
     return _Border.apply(*tensors)

@@ -34,7 +34,7 @@ class _PlacedBothWays(torch.autograd.Function):
         return gradient.redistribute(*ctx.where), None, None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def constrain(x: torch.Tensor, mesh_text: str, axes: Axes, gradients: bool) -> torch.Tensor:
     """`x` cut along `axes` of a mesh (per tensor dim), with `gradients` also its gradient."""
     if not isinstance(x, DTensor):
@@ -44,7 +44,7 @@ def constrain(x: torch.Tensor, mesh_text: str, axes: Axes, gradients: bool) -> t
     return _PlacedBothWays.apply(x, mesh, placements) if gradients else x.redistribute(mesh, placements)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def agree(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors, all placed as the first DTensor among them."""
     first = next((x for x in tensors if isinstance(x, DTensor)), None)

@@ -146,7 +146,7 @@ class _Share(torch.autograd.Function):
         return gradient * ctx.part, None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def to_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.Tensor:
     """What this device has of `t` along the manual axes; a DTensor over the others, where there are others."""
     mesh = device_mesh_of(text)
@@ -163,7 +163,7 @@ def to_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.
     return DTensor.from_local(local, _sub_mesh(mesh, rest), kept, run_check=False)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.Tensor:
     """The tensor over the manual axes, and over those that `t` is a DTensor over already; plain and whole where that is all axes."""
     placed = placed_from_manual(t, text, axes, manual)

@@ -59,7 +59,7 @@ def captured_graph(function: Callable[..., Any], *args: Any, stage: str = "captu
     def keep(name: str, graph: torch.fx.Graph) -> None:
         texts[name] = graph_text(graph)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with watch_graphs(keep):
         torch.compile(function, backend="dtensor", fullgraph=True, options=options)(*args)
     if stage not in texts:

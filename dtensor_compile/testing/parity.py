@@ -49,7 +49,7 @@ class Settings:
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self.eager:
             return function
-        torch._dynamo.reset()
+        torch.compiler.reset()
         options = dict(self.options) if self.options else None
         return torch.compile(function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=options)
 

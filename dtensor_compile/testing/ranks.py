@@ -209,7 +209,7 @@ def _answer(request: tuple) -> tuple[str, Any]:
     except BaseException:  # noqa: BLE001 - a rank reports whatever ended the test
         return "error", traceback.format_exc()
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 def _module(name: str, file: str | None) -> Any:
