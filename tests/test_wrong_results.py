@@ -217,3 +217,27 @@ def test_partial_outputs_and_their_gradients():
     assert_parity(lambda x: x.sum(0), [x], loss=lambda out: out.full_tensor().square().sum(), backend="dtensor_aten")
     y = DTensor.from_local(torch.randn(4, 4), make_mesh((2,), ("tp",)), [Partial()], run_check=False)
     assert_parity(lambda y: F.relu(y.redistribute(placements=[Shard(0)])), [y], backend="dtensor_aten")
+
+
+# ---- results that are views -------------------------------------------------------------------------------------------------
+
+
+def sum_of_full_squares(out):
+    return sum(x.full_tensor().square().sum() for x in out)
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg"])
+@on_ranks(2)
+def test_the_gradient_of_a_view_of_a_partial_input(kind):
+    """It is replicated, as that of the partial input itself: partial, it would be as many times too large as there are ranks."""
+    x = DTensor.from_local(full(5, 4), make_mesh((2,), ("tp",)), [Partial(kind)], run_check=False).requires_grad_()
+    whole = x.detach().full_tensor()
+    for program, times in (
+        (lambda x: (x.t(),), 2),
+        (lambda x: (x.unsqueeze(0), x.unsqueeze(0).redistribute(placements=[Shard(1)])), 4),  # a sum of two gradients
+    ):
+        x.grad = None
+        sum_of_full_squares(compiled(program)(x)).backward()
+        assert x.grad.placements == (Replicate(),)
+        torch.testing.assert_close(x.grad.to_local(), times * whole)
+        assert_parity(program, [x.detach().requires_grad_()], loss=sum_of_full_squares, backend="dtensor_aten")

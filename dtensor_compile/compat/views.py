@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.tangents import expected_placements
+
 
 @contextlib.contextmanager
 def views_of_dtensors() -> Iterator[None]:
@@ -80,8 +82,9 @@ def _alias(
     if again or result._base is not None or not (isinstance(base, DTensor) and isinstance(result, DTensor)):
         return stock(base, result, requires_grad, views, replay_views=replay_views)
     like = result._local_tensor
-    # Where one rank has all of a dim, the gradient has the placement of the view, as in eager.
-    gradient = [p if p.is_replicate() else q for p, q in zip(result.placements, base.placements)]
+    # Where one rank has all of a dim, the gradient has the placement of the view, as in eager. That of a partial sum is replicated, which
+    # `to_local` holds for what its caller says: partial, each rank's would count as one term of the gradient.
+    gradient = expected_placements([p if p.is_replicate() else q for p, q in zip(result.placements, base.placements)])
     local = base.to_local(grad_placements=gradient) if requires_grad else base._local_tensor
     view = local.as_strided(like.shape, like.stride(), like.storage_offset())
     spec = result._spec
