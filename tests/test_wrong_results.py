@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import dtensor_compile
 from dtensor_compile.compat import counters
-from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
+from dtensor_compile.testing import assert_parity, make_mesh, on_ranks, run_on_ranks
 
 
 def full(*shape):
@@ -241,3 +242,35 @@ def test_the_gradient_of_a_view_of_a_partial_input(kind):
         assert x.grad.placements == (Replicate(),)
         torch.testing.assert_close(x.grad.to_local(), times * whole)
         assert_parity(program, [x.detach().requires_grad_()], loss=sum_of_full_squares, backend="dtensor_aten")
+
+
+def beside_its_view(x):
+    y = x * 2
+    return y, y.narrow(0, 1, 1), y.t()
+
+
+def two_views_of_what_was_gathered(x):
+    rows = (x * 2).narrow(0, 1, 1)
+    return rows, rows.t()
+
+
+def views_at_an_end(x):
+    y = x * 2
+    return y.select(0, y.shape[0] - 1), y
+
+
+@pytest.mark.parametrize("program", [beside_its_view, two_views_of_what_was_gathered, views_at_an_end])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_view_of_another_result_that_was_redistributed_for_it(program, world):
+    """Its values are not in the memory of that result: made anew from it, each rank would see rows of its own shard, or none."""
+    run_on_ranks(world, views_that_are_none, program)
+
+
+def views_that_are_none(program):
+    mesh = make_mesh((dist.get_world_size(),), ("tp",))
+    for rows in (6, 4, 2):  # even; uneven; on three ranks one has none
+        x = sharded(rows, 3, mesh=mesh, grad=True)
+        whole = program(x.detach().full_tensor())
+        for out, right in zip(compiled(program)(x), whole):
+            torch.testing.assert_close(out.full_tensor(), right)
+        assert_parity(program, [x], loss=sum_of_full_squares, backend="dtensor_aten")

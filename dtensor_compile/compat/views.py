@@ -29,7 +29,7 @@ def views_of_dtensors() -> Iterator[None]:
     does not have. The function stays with the compiled code; torch's own is as it was.
 
     And a result of a view operator for which DTensor redistributed the argument (``x.narrow(1, 2, 1)`` of `x` in shards of dim 1) is one of
-    the graph: its values are not in the memory of the input, though DTensor gives both one storage.
+    the graph: its values are not in the memory of `x`, an input or another result, though DTensor gives both one storage.
     """
     owner, build = threading.get_ident(), runtime_wrappers._create_runtime_wrapper
     analyze = aot_autograd.run_functionalized_fw_and_collect_metadata
@@ -52,17 +52,20 @@ def views_of_dtensors() -> Iterator[None]:
 
 
 def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose results have the storage of an argument only where their local tensors have that of its local tensor."""
+    """`function`, whose results share a storage only with arguments, bases and results whose local tensors share one with theirs."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         results = function(*args)
-        locals_of = {StorageWeakRef(x.untyped_storage()): x._local_tensor for x in args if isinstance(x, DTensor)}
-        for result in pytree.tree_leaves(results):
-            base = locals_of.get(StorageWeakRef(result.untyped_storage())) if isinstance(result, DTensor) else None
-            local = result._local_tensor if base is not None else None
-            if local is not None and StorageWeakRef(local.untyped_storage()) != StorageWeakRef(base.untyped_storage()):
-                torch._functionalize_unsafe_set(result, DTensor(local.detach(), result._spec, requires_grad=False))
+        placed = [x for x in pytree.tree_leaves(results) if isinstance(x, DTensor)]
+        owners = [*(x for x in args if isinstance(x, DTensor)), *(x._base for x in placed if x._base is not None), *placed]
+        locals_of: dict[StorageWeakRef, torch.Tensor] = {}  # of who is first: an argument, else what others are views of
+        for x in owners:
+            locals_of.setdefault(StorageWeakRef(x.untyped_storage()), x._local_tensor)
+        for x in placed:
+            local, base = x._local_tensor, locals_of[StorageWeakRef(x.untyped_storage())]
+            if StorageWeakRef(local.untyped_storage()) != StorageWeakRef(base.untyped_storage()):
+                torch._functionalize_unsafe_set(x, DTensor(local.detach(), x._spec, requires_grad=False))
         return results
 
     return run
@@ -82,8 +85,8 @@ def _alias(
     if again or result._base is not None or not (isinstance(base, DTensor) and isinstance(result, DTensor)):
         return stock(base, result, requires_grad, views, replay_views=replay_views)
     like = result._local_tensor
-    # Where one rank has all of a dim, the gradient has the placement of the view, as in eager. That of a partial sum is replicated, which
-    # `to_local` holds for what its caller says: partial, each rank's would count as one term of the gradient.
+    # Where one rank has all of a dim, the gradient has the placement of the view, as in eager. That of a partial input is replicated:
+    # `to_local` believes what it is told, and as partial each rank's copy would count as one term of a sum.
     gradient = expected_placements([p if p.is_replicate() else q for p, q in zip(result.placements, base.placements)])
     local = base.to_local(grad_placements=gradient) if requires_grad else base._local_tensor
     view = local.as_strided(like.shape, like.stride(), like.storage_offset())
