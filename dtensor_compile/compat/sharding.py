@@ -177,8 +177,8 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
     op = op_schema.op
     try:
         rules = self.op_strategy_funcs.get(op), self.op_single_dim_strategy_funcs.get(op)
-        key = op, rules, _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
-        decision = _known.get(key)
+        key = op, *map(id, rules), _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
+        _, decision = _known.get(key, (None, None))
     except TypeError:  # a symbolic number has no hash
         return _propagated(replicate, stock, self, op_schema)
     if decision is None:
@@ -188,7 +188,7 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
             if not _thread.decided:
                 if len(_known) >= _MOST_KNOWN:
                     _known.clear()
-                _known[key] = decision
+                _known[key] = rules, decision  # rules that live on keep their ids
         finally:
             _thread.decided = _thread.decided or before
     return copy.copy(decision)
@@ -196,7 +196,7 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
 
 def _key(value: Any) -> Any:
     """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the result; a spec with
-    its mesh itself, as an equal one may have lost its groups."""
+    the mesh that stands behind it and no equal one, which may have lost its groups."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise TypeError("a symbolic number has no hash")
     if isinstance(value, (list, tuple)):
@@ -204,7 +204,7 @@ def _key(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _key(value[name])) for name in sorted(value))
     if isinstance(value, DTensorSpec):
-        return value, id(real_mesh(value.mesh))
+        return id(real_mesh(value.mesh)), *value._hash_key()[1:]
     return type(value), value
 
 
