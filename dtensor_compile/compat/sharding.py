@@ -188,7 +188,9 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
             if not _thread.decided:
                 if len(_known) >= _MOST_KNOWN:
                     _known.clear()
-                _known[key] = rules, decision  # rules that live on keep their ids
+                leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
+                meshes = [real_mesh(leaf.mesh) for leaf in leaves if isinstance(leaf, DTensorSpec)]
+                _known[key] = (rules, meshes), decision  # what lives on keeps its id
         finally:
             _thread.decided = _thread.decided or before
     return copy.copy(decision)
