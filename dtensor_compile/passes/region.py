@@ -144,9 +144,14 @@ class Region:
             yield (self.move(was, target, node), self.move(held, target, node)) if target is not None else (Cost(0, 0), None)
 
     def back(self, node: torch.fx.Node) -> Cost | None:
-        """What it costs to read a member as it was where it is held; None where its readers need strides that cannot be had."""
+        """What it costs to read a member as it was where it is held.
+
+        None where its readers need strides that cannot be had, and for masks: Inductor fails on kernels that read gathered ones.
+        """
         member = self.members[node]
-        if len(member.was) > 1 or not may_use_sizes() and not member.was[0].is_even(self.layout) or not can_be_dense(node):
+        if len(member.was) > 1 or node.meta["val"].dtype == torch.bool:
+            return None
+        if not may_use_sizes() and not member.was[0].is_even(self.layout) or not can_be_dense(node):
             return None  # strides of uneven shards are not the same on all ranks
         return self.move(member.held[0], member.was[0], node)
 

@@ -183,3 +183,9 @@ def test_what_is_not_linear_stays():
 @on_ranks(2)
 def test_random_values_are_drawn_for_the_whole_tensor():
     check(lambda x: torch.nn.functional.dropout(whole(x), 0.5)[:, :2], rows(4, 8))
+
+
+@on_ranks(2)
+def test_masks_are_not_sent_through_inductor():
+    function = lambda x: (whole(x) * 2).relu().redistribute(placements=[Shard(0)])  # noqa: E731
+    assert_parity(function, [rows(4, 2)], loss=lambda out: out.full_tensor().square().sum(), calls=1)
