@@ -98,11 +98,11 @@ def test_a_kernel_order_that_raises_leaves_inductors():
         raise ValueError("a bug")
 
     with (
+        torch._inductor.config.patch(force_disable_caches=True),  # a graph from a cache has been ordered before
         unittest.mock.patch.object(dtensor_compile.backend, "rearrange", fails),
         pytest.warns(UserWarning, match="schedule_kernels: pass dropped: ValueError: a bug"),
     ):
-        fresh = {"force_disable_caches": True}  # a graph from a cache has been ordered before
-        assert_parity(step, [argument()], loss=lambda out: out.full_tensor().square().sum(), options=fresh)
+        assert_parity(step, [argument()], loss=lambda out: out.full_tensor().square().sum())
 
 
 @on_ranks(2)
