@@ -121,7 +121,10 @@ def plans_and_best(mesh_shape, words, shape, most):
 
 @pytest.mark.parametrize(
     "mesh_shape, words, shape, most",
-    [((2,), WORDS, (8, 8), 99), ((4,), WORDS, (5, 3), 99), ((2, 2), WORDS, (8, 8), 8), ((2, 4), WORDS, (16, 8), 6)],
+    [
+        *(((2,), WORDS, (8, 8), 99), ((4,), WORDS, (5, 3), 99), ((2, 2), WORDS, (8, 8), 8)),
+        *(((2, 4), WORDS, (16, 8), 6), ((2, 2), WORDS, (5, 6), 6)),
+    ],
     ids=str,
 )
 def test_no_path_sends_less(mesh_shape, words, shape, most):
