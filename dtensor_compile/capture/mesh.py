@@ -19,10 +19,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat import mesh as compat_mesh
+from dtensor_compile.compat.dynamo import fact_guard
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError
 from dtensor_compile.runtime.meet import all_meet
 
@@ -94,8 +98,8 @@ class MeshLayout:
 
     @functools.cached_property
     def in_rank_order(self) -> bool:
-        """Whether coordinates grow with ranks in every group. Process groups are in rank order, so that of a mesh which is not (a
-        permuted list of ranks) exchanges shards in another order than that of the mesh.
+        """Whether coordinates grow with ranks in every group. torch makes process groups in rank order, so that of a mesh which is not (a
+        permuted list of ranks) exchanges shards in another order than that of the mesh; see `mesh_in_its_order`.
         """
         groups = [self.group(rank, dim) for rank in self.ranks for dim in range(len(self.dims))]
         return all(tuple(sorted(group)) == group for group in groups)
@@ -148,19 +152,64 @@ def _check_layout(text: str, dims: Sequence[MeshDim], ranks: Sequence[int]) -> N
 # Meshes seen by a capture in this process, so that a graph finds their process groups by its text.
 _meshes: weakref.WeakValueDictionary[str, DeviceMesh] = weakref.WeakValueDictionary()
 
+#: Names of process groups whose ranks are in the order of a mesh that is not in rank order.
+_ordered_groups: set[str] = set()
+
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """Text of a mesh; remembers the mesh, so that `group_name` finds its process groups by the text."""
+    """Text of a mesh; remembers the mesh, so that `group_name` finds its process groups by the text.
+
+    Of two meshes of one text the newer one is remembered, but none that torch ordered in place of one with groups in its own order.
+    """
     mesh = compat_mesh.real_mesh(mesh)
-    text = str(mesh_layout(mesh))
-    _meshes[text] = mesh
+    layout = mesh_layout(mesh)
+    text, known = str(layout), _meshes.get(str(layout))
+    if known is None or groups_in_mesh_order(mesh, layout) or not groups_in_mesh_order(known, layout):
+        _meshes[text] = mesh
     return text
+
+
+def mesh_in_its_order(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over all ranks of the job, in any order, whose process groups have their ranks in that order.
+
+    torch's own, ``DeviceMesh(device_type, ranks)``, sorts the ranks of each group: where they do not ascend along a mesh dim, it
+    scatters and gathers shards by rank, and computes by the coordinate which shard a rank has. All ranks have to call this.
+    """
+    groups = []
+    for dim, name in enumerate(names):
+        for line in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
+            group = dist.new_group(line, group_desc=f"mesh_{name}", sort_ranks=False)
+            if compat_mesh.my_rank() in line:
+                groups.append(group)
+    _ordered_groups.update(group.group_name for group in groups)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def groups_in_mesh_order(mesh: DeviceMesh, layout: MeshLayout) -> bool:
+    """Whether shards that process groups of the mesh (of that layout) exchange are in the order of the mesh; the same on all ranks."""
+    if layout.in_rank_order or not compat_mesh.is_member(mesh):
+        return True
+    return all(compat_mesh.group_name(mesh, dim) in _ordered_groups for dim in range(mesh.ndim))
+
+
+_guard_mesh_order = fact_guard("GROUPS_IN_MESH_ORDER", lambda t: groups_in_mesh_order(t.device_mesh, mesh_layout(t.device_mesh)))
+
+
+def guard_mesh_order(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> None:
+    """The code that is being compiled holds for inputs whose meshes have their groups in this order: torch calls meshes equal that
+    differ in nothing else."""
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
+        if not isinstance(value, DTensor) or "grapharg" not in node.meta:
+            continue
+        if not mesh_layout(compat_mesh.real_mesh(value.device_mesh)).in_rank_order:
+            _guard_mesh_order(node.meta["grapharg"].source)
 
 
 def forget_meshes() -> None:
     """Forgets the meshes that were seen: their process groups are gone, and new ones may get the same names."""
     _meshes.clear()
     _merged.clear()
+    _ordered_groups.clear()
 
 
 def mesh_layout(mesh: DeviceMesh) -> MeshLayout:
@@ -190,13 +239,13 @@ def group_name(text: str, mesh_dim: int, rank: int) -> str:
 def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
     """Name of the process group of `rank` along several dims of a mesh at once; it is made where there is none.
 
-    Making it is a collective call of the ranks of that group alone (`merge_groups` says when).
+    Its ranks ascend. Making it is a collective call of the ranks of that group alone (`merge_groups` says when).
     """
     if len(mesh_dims) == 1:
         return group_name(text, mesh_dims[0], rank)
     layout = parse_mesh(text)
     description = "mesh_" + ",".join(layout.dim_name(i) for i in mesh_dims)
-    return compat_mesh.group_of_ranks(layout.group_over(rank, mesh_dims), make=description)
+    return compat_mesh.group_of_ranks(sorted(layout.group_over(rank, mesh_dims)), make=description)
 
 
 #: Mesh dims up to which every set of them gets its process group in advance: 4 groups for 3 mesh dims.
@@ -236,7 +285,7 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
         several = [dims for size in range(2, len(wide) + 1) for dims in itertools.combinations(wide, size)]
         if len(several) == 1 and compat_mesh.is_whole_job(layout.ranks):
             continue  # the group of the job
-        if _merged.get(text) and all(compat_mesh.has_group(layout.group_over(rank, dims)) for dims in several):
+        if _merged.get(text) and all(compat_mesh.has_group(sorted(layout.group_over(rank, dims))) for dims in several):
             continue
         _merged[text] = all_meet(f"process groups of {text}", layout.ranks)
         for dims in several if _merged[text] else ():

@@ -7,7 +7,7 @@ backend traces, calls to it become the operator. What the operator does not spea
   an ordinary partial sum. Making the mask sends nothing and is torch's own code.
 - Placements of a class made by the user, changes that torch refuses, and local tensors that are not what their spec says (torch's
   rule for a convolution over a sharded image calls the gradient of its input replicated): there torch's own code decides what comes out.
-- Meshes over a permuted list of ranks: what they mean depends on the order of torch's own steps.
+- Meshes over a permuted list of ranks that torch made: what they mean depends on the order of torch's own steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dtensor_compile.capture.marks import mark
-from dtensor_compile.capture.mesh import mesh_text, parse_mesh
+from dtensor_compile.capture.mesh import groups_in_mesh_order, mesh_text, parse_mesh
 from dtensor_compile.capture.redistribute import check_local, plan_of, redistribute_op
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat import mesh as compat_mesh
@@ -74,7 +74,7 @@ def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: 
         check_local(local, names[0], layout, mesh.get_coordinate() or (), shape)
     except (SpecTextError, PlanError):
         return stock()
-    if not layout.in_rank_order:
+    if not groups_in_mesh_order(mesh, layout):
         return stock()
     for p in pending:
         local = apply_mask(p, local)

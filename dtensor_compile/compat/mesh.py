@@ -71,9 +71,9 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, global ranks and backend of every process group that this rank is in, in order of creation."""
+    """Name, global ranks (in the order of the group) and backend of every process group that this rank is in, in order of creation."""
     return [
-        (str(_get_process_group_name(group)), tuple(sorted(_world.pg_group_ranks[group])), str(backend))
+        (str(_get_process_group_name(group)), tuple(_world.pg_group_ranks[group]), str(backend))
         for group, (backend, _) in _world.pg_map.items()
     ]
 
@@ -85,8 +85,8 @@ def is_simulated(name: str) -> bool:
 
 
 def has_group(ranks: Sequence[int]) -> bool:
-    """Whether this process has a process group with exactly these global ranks."""
-    return any(members == tuple(sorted(ranks)) for _, members, _ in all_groups())
+    """Whether this process has a process group with exactly these global ranks, in this order."""
+    return any(members == tuple(ranks) for _, members, _ in all_groups())
 
 
 def is_whole_job(ranks: Sequence[int]) -> bool:
@@ -100,7 +100,7 @@ def my_rank() -> int:
 
 
 def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
-    """Name of a process group with exactly these global ranks.
+    """Name of a process group with exactly these global ranks, in this order.
 
     Args:
         make: where this process has none, one of this description is made, together with the other ranks of the group and nobody else.
@@ -108,14 +108,14 @@ def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
     Raises:
         NoProcessGroupError: this process has none, and none is to be made.
     """
-    wanted = tuple(sorted(ranks))
+    wanted = tuple(ranks)
     for name, members, _ in all_groups():
         if members == wanted:
             return name
     if make is not None:
         with unset_fake_temporarily(), disable_proxy_modes_tracing():
             with _named_by_members():
-                dist.new_group(list(wanted), use_local_synchronization=True, group_desc=make)
+                dist.new_group(list(wanted), use_local_synchronization=True, group_desc=make, sort_ranks=False)
         return group_of_ranks(ranks)
     raise NoProcessGroupError(
         f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the graph "

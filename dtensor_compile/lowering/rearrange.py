@@ -60,13 +60,13 @@ class _Mover:
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the group, row-major in their coordinates; its process group has them in order of rank."""
+        """Ranks of the group, row-major in their coordinates."""
         return self.place.layout.group_over(self.place.rank, self.step.mesh_dims)
 
     @functools.cached_property
     def order(self) -> list[int]:
-        """Which of `ranks` each rank of the process group is."""
-        return sorted(range(self.n), key=self.ranks.__getitem__)
+        """Which of `ranks` each rank of the process group is: one over several mesh dims is in order of rank."""
+        return sorted(range(self.n), key=self.ranks.__getitem__) if len(self.step.mesh_dims) > 1 else list(range(self.n))
 
     @property
     def group(self) -> str:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.capture.mesh import mesh_layout, mesh_text
+from dtensor_compile.capture.mesh import groups_in_mesh_order, mesh_in_its_order, mesh_layout, mesh_text
 from dtensor_compile.errors import MeshError
 from dtensor_compile.spmd.op_sharding import DeviceShard, OpSharding, device_shards, op_sharding
 from dtensor_compile.spmd.partition_spec import Axes, check_rank, spec_axes
@@ -79,21 +79,14 @@ class Mesh:
     def to_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """torch's mesh of the same devices, made once. All ranks have to call it, as it makes process groups.
 
-        Raises:
-            MeshError: the ranks of an axis are not in ascending order. Process groups order their ranks by number, and torch's
-                DTensor takes that order for the mesh's: shards would change places.
+        Where ranks do not ascend along an axis, its process groups have the order of the mesh (`capture.mesh.mesh_in_its_order`).
         """
         if self._device_mesh is None:
             names = self.axis_names or tuple(f"axis{i}" for i in range(len(self.mesh_shape)))
-            grid = self.get_logical_mesh()
-            for axis, name in enumerate(names):
-                if (np.diff(grid, axis=axis) < 0).any():
-                    raise MeshError(
-                        f"the ranks along mesh axis {name!r} are not in ascending order, and torch orders the ranks of a group by "
-                        "number: start the ranks in the order of the mesh (device_ids is then 0, 1, 2, ...)"
-                    )
+            grid = torch.tensor(self.get_logical_mesh())
+            ascending = all(bool((grid.diff(dim=axis) > 0).all()) for axis in range(grid.ndim))
             kind = device_type or ("cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu")
-            self._take(DeviceMesh(kind, torch.tensor(grid), mesh_dim_names=names))
+            self._take(DeviceMesh(kind, grid, mesh_dim_names=names) if ascending else mesh_in_its_order(kind, grid, names))
         assert self._device_mesh is not None
         return self._device_mesh
 
@@ -103,14 +96,14 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
-        """The same grid of a torch mesh, which `to_device_mesh` gives back, unless its ranks are in an order that it refuses.
+        """The same grid of a torch mesh, which `to_device_mesh` gives back, unless its process groups have another order.
 
         Raises:
             MeshError: it does not cover all ranks of the job.
         """
         layout = mesh_layout(mesh)
         this = cls(mesh.mesh.flatten().tolist(), layout.shape, mesh.mesh_dim_names)
-        if layout.in_rank_order:
+        if groups_in_mesh_order(mesh, layout):
             this._take(mesh)
         return this
 

@@ -13,6 +13,7 @@ from dtensor_compile.capture.mesh import (
     MeshDim,
     MeshLayout,
     group_name,
+    mesh_in_its_order,
     mesh_layout,
     mesh_text,
     parse_mesh,
@@ -172,13 +173,14 @@ def test_group_that_was_never_made_is_an_error_that_names_the_ranks():
 @on_ranks(4)
 def test_group_found_by_ranks_keeps_their_order():
     """Collectives count in the order of the group: a group whose order is not that of the mesh would exchange shards."""
-    mesh = DeviceMesh("cpu", [3, 1, 0, 2], mesh_dim_names=("gone",))
-    text, wanted = mesh_text(mesh), mesh.get_group(0).group_name
-    del mesh
+    text = "cpu[gone=4:1]@3.1.0.2"
+    assert mesh_text(DeviceMesh("cpu", [3, 1, 0, 2], mesh_dim_names=("gone",))) == text
     gc.collect()
-    name = group_name(text, 0, dist.get_rank())
-    assert dist.get_process_group_ranks(group_named(name)) == dist.get_process_group_ranks(group_named(wanted))
-    assert torch.equal(gathered(name), gathered(wanted))
+    with pytest.raises(NoProcessGroupError, match=r"\[3, 1, 0, 2\]"):
+        group_name(text, 0, dist.get_rank())  # that of torch is in the order of ranks
+    mesh_in_its_order("cpu", torch.tensor([3, 1, 0, 2]), ("gone",))
+    gc.collect()
+    assert gathered(group_name(text, 0, dist.get_rank())).tolist() == [3, 1, 0, 2]
 
 
 def gathered(name):
