@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
@@ -84,6 +84,7 @@ class Problem:
         itemsize: bytes of an element.
         network: the links.
         memory: elements that a plan may hold at once besides its input (`lowering/memory.py`).
+        detours: whether steps towards specs that neither end has are tried.
     """
 
     start: State
@@ -94,15 +95,20 @@ class Problem:
     itemsize: int
     network: Network
     memory: float = math.inf
+    detours: bool = False
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
         """Tensor dims along which shards are worth a try: those of start and goal."""
+        if self.detours:
+            return tuple(range(len(self.shape)))
         return tuple(sorted({p.dim for p in (*self.start, *self.goal) if type(p) in CUTS}))
 
     @functools.cached_property
     def active(self) -> tuple[int, ...]:
-        """Mesh dims that change, and those that cut a dim which they cut."""
+        """Mesh dims that change, and those that cut a dim which they cut; with detours all."""
+        if self.detours:
+            return self.wide
         changed = {i for i, (a, b) in enumerate(zip(self.start, self.goal)) if a != b}
         cut = {p.dim for i in changed for p in (self.start[i], self.goal[i]) if type(p) in CUTS}
         more = {i for i, p in enumerate(self.start) if type(p) in CUTS and p.dim in cut}
@@ -112,6 +118,20 @@ class Problem:
     def free(self) -> bool:
         """Whether there are few enough ways to try them all."""
         return len(self.active) <= MOST_FREE
+
+    @property
+    def wide(self) -> tuple[int, ...]:
+        """Mesh dims of more than one rank."""
+        return tuple(i for i, n in enumerate(self.mesh_shape) if n > 1)
+
+    @property
+    def may_detour(self) -> bool:
+        """Whether a way over a spec that neither end has may send less: where shards of two mesh dims may be uneven.
+
+        What counts is the busiest rank, and over another spec its part may be a row less.
+        """
+        uneven = any(size % self.ranks(self.wide) for size in self.shape)
+        return len(self.wide) == 2 and uneven and all(map(self.fixed, range(len(self.shape))))
 
     def fixed(self, dim: int) -> bool:
         """Whether the size of a tensor dim is a number."""
@@ -156,6 +176,25 @@ def moves(problem: Problem, state: State, sending: bool = True) -> Iterator[Step
     Args:
         sending: whether collectives are among them (else they may be, and whoever asks passes them over).
     """
+    yield from _towards(problem, state, sending)
+    if problem.detours and sending:
+        ops = tuple(dict.fromkeys(p for p in (*problem.start, *problem.goal) if isinstance(p, Partial)))
+        yield from _detours(replace(problem, start=state, goal=state, memory=math.inf), ops)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _detours(problem: Problem, partials: tuple[Partial, ...]) -> tuple[Step, ...]:
+    """Steps from the start of `problem` towards every spec that its mesh dims may have; none that makes terms of a sum."""
+    words = (Replicate(), *map(Shard, problem.dims), *partials)
+    found: dict[Step, None] = {}
+    for spec in itertools.product(words, repeat=len(problem.wide)):
+        goal = changed(problem.start, dict(zip(problem.wide, spec)))
+        found.update(dict.fromkeys(_towards(replace(problem, goal=goal), problem.start, True)))
+    return tuple(step for step in found if step.kind not in ("partition", "spread"))
+
+
+def _towards(problem: Problem, state: State, sending: bool) -> Iterator[Step]:
+    """The steps that the goal of `problem` suggests."""
     if problem.free:
         yield from _singles(problem, state)
     if sending:

@@ -10,12 +10,15 @@ kinds): the cheapest path over the specs that a tensor can have, found with Dijk
 Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a topology says how
 they differ the fewest seconds, then the fewest bytes (`lowering/costs.py`).
 
+Tried are steps towards start's and goal's placements. Where two mesh dims cut unevenly, a path over a spec that neither has can send
+less, because the busiest rank counts; it is taken where it saves more than a hundredth.
+
 With a bound of memory, plans that hold more at once (their input aside) are left out.
 
 Why a plan is never worse than torch's own: cheapest in time may mean a collective more for fewer bytes, or bytes more for one
 collective less. torch's greedy path is one of the paths here, so paths that have more collectives or more bytes than that one are
-left out, and at least that one remains. What torch's other planner finds is a path here too, and the fewest bytes are not more. Where torch's path holds too much
-memory, it is no limit.
+left out, and at least that one remains. What torch's other planner finds is a path here too, and the fewest bytes are not more. Where torch's
+path holds too much memory, it is no limit.
 
 Plans depend on specs, sizes, the mesh and the topology alone, never on the rank, so that all ranks choose the same one.
 """
@@ -42,6 +45,9 @@ from dtensor_compile.topology.network import Network
 #: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the others.
 _PARTITIONS = ("sum", "avg", "min", "max")
 
+
+#: Share of the elements that a way over specs that neither end has must save.
+WORTH_A_DETOUR = 0.01
 
 #: Targets among which an error looks for one that is within the bound of memory.
 MOST_TARGETS = 512
@@ -155,13 +161,26 @@ def _check_partial(source: str, target: str, a: Placement, b: Partial) -> None:
 
 def cheapest(problem: Problem) -> tuple[Step, ...]:
     """The cheapest path. Raises `PlanError` where there is none."""
+    free = _free(replace(problem, memory=math.inf))
+    if free is None:
+        change = f"{spec_text(problem.start)} to {spec_text(problem.goal)}"
+        raise PlanError(f"redistribute from {change}: no sequence of collectives found; go by {'R' * len(problem.goal)}")
+    if problem.memory == math.inf or _peak(problem, free).most <= problem.memory:
+        return free
     steps = _search(problem)
-    if steps is not None:
-        return steps
-    if problem.memory < math.inf and (free := _search(replace(problem, memory=math.inf))) is not None:
+    if steps is None:
         raise _over_budget(problem, free)
-    change = f"{spec_text(problem.start)} to {spec_text(problem.goal)}"
-    raise PlanError(f"redistribute from {change}: no sequence of collectives found; go by {'R' * len(problem.goal)}")
+    return steps
+
+
+def _free(problem: Problem) -> tuple[Step, ...] | None:
+    """The cheapest path without a bound of memory; over specs that neither end has where that saves enough for its messages."""
+    direct = _search(problem)
+    sent = sum(step.elements for step in direct or ())
+    if not sent or not problem.may_detour:
+        return direct
+    other = _search(replace(problem, detours=True))
+    return other if other and sent - sum(step.elements for step in other) > WORTH_A_DETOUR * sent else direct
 
 
 def _search(problem: Problem) -> tuple[Step, ...] | None:

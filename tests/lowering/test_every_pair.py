@@ -119,23 +119,25 @@ def plans_and_best(mesh_shape, words, shape, most):
         yield f"{source}->{target}: {[str(step) for step in steps]}", bytes_sent(steps, 1), cheapest_of_all(problem, states)
 
 
+def test_a_way_over_another_spec_has_to_save_more_than_a_row():
+    """Uneven over two mesh dims: over another spec the busiest rank sends less. Not worth it where it saves a thousandth."""
+
+    def texts(columns):
+        return [str(step) for step in plan("RP(sum)", "RS(1)", (2, 4), (8, columns))]
+
+    assert texts(5) == ["slice[0] R->S(0)", "exchange[0,1] S(0)P(sum)->RS(1)"]
+    assert texts(5001) == ["reduce_scatter[1] P(sum)->S(1)"]
+
+
 @pytest.mark.parametrize(
     "mesh_shape, words, shape, most",
     [
         *(((2,), WORDS, (8, 8), 99), ((4,), WORDS, (5, 3), 99), ((2, 2), WORDS, (8, 8), 8)),
-        *(((2, 4), WORDS, (16, 8), 6), ((2, 2), WORDS, (5, 6), 6)),
+        *(((2, 4), WORDS, (16, 8), 6), ((2, 2), WORDS, (5, 6), 30)),
+        *(((2, 4), WORDS, (7, 5), 20), ((3, 2), WORDS, (7, 5), 10)),
     ],
     ids=str,
 )
 def test_no_path_sends_less(mesh_shape, words, shape, most):
     for text, sent, best in plans_and_best(mesh_shape, words, shape, most):
         assert sent == best, f"{text}, best {best}"
-
-
-@pytest.mark.parametrize("mesh_shape, shape, most", [((2, 2), (5, 6), 240), ((2, 4), (7, 5), 60)], ids=str)
-def test_where_shards_of_two_mesh_dims_are_uneven_few_paths_send_less(mesh_shape, shape, most):
-    """Counted is the busiest rank. Over a spec that is on no direct way, it may send a row or a column less."""
-    found = list(plans_and_best(mesh_shape, WORDS, shape, most))
-    more = [f"{text}, {sent} and best {best}" for text, sent, best in found if sent != best]
-    assert len(more) <= len(found) / 12, more
-    assert all(sent <= 1.25 * best for _, sent, best in found), more
