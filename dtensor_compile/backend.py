@@ -45,6 +45,7 @@ from dtensor_compile.lowering.lower_collectives import (
 )
 from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
+from dtensor_compile.lowering.regather import regather
 from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.lowering.size_ranges import tell_ranges
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
@@ -115,6 +116,7 @@ def dtensor(
         tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)
         hold_redistributions(graph)
+        log.decided(regather(graph, opts.regather))
         hold_draws(graph)
         view_again(graph)
 
@@ -142,7 +144,7 @@ def dtensor(
             log.decided([dropped("schedule_kernels", error)])
             return kernels
 
-    planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory, opts.redistribution_memory
+    planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory, opts.redistribution_memory, opts.regather
     key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),

@@ -47,6 +47,8 @@ class Options:
         overlap_memory: part of the peak of live tensors that the order may add to it; infinity for no bound.
         redistribution_memory: bytes that one redistribution may hold at once besides its input (result, buffers, what lies between
             its steps); plans that hold more are left out. None: no bound.
+        regather: gathered tensors that backward needs are gathered again there (``"always"``), kept (``"never"``), or kept up to so
+            many bytes on each rank. None: as the program says by checkpointed regions and FSDP's ``reshard_after_forward``.
         inductor: settings handed to Inductor.
     """
 
@@ -60,6 +62,7 @@ class Options:
     schedule: bool = True
     overlap_memory: float = 0.05
     redistribution_memory: int | None = None
+    regather: str | int | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -100,6 +103,11 @@ def _checked(name: str, value: Any) -> Any:
     if name == "redistribution_memory":
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise OptionError(f"option {name!r} takes a number of bytes from 1, or None for no bound, not {value!r}")
+        return value
+    if name == "regather":
+        bytes_ = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not bytes_ and value not in (None, "always", "never"):
+            raise OptionError(f"option {name!r} takes 'always', 'never', a number of bytes from 0, or None, not {value!r}")
         return value
     if name == "topology":
         try:

@@ -37,6 +37,8 @@ def test_mode_is_inductors():
         (None, {"disable_passes": ["nope"]}, "not 'nope'; the passes are: share_equal_redistributions, cancel_inverse_pairs, "),
         (None, {"enable_passes": "merge_sums"}, "not 'merge_sums'; the passes are: reduce_in_narrow_dtype"),
         (None, {"redistribution_memory": 0}, "'redistribution_memory' takes a number of bytes from 1, or None for no bound, not 0"),
+        (None, {"regather": "sometimes"}, "'regather' takes 'always', 'never', a number of bytes from 0, or None, not 'sometimes'"),
+        (None, {"regather": True}, "or None, not True"),
         (None, {"redistribution_memory": "1GB"}, "or None for no bound, not '1GB'"),
         (None, {"disable_passes": 3}, "takes a list of pass names, not 3"),
         (None, {"max_autotune": "yes"}, "takes bool, not 'yes'"),

@@ -96,6 +96,16 @@ def stay_where_traced(node: torch.fx.Node) -> None:
         node.meta["partitioner_tag"] = "must_be_in_backward" if traced_in_backward(node) else "must_be_in_forward"
 
 
+def keep_for_backward(node: torch.fx.Node) -> None:
+    """The partitioner saves what a node of the forward returns, also in a region that is recomputed."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def run_again_in_backward(node: torch.fx.Node) -> None:
+    """The partitioner runs a node of the forward in backward too, and does not save what it returns."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
 def traced_in_backward(node: torch.fx.Node) -> bool:
     """Whether a node of the joint graph was traced in backward."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")

@@ -1,0 +1,120 @@
+"""Which gathered tensors are kept from forward to backward, and which are gathered again there.
+
+    kept              forward  g = gather(w); y = mm(x, g); return y, x, g         backward  gx = mm(t, g.T)
+    gathered again    forward  g = gather(w); y = mm(x, g); return y, x, w         backward  g = gather(w); gx = mm(t, g.T)
+
+In: the joint graph, and ``regather``: ``"always"``, ``"never"``, or the bytes of gathered tensors that one rank may keep. Out: the
+gathers that backward needs are tagged, and a decision for each. Where bytes are bounded those are kept whose bytes take longest to
+gather again, and of alike ones the later: backward needs them first, so they are held for the shortest time.
+
+A gather is a redistribution of the forward from shards, no partial sums among them, to a larger local tensor. Views and casts of
+its result are repeated with it, or they would be kept instead. All ranks decide alike: by specs, global sizes and plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.redistribute import plan_of
+from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.collectives import keep_for_backward, run_again_in_backward, traced_in_backward
+from dtensor_compile.compat.dtensor import Partial
+from dtensor_compile.compat.shapes import size_hints
+from dtensor_compile.decisions import Decision
+from dtensor_compile.lowering.costs import local_elements
+from dtensor_compile.passes.nodes import read, redistributions, source_line
+
+Regather = str | int
+
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+@dataclass(frozen=True, eq=False)
+class _Gather:
+    """A gather whose result backward needs.
+
+    Attributes:
+        nodes: the redistribution, then the views and casts of it that backward needs.
+        bytes: of the result, on the rank with the largest.
+        seconds: that it takes, estimated.
+    """
+
+    nodes: tuple[torch.fx.Node, ...]
+    bytes: int
+    seconds: float
+
+
+def regather(graph: torch.fx.Graph, wanted: Regather | None) -> list[Decision]:
+    """Tags the gathers of a joint graph for the partitioner.
+
+    Args:
+        wanted: None leaves it to the program: what a checkpointed region or FSDP's ``reshard_after_forward`` repeats is repeated,
+            all else is kept.
+    """
+    if wanted is None:
+        return []
+    gathers = list(_gathers(graph))
+    kept = {"always": set(), "never": set(gathers)}.get(wanted) if isinstance(wanted, str) else _within(gathers, wanted)  # type: ignore[arg-type]
+    assert kept is not None
+    decisions = []
+    for gather in gathers:
+        first = gather.nodes[0]
+        if gather in kept:
+            keep_for_backward(first)
+        else:
+            for node in gather.nodes:
+                run_again_in_backward(node)
+        reason = f"{gather.bytes:,} bytes on each rank, {gather.seconds * 1e6:.0f} us to gather again; regather={wanted!r}"
+        after = "kept for backward" if gather in kept else "gathered again in backward"
+        decisions.append(Decision("regather", source_line(first), reason, str(read(first)), after))
+    return decisions
+
+
+def _within(gathers: list[_Gather], most: int) -> set[_Gather]:
+    """Those to keep, `most` bytes in all."""
+    kept, held = set(), 0
+    latest_first = list(reversed(gathers))
+    for gather in sorted(latest_first, key=lambda gather: -gather.seconds / max(1, gather.bytes)):
+        if held + gather.bytes <= most:
+            kept.add(gather)
+            held += gather.bytes
+    return kept
+
+
+def _gathers(graph: torch.fx.Graph) -> Iterator[_Gather]:
+    for node in redistributions(graph):
+        if traced_in_backward(node) or "val" not in node.meta:
+            continue
+        this, itemsize = read(node), node.meta["val"].element_size()
+        layout = parse_mesh(this.mesh)
+        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
+        source, target = parse_spec(this.source), parse_spec(this.target)
+        steps = plan_of(this.source, this.target, layout, shape, itemsize)
+        size, before = (local_elements(spec, layout.shape, size_hints(shape)) for spec in (target, source))
+        if size <= before or any(isinstance(p, Partial) for p in source) or not any(step.sends for step in steps):
+            continue
+        repeated = _needed(node)
+        if repeated:
+            yield _Gather(tuple(repeated), size * itemsize, sum(step.seconds for step in steps))
+
+
+def _needed(gather: torch.fx.Node) -> list[torch.fx.Node]:
+    """`gather` and the views and casts of it whose results backward needs; empty where it needs none."""
+    needed: list[torch.fx.Node] = []
+
+    def visit(node: torch.fx.Node) -> bool:
+        found = any(traced_in_backward(user) for user in node.users)
+        for user in node.users:
+            light = getattr(user.target, "is_view", False) or user.target in _CASTS
+            if light and not traced_in_backward(user) and visit(user):
+                found = True
+        if found:
+            needed.append(node)
+        return found
+
+    visit(gather)
+    return needed[::-1]
