@@ -24,6 +24,8 @@ from torch._dynamo.variables.misc import IgnoredFunctionVariable
 from torch._dynamo.variables.tensor import TensorSubclassVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.dynamo import (
     OpaqueClassVariable,
@@ -215,7 +217,8 @@ def constant_value(variable: VariableTracker) -> torch.Tensor:
     node, known = variable.as_proxy().node, {}
     with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
         value = _evaluate(node, known)
-    if any(_writes(other) and _reaches(other.all_input_nodes[0], known) for other in node.graph.nodes if other.all_input_nodes):
+    memory = {storage for other in known for storage in _storages(other)}
+    if any(not memory.isdisjoint(_storages(written)) for other in node.graph.nodes for written in _written(other)):
         raise NotImplementedError(f"{node} is changed in place")
     return value
 
@@ -249,27 +252,29 @@ def _is_pure(node: torch.fx.Node) -> bool:
     )
 
 
-def _writes(node: torch.fx.Node) -> bool:
-    """Whether a node of the graph may write into its arguments."""
+def _written(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+    """What a node of the graph may write to."""
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+        return ()
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
+        return node.all_input_nodes if node.target._schema.is_mutable else ()
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(node.target, overload) for overload in node.target.overloads()]
+        return node.all_input_nodes if any(overload._schema.is_mutable for overload in overloads) else ()
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.kwargs.get("inplace") or "out" in node.kwargs:
+        return node.all_input_nodes
     name = _name(node)
-    return node.op in ("call_function", "call_method") and not _is_pure(node) and (
-        "out" in node.kwargs or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    )
+    if _is_pure(node) or not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
+        return ()
+    of_tensor = node.op == "call_method" or node.target is getattr(operator, name, None)
+    return node.all_input_nodes[:1] if of_tensor else node.all_input_nodes  # a function of lists writes to what is in them
 
 
-def _reaches(node: torch.fx.Node, wanted: Mapping[torch.fx.Node, Any]) -> bool:
-    """Whether a node is, or may be a view of, one of `wanted`."""
-    seen, pending = set(), [node]
-    while pending:
-        current = pending.pop()
-        if current in wanted:
-            return True
-        if current not in seen and _is_pure(current):
-            seen.add(current)
-            pending.extend(current.all_input_nodes)
-    return False
+def _storages(node: torch.fx.Node) -> set[int]:
+    """The memory of the tensors that a node gives, while it is traced; views have that of their base."""
+    tensors = [t for t in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
+    locals_ = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    return {t.untyped_storage()._cdata for t in locals_ if t.layout == torch.strided}
 
 
 def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:

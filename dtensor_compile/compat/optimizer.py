@@ -52,6 +52,8 @@ from dtensor_compile.compat.guards import Together, guarded_together
 
 #: Reads the number of steps out of the state of an optimizer.
 read_step = _optimizer._get_value
+#: Makes what a `GradScaler` knows of an optimizer.
+scaler_state = grad_scaler._refresh_per_optimizer_state
 #: Code of the wrapper that every ``step()`` has, with the two breaks in it.
 _STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
 #: Methods of an optimizer that torch does not trace, and that can be traced.
@@ -89,6 +91,13 @@ def step_count(
     if len(args) == 1 and isinstance(args[0].realize(), TensorVariable) and args[0].device == torch.device("cpu"):
         return args[0].call_method(tx, "double", [], {})
     return stock.call_function(tx, args, kwargs)
+
+
+def traced(stock: VariableTracker) -> VariableTracker:
+    """A function that torch takes for an operator, and that is code like other code: of the dict that it makes, torch loses
+    what is written to it.
+    """
+    return UserFunctionVariable(stock.value, source=stock.source)
 
 
 class FusedStep(_Untraced):

@@ -1,7 +1,8 @@
 """Optimizers: ``step()`` and ``zero_grad()`` belong to the region that they are in.
 
 torch ends a graph before and after each step, because its own regions end at ``backward()`` anyway. Ours do not. `OBJECTS`
-are the functions that mean something else under our backend: the break around a step, and the fused steps.
+are the functions that mean something else under our backend: the break around a step, the fused steps, what makes the state of
+a `GradScaler`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from dtensor_compile.compat.optimizer import (
     fused_steps,
     optimizers_in_the_region,
     read_step,
+    scaler_state,
     step_count,
+    traced,
 )
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (break_function, BreakAroundStep.retrack),
     (read_step, handle_calls(step_count)),
+    (scaler_state, traced),
     *((function, FusedStep.retrack) for function in fused_steps()),
 )
 CONTEXTS = (optimizers_in_the_region,)

@@ -1,5 +1,6 @@
 """Compiled steps of optimizers over DTensors: what programs do to the optimizer in between reaches the next step."""
 
+import copy
 import dis
 import inspect
 
@@ -187,6 +188,39 @@ def test_state_that_is_no_dtensor_any_more(mesh):
 
 def test_state_of_one_parameter_is_empty(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state[job.parameters[1]].clear())
+
+
+def scaled(mesh, make, compiled, infinite, between=lambda job: None, **arguments):
+    """What there is after one step per entry of `infinite`, which says whether its gradients are."""
+    job = Job(mesh, make, compiled=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler.scale(torch.ones(()))
+
+    def step():
+        scaler.unscale_(job.optimizer)
+        torch.nn.utils.clip_grad_norm_(job.parameters, 1.0)
+        scaler.step(job.optimizer)
+        scaler.update()
+
+    job.run = torch.compile(step, backend="dtensor_aten", **arguments) if compiled else step
+    values = []
+    for i, some in enumerate(infinite):
+        for place, parameter in enumerate(job.parameters):
+            parameter.grad = dtensor(mesh, float("inf") if some and place == 1 else 0.1 * (i + place))
+        job.run()
+        state = {i: dict(job.optimizer.state.get(p, {})) for i, p in enumerate(job.parameters)}
+        values.append(copy.deepcopy([job.parameters, state, scaler.state_dict(), [p.grad for p in job.parameters]]))
+        between(job)
+    return values
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("infinite", ["-++--+-", "+-++-"])
+def test_scaler_leaves_steps_out(mesh, name, infinite):
+    infinite = [sign == "+" for sign in infinite]
+    mine, theirs = (scaled(mesh, MAKE[name], compiled, infinite) for compiled in (True, False))
+    differences = compare_values("after the steps", theirs, mine)
+    assert not differences, "\n".join(map(str, differences))
 
 
 def test_inputs_are_read_and_guarded_together(mesh):

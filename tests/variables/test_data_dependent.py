@@ -86,6 +86,46 @@ def test_a_number_that_has_to_be_known_ends_the_graph_once(program):
     assert sum(counters["graph_break"].values()) <= 1
 
 
+def written_in_a_list(found, inf):
+    torch._amp_foreach_non_finite_check_and_unscale_([inf], found, torch.ones(()))
+
+
+def written_by_a_foreach(found, inf):
+    torch._foreach_add_([inf, found], 1.0)
+
+
+def written_through_a_view(found, inf):
+    found.expand(1, 1).diagonal().fill_(1.0)
+
+
+def written_as_out(found, inf):
+    torch.sum(inf, dim=(), out=found)
+
+
+def written_as_an_argument_in_place(found, inf):
+    torch.nn.functional.threshold(found, 0.5, 1.0, inplace=True)
+
+
+WRITES = [
+    written_in_a_list, written_by_a_foreach, written_through_a_view, written_as_out, written_as_an_argument_in_place
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+@on_ranks(2)
+def test_a_constant_that_is_written_to_is_a_number_of_the_data(write):
+    """As the flag of a `GradScaler`, which says whether gradients are finite: a step was made in any case."""
+
+    def program(x):
+        found = torch.full((), 0.0)
+        write(found, torch.full((2,), float("inf")))
+        return x + 1 if not found.item() else x + 2
+
+    torch._dynamo.reset()
+    x = sharded()
+    torch.testing.assert_close(torch.compile(program, backend="dtensor_aten")(x).to_local(), (x + 2).to_local())
+
+
 @on_ranks(2)
 def test_the_switches_of_torch_are_as_before():
     from torch._dynamo import config
