@@ -108,7 +108,7 @@ def _copied(graph: torch.fx.Graph) -> int:
     for node in graph.nodes:
         if is_standalone(node):
             total += bytes_of(node)
-        elif node.target is redistribute_op and (rows := rows_of(node)) is not None:
+        elif node.target is redistribute_op and not _sends_in_order(node):
             this = read(node)
             gathers = node.meta["val"].numel() > this.local.meta["val"].numel()
             if gathers and any(map(is_outside, readers(node))):
@@ -116,6 +116,13 @@ def _copied(graph: torch.fx.Graph) -> int:
             elif not gathers and is_outside(_written_by(this.local)):
                 total += bytes_of(this.local)
     return total
+
+
+def _sends_in_order(node: torch.fx.Node) -> bool:
+    """Whether what a redistribution sends or receives lies as the program has it: chunk after chunk, or it is no gather."""
+    this, value = read(node), node.meta["val"]
+    _, dim = moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
+    return not all(isinstance(size, int) for size in value.shape) or math.prod(value.shape[:dim]) == 1
 
 
 def _written_by(node: torch.fx.Node) -> torch.fx.Node:

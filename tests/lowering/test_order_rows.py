@@ -131,6 +131,30 @@ def test_same_values_without_copies_of_their_own(name):
         assert after == 0 < before
 
 
+def block_and_whole_logits(x, w1, w2, w3, w):
+    """Activations of a block, and logits that are the result: a collective writes them chunk after chunk, whatever the rows' order."""
+    value = aten.view(aten.mm(aten.view(gather(mlp(x, w1, w2, w3)), [B * S, D]), w), [B, S, 5 * H])
+    return redistribute_op(value, "S(2)", "R", mesh_text(make_mesh((2,))), [B, S, 10 * H])
+
+
+def copies_of_logits():
+    args = [local(*shape) for shape in (*PROGRAMS["mlp"][1], (D, 5 * H))]
+    plain, gm = (make_fx(block_and_whole_logits, tracing_mode="fake")(*args) for _ in range(2))
+    wanted, counts = gm(*args), []
+    assert order_rows(gm.graph)
+    for module in (plain, gm):
+        lower_redistributions(module.graph, strict=True)
+        module.recompile()
+        torch.testing.assert_close(module(*args), wanted, rtol=0, atol=0)
+        counts.append(extra_copies(module.graph))
+    return counts
+
+
+def test_a_copy_of_the_result_hides_no_copies_of_activations():
+    whole = B * S * 10 * H * 4
+    assert run_on_ranks(2, copies_of_logits) == [[whole + 3 * B * S * D * 4, whole]] * 2
+
+
 def copies_of_gradients():
     function, shapes = PROGRAMS["gradients of projections"]
     gm = make_fx(function, tracing_mode="fake")(*(local(*shape) for shape in shapes))
