@@ -12,6 +12,7 @@ to the traced program itself where it is so. Programs that write to nothing are 
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,17 +31,33 @@ _WRITING = {
 
 def may_write(gm: torch.fx.GraphModule) -> bool:
     """Whether some node of a Dynamo graph may write to a tensor in place: by its name, its schema or its arguments."""
-    return any(_writes(node) for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
+    return any(writes_in_place(node) for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
 
 
-def _writes(node: torch.fx.Node) -> bool:
+def writes_in_place(node: torch.fx.Node) -> bool:
+    """Whether a node of a Dynamo graph may write to a tensor in place."""
     if node.op not in ("call_function", "call_method"):
         return False
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return writes_to_arguments(node.target)
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or _says_in_place(node)
+
+
+def _says_in_place(node: torch.fx.Node) -> bool:
+    """Whether the argument ``inplace`` of a function is given as true, by its name or its place."""
+    place = _place_of_inplace(node.target) if callable(node.target) else None
+    return bool(node.kwargs.get("inplace", place is not None and place < len(node.args) and node.args[place]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # not a function of Python
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 def shares_memory(values: tuple[Any, ...]) -> bool:

@@ -11,12 +11,15 @@ from dtensor_compile.compat.inductor import cache_refusal
 from dtensor_compile.cross_mesh import redistribute
 from dtensor_compile.decisions import Decision
 from dtensor_compile.spmd.barrier import border
-from dtensor_compile.spmd.constraint import agree, constrain, replicated, whole
+from dtensor_compile.spmd.constraint import agree, constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
 from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manual
 
 #: Functions of ours in a Dynamo graph that say all they do by their tensors, meshes, placements, text and integers, which are in the
 #: key of a cache.
-GRAPH_FUNCTIONS = (agree, border, constrain, from_manual, placed_from_manual, redistribute, replicated, to_manual, whole)
+GRAPH_FUNCTIONS = (
+    agree, border, constrain, from_manual, ones_of, placed_from_manual, redistribute, replicated, to_manual, update_statistics, whole,
+    whole_copy, write_whole,
+)  # fmt: skip
 
 
 def survives_caches(gm: torch.fx.GraphModule) -> bool:

@@ -126,6 +126,26 @@ def fake_like(mode: FakeTensorMode, value: Any) -> Any:
     return made.requires_grad_(value.requires_grad)
 
 
+class DrawsOnShards(Exception):
+    """An operator that draws random numbers was given a DTensor: it would draw those of a shard."""
+
+
+class _Draws(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and any(isinstance(x, DTensor) for x in tensor_leaves((args, kwargs))):
+            given = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
+            if given.get("dropout_p", 1) != 0:  # attention without dropout draws nothing
+                raise DrawsOnShards(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def refusing_draws() -> Iterator[None]:
+    """While it is entered, an operator that draws for a DTensor raises `DrawsOnShards` before it does."""
+    with _Draws():
+        yield
+
+
 def run_node(gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
     """What one node gives for the values of the nodes before it."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda used: values[used])
@@ -133,6 +153,6 @@ def run_node(gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torc
 
 
 __all__ = [
-    "Operator", "Program", "fake_like", "fake_mode", "global_fake", "record_module", "recording_operators", "run_node",
-    "tracing_mode",
+    "DrawsOnShards", "Operator", "Program", "fake_like", "fake_mode", "global_fake", "record_module", "recording_operators", "refusing_draws",
+    "run_node", "tracing_mode",
 ]  # fmt: skip

@@ -66,3 +66,28 @@ def replicated(x: torch.Tensor, mesh_text: str) -> DTensor:
 def whole(x: DTensor) -> torch.Tensor:
     """The whole value as a plain tensor; its gradient comes in whole."""
     return x.redistribute(x.device_mesh, [Replicate()] * x.device_mesh.ndim).to_local()
+
+
+def whole_copy(x: DTensor) -> torch.Tensor:
+    """`whole` in memory of its own: what the program may write to."""
+    return whole(x).clone()
+
+
+def ones_of(x: DTensor) -> torch.Tensor:
+    """Ones of the global shape and strides of `x`: what random numbers of the whole tensor are drawn on, which sends nothing."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
+
+
+def write_whole(x: DTensor, value: torch.Tensor) -> DTensor:
+    """`x` with the plain, whole `value` written to it."""
+    return x.copy_(as_dtensor(value, x.device_mesh))
+
+
+def update_statistics(x: DTensor, mean: torch.Tensor, var: torch.Tensor, momentum: float) -> None:
+    """What ``batch_norm`` writes to plain running statistics, for `x` of shape (batch, channels, ...): sums of shards are sent alone."""
+    x, dims = x.detach(), [dim for dim in range(x.dim()) if dim != 1]
+    n = x.numel() // x.shape[1]
+    here = whole(x.sum(dims)) / n
+    centered = x - here.reshape([-1 if dim == 1 else 1 for dim in range(x.dim())])
+    mean.copy_(momentum * here + (1 - momentum) * mean)
+    var.copy_(momentum * whole((centered * centered).sum(dims)) / (n - 1) + (1 - momentum) * var)

@@ -9,7 +9,11 @@ that every rank has sends nothing; making its gradient whole sends it once, whic
 
 - Where DTensor leaves an intermediate whole that the propagation cuts, or owing a sum, a redistribution is put behind it.
 - A convolution runs on shards of the batch: DTensor has a rule for that, and takes arguments as they come.
-- A function that cannot run on the shards it gets runs on whole tensors, which every rank has then; a decision tells the bytes.
+- A function that cannot run on the shards it gets runs on whole tensors, which every rank has then; a decision tells the bytes. What
+  it writes to in place is cut again.
+- Random numbers are those of the plain program: every rank draws them for the whole tensor. Dropout is a product with such numbers, and
+  sends nothing.
+- What is written in place and seen through another view stays whole (``in_place.py``).
 
     before   y = conv2d(x, w)                       x: S(0)R, w: RS(0)
     after    v = constrain(w, whole); y = conv2d(x, v)
@@ -17,6 +21,7 @@ that every rank has sends nothing; making its gradient whole sends it once, whic
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,10 +31,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_compile.capture.mesh import mesh_text
 from dtensor_compile.compat.dtensor import StridedShard
-from dtensor_compile.compat.record import fake_like, run_node, tracing_mode
+from dtensor_compile.compat.record import DrawsOnShards, fake_like, refusing_draws, run_node, tracing_mode
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.nodes import source_line
-from dtensor_compile.spmd.constraint import constrain, replicated, whole
+from dtensor_compile.spmd.constraint import constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
+from dtensor_compile.spmd.in_place import stay_whole, written_argument
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
 from dtensor_compile.spmd.propagate import Sharding
 
@@ -42,9 +48,11 @@ class Rewrite:
         self.decisions: list[Decision] = []
         self.mesh_shape, self.text = tuple(mesh.shape), mesh_text(mesh)
         self.values: dict[torch.fx.Node, Any] = {}
+        self.stay_whole = stay_whole(self.graph)
         self.was_plain = {node for node in self.graph.nodes if not isinstance(node.meta.get("example_value"), DTensor)}
 
     def run(self) -> None:
+        """Rewrites the graph."""
         nodes = list(self.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         with tracing_mode() as mode:
@@ -55,21 +63,35 @@ class Rewrite:
             for node in nodes[len(placeholders) :]:
                 if node.op == "output":
                     self._make_results_plain(node)
-                else:
-                    self._compute(node)
+                    continue
+                self._compute(node)
+                if node not in self.stay_whole:
                     self._place(node)
+                elif isinstance(self.values[node], DTensor):
+                    self._insert(node, node, whole_copy)
 
     def _compute(self, node: torch.fx.Node) -> None:
         if function_name(node).startswith("conv"):
             self._cut_batch_alone(node)
+        elif node.target is torch.nn.functional.batch_norm:
+            self._keep_statistics(node)
+        written = written_argument(node)
+        if function_name(node) in ("setitem", "__setitem__") and self._is_cut(written):
+            self._take_whole(node, "what is assigned to may be a shard of another rank")
         try:
-            value = run_node(self.gm, node, self.values)
+            with refusing_draws():
+                value = run_node(self.gm, node, self.values)
+        except DrawsOnShards:
+            value = self._draw_whole(node)
         except Exception as error:
             if not self.fall_back or not any(isinstance(self.values[used], DTensor) for used in node.all_input_nodes):
                 raise
-            self._take_whole(node, error)
+            self._take_whole(node, next(iter(str(error).splitlines()), type(error).__name__))
             value = run_node(self.gm, node, self.values)
         self.values[node] = value
+        copy = written_argument(node)
+        if written is not None and copy is not None and copy is not written:
+            self._write_back(node, written, copy)
         if isinstance(value, torch.Tensor):
             node.meta["example_value"] = value
 
@@ -82,34 +104,85 @@ class Rewrite:
         for used in tensors:
             value = self.values[used]
             batched = used is tensors[0] and value.dim() == ndim  # else its first dim is the channels
-            with self.graph.inserting_before(node):
-                placed = self.graph.call_function(replicated, (used, self.text))
-            if isinstance(value, DTensor):
-                keep = [p if batched and p == Shard(0) else Replicate() for p in value.placements]
-                axes = placements_to_axes(keep, self.mesh_shape, value.dim())
-                placed.target, placed.args = constrain, (used, self.text, axes, False)
-                gathered += int(value.numel()) * value.element_size() if tuple(keep) != value.placements else 0
-            placed.meta = {key: item for key, item in used.meta.items() if key != "grapharg"}
-            node.replace_input_with(used, placed)
-            self._compute(placed)
+            if not isinstance(value, DTensor):
+                self._replace_argument(node, used, replicated, self.text)
+                continue
+            keep = [p if batched and p == Shard(0) else Replicate() for p in value.placements]
+            gathered += int(value.numel()) * value.element_size() if tuple(keep) != value.placements else 0
+            self._replace_argument(node, used, constrain, self.text, placements_to_axes(keep, self.mesh_shape, value.dim()), False)
         if gathered:
             why = f"{function_name(node)} runs on shards of the batch, with {gathered:,} bytes of other shards gathered"
             self.decisions.append(Decision("replicate_fallback", source_line(node), why))
 
-    def _take_whole(self, node: torch.fx.Node, error: Exception) -> None:
+    def _keep_statistics(self, node: torch.fx.Node) -> None:
+        """A batch norm whose running statistics are written by a call of their own: DTensor writes to shards that it made of them."""
+        given = inspect.signature(torch.nn.functional.batch_norm).bind(*node.args, **node.kwargs)
+        given.apply_defaults()
+        x, mean, var = (given.arguments[name] for name in ("input", "running_mean", "running_var"))
+        if mean is None or not given.arguments["training"] or not isinstance(self.values[x], DTensor):
+            return
+        with self.graph.inserting_before(node):
+            update = self.graph.call_function(update_statistics, (x, mean, var, given.arguments["momentum"]))
+        update.meta = {key: item for key, item in node.meta.items() if key not in ("grapharg", "example_value")}
+        self._compute(update)
+        given.arguments.update(running_mean=None, running_var=None)
+        node.args, node.kwargs = given.args, given.kwargs
+
+    def _take_whole(self, node: torch.fx.Node, reason: str) -> None:
         """The arguments of a node whole and plain: so it computes on every rank what the program says."""
-        gathered = 0
+        gathered, written = 0, written_argument(node)
         for used in node.all_input_nodes:
             value = self.values[used]
             if isinstance(value, DTensor):
                 gathered += 0 if all(p.is_replicate() for p in value.placements) else int(value.numel()) * value.element_size()
-                with self.graph.inserting_before(node):
-                    plain = self.graph.call_function(whole, (used,))
-                plain.meta = {key: item for key, item in used.meta.items() if key != "grapharg"}
-                node.replace_input_with(used, plain)
-                self._compute(plain)
-        why = f"{function_name(node)} runs on whole tensors, {gathered:,} bytes gathered: {str(error).splitlines()[0]}"
+                self._replace_argument(node, used, whole_copy if used is written else whole)
+        why = f"{function_name(node)} runs on whole tensors, {gathered:,} bytes gathered: {reason}"
         self.decisions.append(Decision("replicate_fallback", source_line(node), why))
+
+    def _replace_argument(self, node: torch.fx.Node, used: torch.fx.Node, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
+        """What a function makes of an argument of a node, given to the node in place of the argument."""
+        with self.graph.inserting_before(node):
+            made = self.graph.call_function(function, (used, *args))
+        made.meta = {key: item for key, item in used.meta.items() if key != "grapharg"}
+        node.replace_input_with(used, made)
+        self._compute(made)
+        return made
+
+    def _is_cut(self, node: torch.fx.Node | None) -> bool:
+        value = self.values.get(node) if node is not None else None
+        return isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
+
+    def _write_back(self, node: torch.fx.Node, written: torch.fx.Node, copy: torch.fx.Node) -> None:
+        """What a node has written to a whole copy, to the DTensor that it is a copy of."""
+        with self.graph.inserting_after(node):
+            back = self.graph.call_function(write_whole, (written, copy))
+        back.meta = {key: item for key, item in written.meta.items() if key != "grapharg"}
+        node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+        if written in self.was_plain:
+            self.was_plain.add(back)
+        self._compute(back)
+
+    def _draw_whole(self, node: torch.fx.Node) -> Any:
+        """A node that draws random numbers for a DTensor, drawing those of the whole tensor."""
+        name, x = function_name(node), node.args[0] if node.args else None
+        if name in _DROPOUTS and isinstance(x, torch.fx.Node) and isinstance(self.values[x], DTensor):
+            return self._multiply_by_draws(node, x)
+        if name.endswith("_like") and isinstance(x, torch.fx.Node):
+            self._replace_argument(node, x, ones_of)
+        else:
+            self._take_whole(node, "random numbers are drawn for the whole tensor, as the plain program does")
+        return run_node(self.gm, node, self.values)
+
+    def _multiply_by_draws(self, node: torch.fx.Node, x: torch.fx.Node) -> Any:
+        """``dropout(x)`` as ``x * dropout(ones)``: the ones are whole and plain, and cut without a collective."""
+        with self.graph.inserting_before(node):
+            draws = self.graph.create_node(node.op, node.target, node.args, node.kwargs)
+        draws.meta = {key: item for key, item in node.meta.items() if key != "grapharg"}
+        self._replace_argument(draws, x, ones_of)
+        self.values[draws] = run_node(self.gm, draws, self.values)
+        writes = written_argument(node) is not None
+        node.op, node.target, node.args, node.kwargs = "call_method", "mul_" if writes else "mul", (x, draws), {}
+        return run_node(self.gm, node, self.values)
 
     def _insert(self, behind: torch.fx.Node, like: torch.fx.Node, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
         """A call behind a node; it takes the place of its first argument, `like`, for all that use that."""
@@ -128,7 +201,7 @@ class Rewrite:
         a DTensor; so does what is written to, as the program was given it. The gradient of a DTensor is placed as the DTensor."""
         value, sharding = self.values[node], self.wanted.get(node)
         cut = sharding is not None and any(sharding.axes)
-        if not isinstance(value, torch.Tensor) or not node.users or _is_written(node):
+        if not isinstance(value, torch.Tensor) or not node.users or node in self.stay_whole:
             return
         if isinstance(value, DTensor):
             owes = any(p.is_partial() for p in value.placements)
@@ -177,16 +250,12 @@ class Rewrite:
 
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
+#: Functions of (input, p, training, inplace) that multiply by random numbers of the input's shape.
+_DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_", "feature_dropout"})
 
 
 def function_name(node: torch.fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _is_written(node: torch.fx.Node) -> bool:
-    """Whether an input is written to in place."""
-    in_place = [user for user in node.users if function_name(user).endswith("_") and not function_name(user).endswith("__")]
-    return any(bool(user.args) and user.args[0] is node for user in in_place)
 
 
 def _other_axes(value: DTensor, sharding: Sharding, mesh_shape: tuple[int, ...]) -> Axes | None:

@@ -1,0 +1,65 @@
+"""What a Dynamo graph writes in place, and who else sees it.
+
+A redistribution is a copy. Where a program writes to a tensor and reads what it wrote through another view of the same memory, a copy in
+between would lose the write. Such values stay plain and whole, and so do inputs that are written to, as the caller sees them:
+
+    h = x * 2; v = h.view(-1); h.add_(1); return v          h stays whole: v is seen after the write
+    h = x * 2; h.add_(1); return h                          h may be cut: nobody else has it
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dtensor_compile.capture.aliased_inputs import writes_in_place
+from dtensor_compile.compat.dtensor import storage_of
+
+#: Functions that write to inputs (running statistics) besides the first, whose names do not say it.
+_KEEP_STATISTICS = frozenset({"batch_norm", "instance_norm"})
+
+
+def written_argument(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The tensor that a node writes to in place; None where it writes to none."""
+    if not writes_in_place(node):
+        return None
+    target = node.kwargs.get("out", node.args[0] if node.args else node.kwargs.get("input"))
+    return target if isinstance(target, torch.fx.Node) else None
+
+
+def stay_whole(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes whose values must not be copied (module docstring): of each memory the first that has it."""
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    memory = {node: _memory(node) for node in nodes}
+    found = set()
+    for node in nodes:
+        if node.target is not None and getattr(node.target, "__name__", "") in _KEEP_STATISTICS:
+            found |= {used for used in node.all_input_nodes[1:] if used.op == "placeholder" and not _needs_gradient(used)}
+        written = written_argument(node)
+        if written is None or memory[written] is None:
+            continue
+        family = [other for other in nodes if memory[other] == memory[written]]
+        others = [other for other in family if place[other] < place[node] and _itself(other) is not _itself(written)]
+        seen = any(place[user] > place[node] for other in others for user in other.users)
+        if seen or family[0].op in ("placeholder", "get_attr"):
+            found.add(family[0])
+    return found
+
+
+def _itself(node: torch.fx.Node) -> torch.fx.Node:
+    """The node that made the very tensor which an operator in place returns."""
+    written = written_argument(node)
+    return node if written is None else _itself(written)
+
+
+def _memory(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        return None
+    return storage_of(value.to_local() if isinstance(value, DTensor) else value)
+
+
+def _needs_gradient(node: torch.fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad
