@@ -133,8 +133,9 @@ class DrawsOnShards(Exception):
 class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and any(isinstance(x, DTensor) for x in tensor_leaves((args, kwargs))):
-            given = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
-            if given.get("dropout_p", 1) != 0:  # attention without dropout draws nothing
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args)) | (kwargs or {})
+            if "dropout_p" not in names or given.get("dropout_p", 0.0) > 0:  # attention without dropout draws nothing
                 raise DrawsOnShards(str(func))
         return func(*args, **(kwargs or {}))
 

@@ -65,7 +65,7 @@ def note(t: torch.Tensor, mesh: Mesh, mark: Mark) -> None:
 
 def plain_tensors_are_replicated() -> contextlib.AbstractContextManager[None]:
     """For the time of tracing: operators take plain tensors beside DTensors, if anything was marked in this process."""
-    return implicit_replication() if len(_marked_meshes) > 0 else contextlib.nullcontext()
+    return implicit_replication() if _marked_meshes else contextlib.nullcontext()
 
 
 def mark_sharding(

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.compat.dtensor import StridedShard
 from dtensor_compile.compat.record import DrawsOnShards, fake_like, refusing_draws, run_node, tracing_mode
 from dtensor_compile.decisions import Decision
@@ -55,7 +56,7 @@ class Rewrite:
         """Rewrites the graph."""
         nodes = list(self.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        with tracing_mode() as mode:
+        with tracing_mode() as mode, capture_redistributions():  # torch's own steps look at this rank's part of symbolic sizes
             for node in placeholders:
                 self.values[node] = fake_like(mode, node.meta["example_value"])
             for node in reversed(placeholders):  # each goes right behind the last one, so that the first comes first
@@ -78,13 +79,15 @@ class Rewrite:
         written = written_argument(node)
         if function_name(node) in ("setitem", "__setitem__") and self._is_cut(written):
             self._take_whole(node, "what is assigned to may be a shard of another rank")
+        self._mix(node, written)
         try:
             with refusing_draws():
                 value = run_node(self.gm, node, self.values)
         except DrawsOnShards:
             value = self._draw_whole(node)
         except Exception as error:
-            if not self.fall_back or not any(isinstance(self.values[used], DTensor) for used in node.all_input_nodes):
+            given = any(isinstance(self.values[used], DTensor) for used in node.all_input_nodes)
+            if not self.fall_back or not given or node.target in _PLACING:
                 raise
             self._take_whole(node, next(iter(str(error).splitlines()), type(error).__name__))
             value = run_node(self.gm, node, self.values)
@@ -94,6 +97,21 @@ class Rewrite:
             self._write_back(node, written, copy)
         if isinstance(value, torch.Tensor):
             node.meta["example_value"] = value
+
+    def _mix(self, node: torch.fx.Node, written: torch.fx.Node | None) -> None:
+        """Plain and DTensor arguments of one node, made fit for its backward: a plain tensor with a gradient gets that as a plain one.
+        What is written to a plain tensor is plain."""
+        if node.target in _PLACING:
+            return
+        values = {used: self.values[used] for used in node.all_input_nodes if isinstance(self.values[used], torch.Tensor)}
+        placed = [used for used, x in values.items() if isinstance(x, DTensor) and mesh_text(x.device_mesh) == self.text]
+        if placed and written in values and not isinstance(values[written], DTensor):
+            for used in placed:
+                self._replace_argument(node, used, whole)
+        elif placed:
+            for used, x in values.items():
+                if not isinstance(x, DTensor) and x.requires_grad:
+                    self._replace_argument(node, used, replicated, self.text)
 
     def _cut_batch_alone(self, node: torch.fx.Node) -> None:
         """The arguments of a convolution, cut along the batch or not at all."""
@@ -250,6 +268,8 @@ class Rewrite:
 
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
+#: What the rewrite puts in: it has to run as it is.
+_PLACING = frozenset({constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole})
 #: Functions of (input, p, training, inplace) that multiply by random numbers of the input's shape.
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_", "feature_dropout"})
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.record import record_module
-from dtensor_compile.errors import MeshError
+from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd.annotate import mark_of, note
 from dtensor_compile.spmd.constraint import as_dtensor
 from dtensor_compile.spmd.factor_cache import FactorCache
@@ -81,7 +81,14 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
 
     Raises:
         MeshError: nothing is marked and no global mesh is set, or the marks speak of several meshes.
+        PlacementError: the module has a recurrent layer.
     """
+    recurrent = next((name for name, layer in module.named_modules() if isinstance(layer, nn.RNNBase)), None)
+    if recurrent is not None:
+        raise PlacementError(
+            f"{recurrent or 'the module'} is a recurrent layer, which torch leaves out of compiled graphs, and for which it has no rule on "
+            "DTensors: marks work without shard_module, which can be called on parts of the model"
+        )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     mesh = _mesh_of([*tensors.values(), *example_inputs])
     device_mesh = mesh.to_device_mesh()

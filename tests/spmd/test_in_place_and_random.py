@@ -9,6 +9,7 @@ from torch import nn
 from dtensor_compile import record
 from dtensor_compile.spmd import Mesh, mark_sharding
 from dtensor_compile.testing import on_ranks
+from tests.spmd.test_annotate import compare
 
 
 def mesh22():
@@ -123,6 +124,7 @@ def test_writes_in_place():
     _written_intermediates()
     _written_inputs()
     _running_statistics()
+    _gradients_of_what_is_mixed()
 
 
 # ---- random --------------------------------------------------------------------------------------------------------------------
@@ -165,6 +167,30 @@ def _trained_with_dropout():
             run(x).square().sum().backward()
     for p, q in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+class Mixed(nn.Module):
+    """Values that stay whole, or fell back to it, beside others that are cut, on their way back."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        h = self.up(x)
+        h[:, 3] = 0.5
+        g = self.up(x * 2)
+        first = g[0]
+        first.mul_(2)
+        fallen = torch.special.i0(h * 0.1)  # no rule
+        return self.down(torch.cat([h, g]) * fallen.sum() + (g * h).sum())
+
+
+def _gradients_of_what_is_mixed():
+    model, x = Mixed().double(), torch.randn(4, 8, dtype=torch.float64)
+    mark_sharding(model.up.weight, mesh22(), ("tp", None))
+    mark_sharding(x, mesh22(), ("dp", None))
+    compare(model, x)
 
 
 @on_ranks(4, timeout=280)
