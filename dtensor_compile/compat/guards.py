@@ -86,6 +86,12 @@ class Together:
         if variable.source == source and isinstance(value, torch.Tensor) and _one_will_do(value):
             self.tensors[source] = None
 
+    def leave_to(self, other: Together) -> None:
+        """Forgets what `other` guards."""
+        self.tensors = {source: None for source in self.tensors if source not in other.tensors}
+        self.types = {source: cls for source, cls in self.types.items() if source not in other.types}
+        self.same = [pair for pair in self.same if pair not in other.same]
+
     def covers(self, guard: Guard) -> bool:
         """Whether `guard` says what the one guard says."""
         kind = guard.create_fn_name()
@@ -108,6 +114,9 @@ def guarded_together(root: Source) -> Iterator[Together]:
         if not together.covers(guard):
             kept.add(guard)
     context.dynamo_guards = kept
+    for guard in kept:
+        if guard.originating_source == root and guard.create_fn_name() == _all_match.__name__:
+            together.leave_to(guard.create_fn.keywords["together"])
     if together.tensors or together.same:
         install_guard(root.make_guard(functools.partial(_all_match, together=together)))
 

@@ -48,12 +48,15 @@ from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
 from dtensor_compile.compat.dynamo import Source, Translator, fact_guard, traces_for_us
+from dtensor_compile.compat.dynamo_calls import Call
 from dtensor_compile.compat.guards import Together, guarded_together
 
 #: Reads the number of steps out of the state of an optimizer.
 read_step = _optimizer._get_value
 #: Makes what a `GradScaler` knows of an optimizer.
 scaler_state = grad_scaler._refresh_per_optimizer_state
+#: Steps where gradients are finite, which it asks of the data.
+_step_if_finite = grad_scaler.GradScaler._maybe_opt_step
 #: Code of the wrapper that every ``step()`` has, with the two breaks in it.
 _STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
 #: Methods of an optimizer that torch does not trace, and that can be traced.
@@ -179,6 +182,34 @@ class TracedOptimizerVariable(OptimizerVariable):
                 arg.items.extend(known[id(value)] if id(value) in known else VariableTracker.build(tx, value) for value in real)
         return ConstantVariable.create(result)
 
+    def written_by_a_step(self, tx: Translator) -> list[VariableTracker] | None:
+        """Trackers of all tensors that a step writes to; None where it does something else.
+
+        State that is missing is made: zeros, from which the first step computes what it does without.
+        """
+        if not _only_writes(self.value):
+            return None
+        self.move_step_if_cpu()
+        effects, written = tx.output.side_effects, []
+        with contextlib.ExitStack() as restore, guarded_together(self.source) as together:
+            parameters = list(self._parameters(tx))
+            for parameter, variable, source in parameters:
+                together.add(variable, source, parameter)
+                gradient = variable.var_getattr(tx, "grad").realize()
+                if variable.source == source and not _has_pending_gradient(tx, variable):
+                    together.add(gradient, AttrSource(source, "grad"), parameter.grad)
+                _show_gradient(tx, parameter, variable, gradient, restore)
+                if not gradient.is_constant_none():
+                    # the step over lists writes to gradients with Nesterov's momentum
+                    written += [variable, gradient] if any(g.get("nesterov") for g in self.value.param_groups) else [variable]
+            for group in self.value.param_groups:
+                _make_state(self.value, group)
+            entries = [self.value.state.get(parameter, {}) for parameter, *_ in parameters if parameter.grad is not None]
+        if any(entry in effects and effects.is_modified(effects[entry]) for entry in entries):
+            return None
+        with guarded_together(self.source) as together:
+            return [*written, *self._state(tx, together).values()]
+
     def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable, Source]]:
         """Every parameter, its tracker, and where it is in the optimizer."""
         groups = self.var_getattr(tx, "param_groups").realize()
@@ -219,6 +250,57 @@ class TracedOptimizerVariable(OptimizerVariable):
                     found[id(value)] = VariableTracker.build(tx, value, place).realize()
                     together.add(found[id(value)], place, value)
         return found
+
+
+def _only_writes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of an optimizer, whose state is made, does nothing but write to tensors."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks += (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
+    by_scheduler = getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False) and getattr(optimizer, "_opt_called", False)
+    damped = type(optimizer) is torch.optim.SGD and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups)
+    known = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    return known and not damped and not any(hooks) and ("step" not in vars(optimizer) or by_scheduler)
+
+
+def _make_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """The state of parameters that have a gradient and none yet, of an optimizer that `_only_writes`."""
+    if isinstance(optimizer, torch.optim.Adam):
+        optimizer._init_group(group, *([] for _ in range(6)))
+        return
+    for parameter in group["params"] if group["momentum"] else ():
+        if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def step_where_finite(
+    tx: Translator, stock: UserFunctionVariable, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """A step that a `GradScaler` leaves out where gradients are infinite: it is made, and what it wrote is taken back there.
+
+    eager reads whether they are, which ends a graph. Compiled, each value is chosen where it is written. Where a step does
+    more than write to tensors, eager's way stands.
+    """
+    optimizer = args[1].realize()
+    written = optimizer.written_by_a_step(tx) if isinstance(optimizer, TracedOptimizerVariable) and len(args) == 3 else None
+    if written is None or kwargs:
+        return tx.inline_user_function_return(stock, args, kwargs)
+    return UserFunctionVariable(_step_where_finite).call_function(tx, [*args[1:], ListVariable(written)], {})
+
+
+def _step_where_finite(optimizer: torch.optim.Optimizer, of_scaler: dict[str, Any], written: list[torch.Tensor]) -> Any:
+    with torch.no_grad():
+        infinite = sum(of_scaler["found_inf_per_device"].values()) != 0
+        before = [tensor.clone() for tensor in written]
+    result = optimizer.step()
+    with torch.no_grad():
+        for tensor, old in zip(written, before):
+            tensor.copy_(torch.where(infinite.to(tensor.device), old, tensor))
+    return result
+
+
+def steps_of_scalers(function: UserFunctionVariable) -> Call | None:
+    """What calls of a function become that is the one by which a `GradScaler` steps."""
+    return step_where_finite if function.get_function() is _step_if_finite else None
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[int | None]:

@@ -7,10 +7,12 @@ a `GradScaler`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from dtensor_compile.compat.dynamo import Retrack
 from dtensor_compile.compat.dynamo_calls import handle_calls
+from dtensor_compile.compat.module_calls import handle_functions
 from dtensor_compile.compat.optimizer import (
     BreakAroundStep,
     FusedStep,
@@ -20,6 +22,7 @@ from dtensor_compile.compat.optimizer import (
     read_step,
     scaler_state,
     step_count,
+    steps_of_scalers,
     traced,
 )
 
@@ -29,4 +32,4 @@ OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (scaler_state, traced),
     *((function, FusedStep.retrack) for function in fused_steps()),
 )
-CONTEXTS = (optimizers_in_the_region,)
+CONTEXTS = (optimizers_in_the_region, functools.partial(handle_functions, steps_of_scalers))

@@ -10,9 +10,9 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_compile.compat import guards
+from dtensor_compile.compat import counters, guards
 from dtensor_compile.runtime.native import READS, native
-from dtensor_compile.testing import make_mesh
+from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 
 MAKE = {
@@ -214,13 +214,69 @@ def scaled(mesh, make, compiled, infinite, between=lambda job: None, **arguments
     return values
 
 
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("infinite", ["-++--+-", "+-++-"])
-def test_scaler_leaves_steps_out(mesh, name, infinite):
-    infinite = [sign == "+" for sign in infinite]
-    mine, theirs = (scaled(mesh, MAKE[name], compiled, infinite) for compiled in (True, False))
+MAKE_SCALED = MAKE | {
+    "sgd without state": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
+    "sgd nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd damped": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True, foreach=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, foreach=True),
+    "adamw maximize": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True, maximize=True, weight_decay=0.1),
+}
+
+
+def scaler_follows_eager(*args, **arguments):
+    mine, theirs = (scaled(args[0], args[1], compiled, *args[2:], **arguments) for compiled in (True, False))
+    for (_, states, *_), (_, expected, *_) in zip(mine, theirs):
+        for i, state in states.items():
+            if not expected[i]:  # made by tracing, as zeros, before the first step that is made
+                assert not any(value.to_local().any() if isinstance(value, DTensor) else value.any() for value in state.values())
+                state.clear()
     differences = compare_values("after the steps", theirs, mine)
     assert not differences, "\n".join(map(str, differences))
+
+
+@pytest.mark.parametrize("name", MAKE_SCALED)
+@pytest.mark.parametrize("infinite", ["-++--+-", "+-++-"])
+def test_scaler_leaves_steps_out(mesh, name, infinite):
+    scaler_follows_eager(mesh, MAKE_SCALED[name], [sign == "+" for sign in infinite])
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw foreach", "sgd", "sgd nesterov", "sgd without state"])
+def test_scaled_step_is_one_graph(mesh, name):
+    scaler_follows_eager(mesh, MAKE_SCALED[name], [False, True, False], fullgraph=True)
+    assert counters.graphs() == 1
+
+
+def test_scaled_step_with_a_hook_is_left_out_too(mesh):
+    """Its hook does not run: such a step stays with eager's branch."""
+    seen = []
+
+    def make(parameters):
+        optimizer = MAKE["adamw foreach"](parameters)
+        optimizer.register_step_post_hook(lambda *_: seen.append(len(seen)))
+        return optimizer
+
+    scaler_follows_eager(mesh, make, [False, True, False])
+    assert len(seen) == 4  # two steps, eager and compiled
+
+
+def test_learning_rate_of_a_scaled_step_follows_a_scheduler(mesh):
+    schedulers = {}
+
+    def between(job):
+        if job not in schedulers:
+            schedulers[job] = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.5)
+        schedulers[job].step()
+
+    scaler_follows_eager(mesh, MAKE["adamw foreach"], [False, False, True, False, False], between)
+
+
+@pytest.mark.parametrize("name", ["adamw foreach", "sgd"])
+@on_ranks(2)
+def test_scaler_hears_of_infinite_gradients_of_other_ranks(name):
+    mesh, rank = make_mesh((2,), ("tp",)), torch.distributed.get_rank()
+    signs = [False, rank == 1, False, rank == 0, False]
+    scaler_follows_eager(mesh, MAKE[name], signs)
 
 
 def test_inputs_are_read_and_guarded_together(mesh):
