@@ -15,6 +15,7 @@ from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.marks import mark_local_tensors
 from dtensor_compile.capture.mesh import guard_mesh_order, merge_groups
+from dtensor_compile.capture.repeated_writes import write_once
 from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.capture.spent_graphs import restore_spent_graphs
 from dtensor_compile.capture.trace import capture_redistributions
@@ -84,6 +85,7 @@ def dtensor(
     opts = Options.parse(mode, options)
     check_program(gm, example_inputs)
     check_counts(gm)
+    write_once(gm)
     guard_mesh_order(gm, example_inputs)
     log, tangents, agreement = GraphLog(), Tangents.of_frame(), Agreement.of_frame()
     spread_annotations(gm, example_inputs, log.decided, opts.fallback)

@@ -256,10 +256,11 @@ def _only_writes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of an optimizer, whose state is made, does nothing but write to tensors."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks += (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
-    by_scheduler = getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False) and getattr(optimizer, "_opt_called", False)
-    damped = type(optimizer) is torch.optim.SGD and any(group["momentum"] and group["dampening"] for group in optimizer.param_groups)
+    step = vars(optimizer).get("step")  # a scheduler puts its own there, which notes on the first step that there was one
+    stepped = step is None or getattr(step, "_wrapped_by_lr_sched", False) and getattr(optimizer, "_opt_called", False)
     known = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-    return known and not damped and not any(hooks) and ("step" not in vars(optimizer) or by_scheduler)
+    damped = any(group.get("momentum") and group["dampening"] for group in optimizer.param_groups)
+    return known and stepped and not damped and not any(hooks)
 
 
 def _make_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -131,14 +131,25 @@ def test_gradients_that_are_placed_otherwise(mesh):
 
 
 def test_two_parameters_count_their_steps_in_one_tensor(mesh):
-    if guards.native() is None:
-        pytest.skip("compiled again with one tensor twice in a list, of which torch's foreach operators lose a write")
-
     def share(job):
         first, second = (job.optimizer.state[p] for p in job.parameters[:2])
         second["step"] = first["step"]
 
     follows_eager(mesh, MAKE["adamw foreach"], share)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw foreach", "adamw fused"])
+def test_parameters_that_count_their_steps_in_one_tensor_from_the_start(mesh, name):
+    jobs = [Job(mesh, MAKE[name], compiled) for compiled in (False, True)]
+    for job in jobs:
+        step = torch.zeros(())
+        for parameter in job.parameters:
+            averages = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            job.optimizer.state[parameter] = {"step": step, **averages}
+        job.steps(3)
+    assert [job.optimizer.state[job.parameters[0]]["step"].item() for job in jobs] == [9.0, 9.0]
+    differences = compare_values("after the steps", *(job.values() for job in jobs))
+    assert not differences, "\n".join(map(str, differences))
 
 
 def test_steps_are_counted_from_another_number(mesh):

@@ -1,0 +1,61 @@
+"""Operators over lists that write to one tensor twice, or read one that they have written to, become several.
+
+    before   torch._foreach_add_([a, step, b, step], 1)                                # step is one more after it: a write is lost
+    after    torch._foreach_add_([a, step, b], 1); torch._foreach_add_([step], 1)      # two more, as in eager
+
+eager goes through the lists in order. AOTAutograd computes all results from what was there before, and writes them back. It takes
+an optimizer two of whose parameters count their steps in one tensor to meet this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def write_once(gm: torch.fx.GraphModule) -> None:
+    """Splits operators over lists in a Dynamo graph where what they do to one tensor of a list bears on another one."""
+    for module in gm.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in list(module.graph.nodes):
+            runs = _runs(node) if _writes_to_list(node) else []
+            if len(runs) > 1 and not node.users:
+                _split(node, runs)
+                module.recompile()
+
+
+def _writes_to_list(node: torch.fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    over_list = name.startswith(("_foreach_", "_amp_foreach_")) and name.endswith("_")
+    return node.op == "call_function" and over_list and bool(node.args) and isinstance(node.args[0], (list, tuple))
+
+
+def _lists(node: torch.fx.Node) -> list[Any]:
+    count = len(node.args[0])
+    return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (list, tuple)) and len(value) == count]
+
+
+def _runs(node: torch.fx.Node) -> list[slice]:
+    """Parts of the lists, in order, in which no tensor is read or written to after it was written to."""
+    begins, written = [0], set()
+    for i, tensor in enumerate(node.args[0]):
+        if any(values[i] in written for values in _lists(node)):
+            begins.append(i)
+            written.clear()
+        written.add(tensor)
+    return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(node.args[0])])]
+
+
+def _split(node: torch.fx.Node, runs: list[slice]) -> None:
+    graph, lists = node.graph, [id(values) for values in _lists(node)]
+
+    def part(value: Any, run: slice) -> Any:
+        return value[run] if id(value) in lists else value
+
+    with graph.inserting_before(node):
+        for run in runs:
+            kwargs = {name: part(value, run) for name, value in node.kwargs.items()}
+            graph.call_function(node.target, tuple(part(value, run) for value in node.args), kwargs)
+    graph.erase_node(node)
