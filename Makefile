@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow fuzz
+.PHONY: demo test examples bench-compile bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-memory fuzz
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,12 @@ test: $(VENV)/.installed
 # What make test leaves out: four ranks through Inductor, jobs that share a cache or a full disk.
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest tests -m slow
+
+# The C++ part under the address sanitizer of g++ (not its leaks: torch and Python keep things to the end).
+test-memory: $(VENV)/.installed
+	CXX="g++ -fsanitize=address -g" TORCH_EXTENSIONS_DIR=build/sanitized ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" $(BIN)/python -m pytest \
+	-p no:cacheprovider tests/runtime/test_guards.py tests/runtime/test_gradients.py tests/runtime/test_optimizer_steps.py -k "native or walk"
 
 # Every pair of specs on 1-D, 2-D and 3-D meshes (make test takes a sample).
 test-redistributions: $(VENV)/.installed

@@ -29,6 +29,7 @@ import importlib.util
 import logging
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,7 @@ _SOURCES = pathlib.Path(__file__).with_name("native_code")
 def native() -> types.ModuleType | None:
     """The C++ module; None, with a warning, where there is no compiler or it fails. The first call on a machine builds it (20 s).
 
-    ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it.
+    ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler, with options where there are some.
     """
     if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0":
         return None
@@ -102,7 +103,7 @@ def _command() -> list[str]:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     return [
-        compiler, "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(_SOURCES / "module.cpp"),
+        *shlex.split(compiler), "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(_SOURCES / "module.cpp"),
         *libraries, "-ltorch_python", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
 
