@@ -277,7 +277,7 @@ def take(x: torch.Tensor, wanted: Held, has: Held) -> torch.Tensor:
 
 def _reordered(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Chunks of dim 0 in this order: only meshes whose ranks do not grow with their coordinates have another one."""
-    return x if list(order) == list(range(len(order))) else torch.stack([x[k] for k in order])
+    return x if list(order) == list(range(len(order))) else torch.cat([x[k : k + 1] for k in order])
 
 
 def _take(x: torch.Tensor, wanted: Held, has: Held) -> torch.Tensor:
