@@ -19,7 +19,7 @@ from dtensor_compile.capture.repeated_writes import write_once
 from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.capture.spent_graphs import restore_spent_graphs
 from dtensor_compile.capture.trace import capture_redistributions
-from dtensor_compile.checks import check_program, tensor_meshes
+from dtensor_compile.checks import check_program, shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
 from dtensor_compile.compat.data_dependent import backward_in_time
@@ -53,7 +53,7 @@ from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.lowering.view_again import view_again
 from dtensor_compile.options import Options
 from dtensor_compile.passes import dropped, run_passes
-from dtensor_compile.passes.nodes import across
+from dtensor_compile.passes.nodes import across, has_even_shards, redistributions
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
 from dtensor_compile.runtime.agree import Agreement
 from dtensor_compile.spmd.spread import spread_annotations
@@ -98,7 +98,8 @@ def dtensor(
     if recording():
         log.decided(cache_decisions(gm))
 
-    lowered_passes = passes_after_lowering(opts.topology, opts.overlap_memory, opts.enable_passes) if opts.schedule else ()
+    even = [opts.schedule and shards_are_even(gm)]
+    lowered_passes = passes_after_lowering(opts.topology, opts.overlap_memory, opts.enable_passes, even=lambda: all(even))
 
     @plans_for(opts.topology, opts.redistribution_memory)
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
@@ -108,6 +109,7 @@ def dtensor(
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
+        even.append(all(map(has_even_shards, redistributions(graph))))
         check_memory(graph)
         log.decided(tell_ranges(graph))
         # Ranks of one mesh alone do not see whether shards of the other are even.
@@ -127,7 +129,7 @@ def dtensor(
         split_nary(graph)
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
-        log.decided(run_passes(graph, lowered_passes, disabled=opts.disable_passes, strict=opts.strict))
+        log.decided(run_passes(graph, lowered_passes if opts.schedule else (), disabled=opts.disable_passes, strict=opts.strict))
         view_again(graph)
         log.lowered(graph)
         agreement.note(graph)

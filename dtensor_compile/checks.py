@@ -149,3 +149,17 @@ def _meshes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator
         mesh = compat_mesh.real_mesh(value)
         if isinstance(mesh, DeviceMesh):
             yield mesh
+
+
+def shards_are_even(gm: torch.fx.GraphModule) -> bool:
+    """Whether every DTensor of a Dynamo graph has local tensors of the same sizes on all ranks."""
+    values = tree_leaves([node.meta.get("example_value") for node in gm.graph.nodes])
+    return all(_is_even(value) for value in values if isinstance(value, DTensor))
+
+
+def _is_even(tensor: DTensor) -> bool:
+    parts = [1] * tensor.ndim
+    for placement, n in zip(tensor.placements, compat_mesh.real_mesh(tensor.device_mesh).shape):
+        if isinstance(placement, (Shard, StridedShard)):
+            parts[placement.dim] *= n
+    return all(isinstance(size, int) and size % n == 0 for size, n in zip(tensor.shape, parts))

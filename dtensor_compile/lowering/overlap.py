@@ -1,13 +1,16 @@
-"""Passes over a lowered graph, in the order in which they run: the form of each collective, how many of them, the order of all."""
+"""Passes over a lowered graph, in the order in which they run: products in parts, the form of each collective, how many of them, the
+order of all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.bucket import bucket_collectives as bucket
+from dtensor_compile.lowering.decompose import decompose_products as decompose
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.lowering.schedule import Simulation
 from dtensor_compile.lowering.schedule_graph import cluster_for, schedule_graph
@@ -15,19 +18,26 @@ from dtensor_compile.passes import Pass
 from dtensor_compile.topology.links import Cluster
 
 #: Names under which they can be left out.
-LOWERED_PASSES: tuple[str, ...] = ("bucket_collectives", "reduce_by_exchange", "schedule_graph")
-#: Those that run only for a topology that the user names, whose latency says what pays, or where the user asks for them.
-LOWERED_OPTIONAL: tuple[str, ...] = ("bucket_collectives",)
+LOWERED_PASSES: tuple[str, ...] = ("decompose_products", "bucket_collectives", "reduce_by_exchange", "schedule_graph")
+#: Those that run only where the user asks for them; the second also for a topology that the user names, whose latency says what pays.
+LOWERED_OPTIONAL: tuple[str, ...] = ("decompose_products", "bucket_collectives")
 
 
-def passes_after_lowering(topology: Cluster | None, overlap_memory: float, enabled: Sequence[str] = ()) -> tuple[Pass, ...]:
+def passes_after_lowering(
+    topology: Cluster | None, overlap_memory: float, enabled: Sequence[str] = (), *, even: Callable[[], bool] = lambda: False
+) -> tuple[Pass, ...]:
     """The passes, for `run_passes`.
 
     Args:
         topology: of the job; None for the default of the device.
         overlap_memory: part of the peak that the order may add.
-        enabled: names of `LOWERED_OPTIONAL` ones that run without a topology too.
+        enabled: names of `LOWERED_OPTIONAL` ones that the user asks for.
+        even: asked when they run: whether all ranks have the same sizes, so that they may decide by the seconds of compute.
     """
+
+    def decompose_products(graph: torch.fx.Graph) -> list[Decision]:
+        cluster = cluster_for(graph, topology)
+        return decompose(graph, cluster, overlap_memory) if cluster is not None and even() else []
 
     def bucket_collectives(graph: torch.fx.Graph) -> list[Decision]:
         cluster = cluster_for(graph, topology)
@@ -37,8 +47,9 @@ def passes_after_lowering(topology: Cluster | None, overlap_memory: float, enabl
         return schedule_graph(graph, topology, overlap_memory)
 
     in_order.__name__ = schedule_graph.__name__
-    passes = (bucket_collectives, reduce_by_exchange, in_order)
-    return tuple(run for run in passes if topology is not None or run.__name__ not in LOWERED_OPTIONAL or run.__name__ in enabled)
+    passes = (decompose_products, bucket_collectives, reduce_by_exchange, in_order)
+    out = {*LOWERED_OPTIONAL} - {*enabled, *(() if topology is None else (bucket_collectives.__name__,))}
+    return tuple(run for run in passes if run.__name__ not in out)
 
 
 def kernels_in_order(before: Simulation, after: Simulation) -> Decision:

@@ -43,18 +43,19 @@ def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
     traced: dict[Any, torch.fx.Graph] = {}
     for node in graph.find_nodes(op="call_function", target=_reduce_scatter):
         waits = [user for user in node.users if is_wait(user)]
-        if _is_exchanged(node, [node.args[0]]) and len(waits) == 1 and len(node.users) == 1:
+        if is_exchanged(node, [node.args[0]]) and len(waits) == 1 and len(node.users) == 1:
             decisions.append(_decision(node, "reduce_scatter"))
             _replace(node, waits[0], traced)
     for node in graph.find_nodes(op="call_function", target=_reduce_scatters):
         waits = [next(iter(item.users)) for item in node.users if len(item.users) == 1]
-        if _is_exchanged(node, node.args[0]) and len(waits) == len(node.args[0]) and all(map(is_wait, waits)):
+        if is_exchanged(node, node.args[0]) and len(waits) == len(node.args[0]) and all(map(is_wait, waits)):
             decisions.append(_decision(node, f"reduce_scatter of {len(waits)}"))
             _replace_bucket(node, waits)
     return decisions
 
 
-def _is_exchanged(node: torch.fx.Node, inputs: Sequence[torch.fx.Node]) -> bool:
+def is_exchanged(node: torch.fx.Node, inputs: Sequence[torch.fx.Node]) -> bool:
+    """Whether a reduce_scatter of `inputs` becomes an exchange."""
     op, group = node.args[1], node.args[3]
     if op not in ("sum", "avg") or REDISTRIBUTES not in node.meta:
         return False

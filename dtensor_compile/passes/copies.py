@@ -88,7 +88,9 @@ def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
         else:
             copy = call(_clone, call(_permute, original, order), memory_format=torch.contiguous_format)
             new = call(_permute, copy, [order.index(dim) for dim in range(len(order))])
-        if not equal(was.stride(), new.meta["val"].stride()):
+        # Symbolic ones are contiguous, both, and not numbers that could be arguments.
+        numbers = all(type(number) is int for number in (*was.shape, *was.stride()))
+        if numbers and not equal(was.stride(), new.meta["val"].stride()):
             new = call(torch.ops.aten.as_strided.default, new, list(was.shape), list(was.stride()))
     new.meta[MARK] = mark_of(node)
     node.replace_all_uses_with(new)

@@ -30,6 +30,9 @@ RECORDED_AS = "dtensor_compile_recorded_as"
 REDISTRIBUTES = "dtensor_compile_redistributes"
 
 
+#: Key of a node's ``meta``: it starts a part of what was one collective, and stays by itself.
+PART = "dtensor_compile_part"
+
 #: Key of a node's ``meta``: it is part of a redistribution from one mesh to another, and of which.
 ACROSS = "dtensor_compile_across"
 

@@ -42,6 +42,9 @@ def _not_hidden(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
         yield Decision("overlap", collective.where, reason, _text(collective), _text(collective))
 
 
+_IN_PARTS = "`decompose_products` (enable_passes) runs the two in parts beside each other where its estimate says that it pays"
+
+
 def _not_decomposed(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
     for index, collective in enumerate(graph.collectives):
         if timing.exposed[index] <= 0 or collective.kind not in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -49,7 +52,8 @@ def _not_decomposed(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
         matmul = _matmul_beside(graph.operations, index, after=collective.kind == "all_gather")
         if matmul is not None:
             side = "feeds" if collective.kind == "all_gather" else "follows"
-            reason = f"it {side} {matmul.name}; no pass of this release runs the two in pieces beside each other"
+            can = "`decompose_products` leaves sums that all ranks get whole" if collective.kind == "all_reduce" else _IN_PARTS
+            reason = f"it {side} {matmul.name}; {can}"
             yield Decision("decompose_matmul", collective.where, reason, _text(collective), _text(collective))
 
 

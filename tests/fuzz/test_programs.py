@@ -115,3 +115,9 @@ def test_a_row_wise_lookup_along_a_mesh_dim_of_one_rank():
 def test_a_result_with_strided_shards():
     x = "tensor(mesh, 1, [5, 7], torch.float32, [Replicate(), Shard(1)], False)"
     check(Program((1, 2), (x,), ("v0 = a0 * 2", "v1 = v0.reshape([35])"), ("v0", "v1")))
+
+
+def test_a_redistribution_there_and_back_of_symbolic_sizes():
+    x = "tensor(mesh, 0, [1, 7, 6, 4], torch.float32, [Shard(3)], False)"
+    lines = ("v0 = a0.redistribute(placements=[Shard(2)])", "v1 = v0.redistribute(placements=[Shard(3)])")
+    check(Program((2,), (x,), lines, ("v0", "v1"), True))

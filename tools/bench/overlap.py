@@ -8,6 +8,7 @@ number of ranks and rate (Mbit/s); times are medians over repeats in which the v
     compute     the same ranks at once, with collectives that return at once
     wire        bytes that one rank sends, divided by the rate
     eager, stock, knobs, ours     knobs: stock with its reordering of collectives switched on
+    parts       ours with products in parts (``decompose_products``)
     ratio       ours / max(compute, wire)
     memory      peak of resident memory in a step beyond that before it: stock, ours
     exposed     ours beyond compute: predicted, measured
@@ -71,11 +72,15 @@ def variants(topology: Cluster) -> dict[str, Callable[[Any], Any]]:
     def stock(model: Any, **options: Any) -> Any:
         return torch.compile(model, backend="inductor", options=options)
 
+    def ours(model: Any, **options: Any) -> Any:
+        return torch.compile(model, backend="dtensor", fullgraph=True, options={"topology": topology, **options})
+
     return {
         "eager": lambda model: model,
         "stock": stock,
         "knobs": lambda model: stock(model, **KNOBS),
-        "ours": lambda model: torch.compile(model, backend="dtensor", fullgraph=True, options={"topology": topology}),
+        "ours": ours,
+        "parts": lambda model: ours(model, enable_passes=["decompose_products"]),
     }
 
 
@@ -177,11 +182,11 @@ def row(network: netlab.Network, args: argparse.Namespace, layout: str, mbit: fl
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     result = Table(title=title)
-    columns = ["layout", "ranks", "Mbit/s", "compute", "wire", "eager", "stock", "knobs", "ours", "ratio", "memory", "exposed"]
+    columns = ["layout", "ranks", "Mbit/s", "compute", "wire", "eager", "stock", "knobs", "ours", "parts", "ratio", "memory", "exposed"]
     for column in columns:
         result.add_column(column, justify="right")
     for this in rows:
-        times = [f"{this[name] * 1e3:.0f}" if name in this else "fails" if name in this["failed"] else "-" for name in columns[3:9]]
+        times = [f"{this[name] * 1e3:.0f}" if name in this else "fails" if name in this["failed"] else "-" for name in columns[3:10]]
         memory = " / ".join(f"{this['memory'][name] / 2**20:.0f}" for name in ("stock", "ours") if name in this["memory"])
         exposed = f"{this['predicted'] * 1e3:.0f} / {this['exposed'] * 1e3:.0f}"
         facts = [this["layout"], str(this["ranks"]), f"{this['mbit']:g}", *times, f"{this['ratio']:.2f}", memory, exposed]
@@ -197,7 +202,7 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=[500, 1000, 4000], help="Mbit/s")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--variants", nargs="+", default=["eager", "stock", "knobs", "ours"])
+    parser.add_argument("--variants", nargs="+", default=["eager", "stock", "knobs", "ours", "parts"])
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one row")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
