@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-memory fuzz
+.PHONY: demo test examples bench-compile bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +66,10 @@ bench-redistribution: $(VENV)/.installed
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python -W ignore -m tests.fuzz.run --programs $(PROGRAMS) --seed $(SEED)
+
+# Twenty operators over fifty pairs of placements on three meshes, all ranks of each in one process (make test takes a sample).
+matrix: $(VENV)/.installed
+	$(BIN)/python -W ignore -m tests.matrix.run
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
     The default process group is there, the environment is that of ``torchrun``, and a program that makes process groups itself
     gets such ones, whatever backend it asks for. Values that come from other ranks mean nothing; shapes are right.
     """
-    stock_init, stock_new = dist.init_process_group, dist.new_group
+    stock_init, stock_new, stock_hook = dist.init_process_group, dist.new_group, sys.excepthook
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if not dist.is_initialized():
@@ -46,6 +47,7 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
     finally:
         for module in (dist, distributed_c10d):
             module.init_process_group, module.new_group = stock_init, stock_new  # type: ignore[attr-defined]
+        sys.excepthook = stock_hook  # each default process group wraps one more around it
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         if dist.is_initialized():

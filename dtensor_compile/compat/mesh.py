@@ -14,7 +14,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group, _world
+from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from dtensor_compile.errors import NoProcessGroupError
@@ -73,8 +73,8 @@ def group_named(name: str) -> dist.ProcessGroup:
 def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
     """Name, global ranks (in the order of the group) and backend of every process group that this rank is in, in order of creation."""
     return [
-        (str(_get_process_group_name(group)), tuple(_world.pg_group_ranks[group]), str(backend))
-        for group, (backend, _) in _world.pg_map.items()
+        (str(_get_process_group_name(group)), tuple(distributed_c10d._world.pg_group_ranks[group]), str(backend))
+        for group, (backend, _) in distributed_c10d._world.pg_map.items()
     ]
 
 

@@ -2,7 +2,8 @@
 
 `sharding_rules` is entered by the scope in which Dynamo traces for our backend (`compat.dynamo`), and left with it. Inside:
 
-- The offset of a shard comes from integers, where torch reads it out of a tensor, which has no values while tracing.
+- The offset of a shard comes from integers, where torch reads it out of a tensor, which has no values while tracing; that of a
+  strided shard out of a tensor that has.
 - A slice that takes all of a dim is one also where the size of the dim is symbolic (`x[:, 1:3]` slices dim 0 up to ``sys.maxsize``).
 - A flattened sharded dim fixes the sizes before it, as its strided shard needs a number.
 - A symbolic number stays symbolic when an operator looks for its rule.
@@ -32,6 +33,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import _utils as shard_utils
@@ -40,16 +42,18 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy
 from torch.distributed.tensor._ops import _view_ops
+from torch.distributed.tensor._ops import utils as op_utils
 from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.dtensor import spec_of_parts
-from dtensor_compile.compat.mesh import real_mesh
+from dtensor_compile.compat.mesh import mesh_dims, rank_map, real_mesh
 
 aten = torch.ops.aten
 
@@ -325,6 +329,33 @@ def _is_part_of_mesh(stock: Callable[[DeviceMesh], bool], self: DeviceMesh) -> b
     return True
 
 
+#: What redistributions cost torch, by meshes and specs: a search for the cheapest path, which torch repeats for each pair of
+#: placements that an operator could have, and remembers in eager alone.
+_costs: dict[Any, float] = {}
+_MOST_COSTS = 1 << 16
+
+
+def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTensorSpec) -> float:
+    """Cost of a redistribution in torch's estimate; it depends on layouts and sizes alone, not on the rank."""
+    metas, mesh = (current.tensor_meta, target.tensor_meta), real_mesh(current.mesh)
+    sizes = [(tuple(meta.shape), tuple(meta.stride), meta.dtype) for meta in metas if meta is not None]
+    symbolic = any(type(size) is not int for shape, stride, _ in sizes for size in (*shape, *stride))
+    if len(sizes) < 2 or symbolic or current.mesh != target.mesh or mesh.get_coordinate() is None:
+        return stock(current, target)
+    layout = mesh.device_type, rank_map(mesh), *mesh_dims(mesh)
+    key = str(layout), *sizes, *((s.placements, s.shard_order) for s in (current, target))
+    try:
+        found = _costs.get(key)
+    except TypeError:  # a mask that has no hash
+        return stock(current, target)
+    if found is None:
+        found = stock(current, target)
+        if len(_costs) >= _MOST_COSTS:
+            _costs.clear()
+        _costs[key] = found
+    return found
+
+
 def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """torch compares the classes with a plain ``arange``, the same on every rank."""
     with implicit_replication() if isinstance(value, DTensor) else contextlib.nullcontext():
@@ -370,6 +401,14 @@ def _local_shape_and_offset(
             empty = isinstance(size, int) and size == 0
             offsets[placement.dim] = global_shape[placement.dim] if empty else offsets[placement.dim] + offset
     return tuple(sizes), tuple(offsets)
+
+
+def _strided_shard_size(stock: Callable[..., Any], self: _StridedShard, size: Any, *args: Any, **kwargs: Any) -> Any:
+    """Size and offsets of a strided shard, which torch reads out of a tensor: one with values, where the dim has a size."""
+    if not isinstance(size, int):
+        return stock(self, size, *args, **kwargs)
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():
+        return stock(self, size, *args, **kwargs)
 
 
 def _fix_flattened_sizes(
@@ -423,6 +462,8 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
         (OpSchema, "__hash__", _hash),
         (DeviceMesh, "_is_current_rank_part_of_mesh", _is_part_of_mesh),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
+        (op_utils, "redistribute_cost", _known_cost),
+        (_StridedShard, "local_shard_size_and_offset", _strided_shard_size),
         (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),
         (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate)),
     )

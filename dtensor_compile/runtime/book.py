@@ -38,9 +38,10 @@ _book: Book | None = None
 
 
 def current_book() -> Book | None:
-    """The book of this process group; None where there is nobody to talk to."""
+    """The book of this process group; None where there is nobody to talk to, or nobody who could answer while this rank waits
+    (ranks that are threads take turns)."""
     global _book
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ("fake", "threaded"):
         return None
     group = dist.group.WORLD
     if _book is None or _book.group is not group:

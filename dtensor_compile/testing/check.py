@@ -23,9 +23,11 @@ import torch
 
 from dtensor_compile.report.target import program_of
 from dtensor_compile.testing.bisect import Culprit, bisect
+from dtensor_compile.testing.local import compare_locally
 from dtensor_compile.testing.parity import (
     Allowed,
     Case,
+    Comparison,
     Difference,
     Loss,
     Settings,
@@ -51,6 +53,7 @@ def parity(
     options: Mapping[str, Any] | None = None,
     bisected: bool = True,
     timeout: float = 240.0,
+    local: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Decorator for a function that returns ``model, inputs`` (a tensor, a sequence of arguments, or a dict of them).
 
@@ -62,25 +65,38 @@ def parity(
         backend, fullgraph, dynamic, options: for ``torch.compile``.
         bisected: find out which part of the compilation makes a difference; costs nothing where there is none.
         timeout: seconds after which the ranks are ended.
+        local: no ranks are started: all of them are in this process, and eager runs on torch's ``LocalTensor`` (`testing.local`).
 
     Raises (the test):
         RankError: compiled differs from eager, or a rank raised, died or did not answer in time.
+        AssertionError: with `local`, compiled differs from eager.
     """
     settings = Settings(backend, fullgraph, dynamic, options)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         takes_mesh = "mesh" in inspect.signature(function).parameters
 
-        @functools.wraps(function)
-        def on_rank(*args: Any, **kwargs: Any) -> None:
-            given = {"mesh": make_mesh(tuple(mesh), names and tuple(names))} if takes_mesh else {}
-            case = Case(
-                functools.partial(make_program, functools.partial(function, *args, **kwargs, **given)),
+        world = math.prod(mesh)
+
+        def case_of(*args: Any, **kwargs: Any) -> Case:
+            def made() -> Any:
+                given = {"mesh": make_mesh(tuple(mesh), names and tuple(names))} if takes_mesh else {}
+                return function(*args, **kwargs, **given)
+
+            return Case(
+                functools.partial(make_program, made),
                 loss=loss, optimizer=optimizer, calls=calls, allowed=Allowed(computed_in, tolerance),
             )  # fmt: skip
-            check_case(case, settings, bisected=bisected)
 
-        run = on_ranks(math.prod(mesh), timeout)(on_rank)
+        @functools.wraps(function)
+        def on_rank(*args: Any, **kwargs: Any) -> None:
+            check_case(case_of(*args, **kwargs), settings, bisected=bisected)
+
+        @functools.wraps(function)
+        def here(*args: Any, **kwargs: Any) -> None:
+            check_case(case_of(*args, **kwargs), settings, bisected=bisected, world=world)
+
+        run = here if local else on_ranks(world, timeout)(on_rank)
         signature = inspect.signature(function)
         shown = [p for name, p in signature.parameters.items() if name != "mesh"]
         run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined] # pytest asks for no fixture `mesh`
@@ -101,24 +117,35 @@ def make_program(function: Callable[[], Any]) -> tuple[Callable[..., Any], Seque
     return program.model, program.args, program.kwargs or {}
 
 
-def check_case(case: Case, settings: Settings, *, bisected: bool = True) -> None:
-    """Raises an AssertionError that tells the differences of all ranks, and what makes them; call it on every rank."""
-    comparison = compare_case(case, settings, everywhere=True)
+def check_case(case: Case, settings: Settings, *, bisected: bool = True, world: int | None = None) -> None:
+    """Raises an AssertionError that tells the differences of all ranks, and what makes them; call it on every rank.
+
+    Args:
+        world: that many ranks in this process, which has no process group (`testing.local`).
+    """
+    comparison = compare_everywhere(case, settings, world)
     if comparison.differences:
-        raise AssertionError(describe(comparison.differences, bisect_case(case, settings) if bisected else None))
+        raise AssertionError(describe(comparison.differences, bisect_case(case, settings, world) if bisected else None))
     if not comparison.tensors:
         raise AssertionError("the program returns no tensor and leaves none behind: there is nothing to compare")
 
 
-def bisect_case(case: Case, settings: Settings) -> Culprit:
-    """`bisect` for a case; call it on every rank."""
+def compare_everywhere(case: Case, settings: Settings, world: int | None = None) -> Comparison:
+    """The differences of all ranks: of those of this job, or of `world` ranks in this process."""
+    return compare_case(case, settings, everywhere=True) if world is None else compare_locally(case, world, settings)
+
+
+def bisect_case(case: Case, settings: Settings, world: int | None = None) -> Culprit:
+    """`bisect` for a case; call it on every rank, or with the number of those in this process."""
 
     def differs(tried: Settings) -> bool:
         try:
+            if world is not None:
+                return bool(compare_locally(case, world, tried).differences)
             found = compare_case(case, tried).differences
         except Exception:  # noqa: BLE001 - settings under which it does not compile are not equal to eager
             found = [Difference("compiling", "", traceback.format_exc())]
-        return bool(of_all_ranks(found))
+        return bool(found if world is not None else of_all_ranks(found))
 
     return bisect(differs, settings)
 

@@ -1,7 +1,8 @@
 """``dtensor-compile parity TARGET --mesh 2x2``: does the compiled program give eager's numbers, and if not, what makes the
 difference?
 
-The command starts the ranks itself, on gloo, or runs on those of a job (``--real``, under ``torchrun``). Exit status: 0; 1
+The command starts the ranks itself, on gloo, runs on those of a job (``--real``, under ``torchrun``), or has all of them in its
+own process (``--local``). Exit status: 0; 1
 where compiled differs from eager, with the differences; 2 where the program could not be compared.
 """
 
@@ -13,6 +14,7 @@ import functools
 import io
 import pathlib
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +25,9 @@ import torch.distributed as dist
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.look import DEFAULT_WORLD, Job, parse_mesh_argument, running
 from dtensor_compile.report.target import TargetError, call_target, function_of, is_script
-from dtensor_compile.testing.check import bisect_case, describe, make_program
+from dtensor_compile.testing.check import bisect_case, compare_everywhere, describe, make_program
 from dtensor_compile.testing.minify import MinifyError, minified_script
-from dtensor_compile.testing.parity import Allowed, Case, Settings, compare_case, sum_of_squares
+from dtensor_compile.testing.parity import Allowed, Case, Settings, sum_of_squares
 from dtensor_compile.testing.ranks import RankError, make_mesh, run_on_ranks
 
 EQUAL, DIFFERS, NOT_RUN = 0, 1, 2
@@ -55,6 +57,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument("--mesh", metavar="2x2", default="", help="mesh for a function that takes one; with names: dp=2,tp=2")
     p.add_argument("--world", type=int, metavar="N", help=f"ranks to start (default: of --mesh, else {DEFAULT_WORLD})")
     p.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun")
+    p.add_argument("--local", action="store_true", help="start no ranks: all in this process, eager on torch's LocalTensor")
     p.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds until the ranks are ended (default 600)")
     p.add_argument("--calls", type=int, default=2, metavar="N", help="calls of the step (default 2)")
     p.add_argument("--optimizer", choices=_OPTIMIZERS, help="steps after each call; parameters are compared after the last")
@@ -79,7 +82,13 @@ def main(argv: Sequence[str], program: str = "dtensor-compile parity") -> int:
         if is_script(args.target):
             where = f"{args.target}:function"
             raise TargetError(f"{args.target} is a script: name a function in it, {where}, that returns a model and inputs")
-        if args.real:
+        if args.real and args.local:
+            raise TargetError("--real and --local exclude each other: the ranks are processes, or they are not")
+        if args.local and args.minify:
+            raise TargetError("--minify compares on ranks of their own: leave --local out, or use --bisect")
+        if args.local:
+            answer, first = _compare_here(args, job), True
+        elif args.real:
             with running(job):
                 answer = compare_target(args, job)
                 first = dist.get_rank() == 0
@@ -108,8 +117,19 @@ def compare_target(args: argparse.Namespace, job: Job) -> Answer:
             return Answer(NOT_RUN, " ".join(str(error).split()))
 
 
+def _compare_here(args: argparse.Namespace, job: Job) -> Answer:
+    """`compare_target` with all ranks in this process; what ends it is told as if it had ended a rank."""
+    try:
+        return compare_target(args, job)
+    except DTensorCompileError:
+        raise
+    except Exception as error:
+        raise RankError("".join(traceback.format_exception(error))) from error
+
+
 def _compare(args: argparse.Namespace, job: Job) -> Answer:
-    dims = job.mesh or (("tp", dist.get_world_size()),)
+    ranks = job.ranks if args.local else dist.get_world_size()
+    dims, world = job.mesh or (("tp", ranks),), ranks if args.local else None
     names, shape = tuple(name for name, _ in dims), tuple(size for _, size in dims)
     device = "cuda" if torch.cuda.is_available() and job.real else "cpu"
     function = function_of(args.target)
@@ -127,15 +147,15 @@ def _compare(args: argparse.Namespace, job: Job) -> Answer:
     options = {"kernels": args.kernels} if args.backend == "dtensor" and args.kernels != "inductor" else None
     settings = Settings(args.backend, not args.breaks, args.dynamic, options)
     try:
-        comparison = compare_case(case, settings, everywhere=True)
+        comparison = compare_everywhere(case, settings, world)
     except TypeError as error:
         raise TargetError(f"{args.target}: {error}") from error
-    ranks = dist.get_world_size()
+    told = f" in one process ({comparison.reference})" if args.local else ""
     if not comparison.differences:
         if not comparison.tensors:
             raise TargetError(f"{args.target} returns no tensor and leaves none behind: there is nothing to compare")
-        return Answer(EQUAL, f"equal: {comparison.tensors} tensors of {args.calls} calls on {ranks} ranks")
-    culprit = bisect_case(case, settings) if args.bisect or args.minify else None
+        return Answer(EQUAL, f"equal: {comparison.tensors} tensors of {args.calls} calls on {ranks} ranks" + told)
+    culprit = bisect_case(case, settings, world) if args.bisect or args.minify else None
     text, script = describe(comparison.differences, culprit), ""
     if args.minify:
         try:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.rank_threads import is_rank_thread
 from dtensor_compile.testing.compare import TOLERANCE, Allowed, Difference, compare_values
 
 __all__ = [
@@ -49,7 +50,8 @@ class Settings:
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self.eager:
             return function
-        torch.compiler.reset()
+        if not is_rank_thread():  # the others have compiled code too
+            torch.compiler.reset()
         options = dict(self.options) if self.options else None
         return torch.compile(function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=options)
 
@@ -113,10 +115,19 @@ class Comparison:
     Attributes:
         differences: in the order of `Case.run`, rank by rank.
         tensors: how many tensors were compared on this rank.
+        reference: what compiled was compared with.
     """
 
     differences: list[Difference]
     tensors: int
+    reference: str = "eager"
+
+
+def compare_runs(case: Case, eager: dict[str, Any], compiled: dict[str, Any]) -> tuple[list[Difference], int]:
+    """What differs between what two runs of a case left behind on this rank, and how many tensors there were to compare."""
+    found = [d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=case.allowed)]
+    kept = [eager[key] for key in eager if key != "random state"]
+    return found, sum(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(kept))
 
 
 def compare_case(case: Case, settings: Settings, *, everywhere: bool = False) -> Comparison:
@@ -125,9 +136,7 @@ def compare_case(case: Case, settings: Settings, *, everywhere: bool = False) ->
     Args:
         everywhere: the differences of all ranks, on every rank (a collective: call it on every rank).
     """
-    eager, compiled = case.run(replace(settings, eager=True)), case.run(settings)
-    found = [d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=case.allowed)]
-    tensors = sum(isinstance(x, torch.Tensor) for key in eager if key != "random state" for x in pytree.tree_leaves(eager[key]))
+    found, tensors = compare_runs(case, case.run(replace(settings, eager=True)), case.run(settings))
     return Comparison(of_all_ranks(found) if everywhere else found, tensors)
 
 

@@ -77,15 +77,22 @@ def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: 
         raise
 
 
-@functools.lru_cache(maxsize=None)
 def make_mesh(shape: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu") -> Any:
-    """`init_device_mesh`, once per process for the same arguments: tests share the process groups.
+    """`init_device_mesh`, once per job and rank for the same arguments: tests share the process groups.
 
-    A test that flattens mesh dims makes a mesh of its own: torch then redistributes over the flattened mesh, for all who share it.
+    A test that flattens mesh dims makes a mesh of its own: torch then redistributes over the flattened mesh, for all who share
+    it.
     """
+    import torch.distributed as dist
+
+    return _make_mesh(dist.group.WORLD, tuple(shape), names and tuple(names), device_type)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_mesh(job: Any, shape: tuple[int, ...], names: tuple[str, ...] | None, device_type: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device_type, tuple(shape), mesh_dim_names=names)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 class _Job:

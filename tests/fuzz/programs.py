@@ -339,17 +339,18 @@ def make_program(draw: random.Random, meshes: Sequence[tuple[int, ...]] = MESHES
 # ---- comparing ---------------------------------------------------------------------------------------------------------------
 
 
-def case_of_program(program: Program) -> Case:
-    names = namespace(program.mesh)
+def case_of_program(program: Program, calls: int = 2) -> Case:
     file = f"<program {zlib.crc32(program.source.encode()):x}>"
     linecache.cache[file] = (len(program.source), None, program.source.splitlines(True), file)
-    exec(compile(program.source, file, "exec"), names)
+    code = compile(program.source, file, "exec")
 
     def make() -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+        names = namespace(program.mesh)
+        exec(code, names)
         return names["program"], [eval(text, names) for text in program.inputs], {}
 
     allowed = Allowed(torch.bfloat16) if program.narrow else Allowed()
-    return Case(make, loss=sum_of_squares, calls=2, allowed=allowed)
+    return Case(make, loss=sum_of_squares, calls=calls, allowed=allowed)
 
 
 def settings_of(program: Program, kernels: str = "aten") -> dict[str, Settings]:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 
 from dtensor_compile.compat.fake_group import simulated_job
-from dtensor_compile.testing import RankError, make_mesh, run_on_ranks
+from dtensor_compile.testing import RankError, run_on_ranks
 from dtensor_compile.testing.bisect import pass_names
 from dtensor_compile.testing.parity import Settings
 from tests.fuzz.programs import MESHES, Program, RefusedBySome, make_program, smaller, verdict
@@ -27,7 +27,6 @@ def programs(seeds: range, meshes: list[tuple[int, ...]]) -> list[tuple[int, Pro
             program = make_program(random.Random(seed), meshes)
             if program is not None:
                 made.append((seed, program))
-    make_mesh.cache_clear()  # those meshes have gone with their job
     return made
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtensor_compile.compat.fake_group import simulated_job
-from dtensor_compile.testing import make_mesh, run_on_ranks
+from dtensor_compile.testing import run_on_ranks
 from dtensor_compile.testing.bisect import pass_names
 from dtensor_compile.testing.parity import Settings
 from tests.fuzz.programs import Program, make_program, smaller, verdict
@@ -17,11 +17,8 @@ TWO = [(2,), (2, 1), (1, 2)]
 
 
 def made(draw, meshes, lines=6):
-    try:
-        with simulated_job(4, 0):
-            return make_program(draw, meshes, lines)
-    finally:
-        make_mesh.cache_clear()  # those meshes have gone with their job
+    with simulated_job(4, 0):
+        return make_program(draw, meshes, lines)
 
 
 def check(program):

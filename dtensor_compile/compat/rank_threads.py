@@ -1,0 +1,287 @@
+"""The ranks of a job as threads of this process, of which one runs at a time.
+
+A rank runs until a collective has to wait for another rank; then the next one that can go on does. So nothing runs beside
+anything else: what a compilation changes in torch while it lasts is not seen by another rank, and where no rank can go on, ranks
+wait for each other for ever, which is an error at once and no time-out. What a process has once (the state of torch's generator,
+what Dynamo remembers of sizes, the environment, and whatever else the caller names) is kept for each rank and put back when its
+turn comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import pgo
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+#: The name that torch compares with to tell meshes of one thread from those of another.
+_BACKEND = "threaded"
+
+#: Of torch, what a rank has and a process has once.
+_STATES: tuple[tuple[Any, str], ...] = ((pgo, "_CODE_STATE"), (pgo, "_INIT_CODE_STATE"))
+
+
+def is_rank_thread() -> bool:
+    """Whether the calling thread is a rank of `run_in_threads`."""
+    return getattr(_here, "rank", None) is not None
+
+
+_here = threading.local()
+
+
+@dataclass
+class _Meeting:
+    """One collective: what the ranks bring that have come."""
+
+    data: list[Any]
+    what: str
+    come: set[int] = field(default_factory=set)
+    done: bool = False
+
+
+class DeadlockError(RuntimeError):
+    """Ranks wait for each other for ever."""
+
+
+class MismatchError(RuntimeError):
+    """Ranks of one process group call different collectives."""
+
+
+class _Stopped(BaseException):
+    """Ends a rank where another has failed."""
+
+
+class _Turns:
+    """Whose turn it is.
+
+    Args:
+        world: number of ranks.
+        states: modules and names in them whose value each rank has for itself, and what it is at first.
+    """
+
+    def __init__(self, world: int, states: Iterable[tuple[Any, str, Callable[[], Any]]]) -> None:
+        self.world, self.changed, self.turn = world, threading.Condition(), 0
+        self.waits: dict[int, str] = {}  # for what, by rank
+        self.over: set[int] = set()
+        self.stopped: BaseException | None = None
+        self.meetings: dict[Any, _Meeting] = {}
+        self.met: dict[Any, int] = {}
+        self.states = list(states)
+        self.kept = [[make() for _, _, make in self.states] for _ in range(world)]
+        self.random = [torch.get_rng_state() for _ in range(world)]
+
+    def begin(self, rank: int) -> None:
+        with self.changed:
+            self._until_turn(rank)
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        with self.changed:
+            self._keep(rank)
+            self.over.add(rank)
+            if error is not None and self.stopped is None:
+                self.stopped = error
+            self._pass_on(rank)
+
+    def meet(self, rank: int, key: Any, place: int, size: int, data: Any, work: Callable[[list[Any]], None], what: str) -> None:
+        """A collective of `size` ranks, of which this is the one at `place`; the last that comes does the work."""
+        with self.changed:
+            number = self.met[key, place] = self.met.get((key, place), 0) + 1
+            meeting = self.meetings.setdefault((key, number), _Meeting([None] * size, what))
+            if meeting.what != what:
+                raise MismatchError(f"rank {rank} calls {what}, and ranks {sorted(meeting.come)} call {meeting.what}")
+            meeting.data[place] = data
+            meeting.come.add(rank)
+            if len(meeting.come) == size:
+                del self.meetings[key, number]
+                work(meeting.data)
+                meeting.done = True
+                for other in meeting.come:
+                    self.waits.pop(other, None)
+                return
+            self.waits[rank] = what
+            self._keep(rank)
+            self._pass_on(rank)
+            self._until_turn(rank)
+            if not meeting.done:
+                raise _Stopped
+
+    def _pass_on(self, rank: int) -> None:
+        ready = [r for r in (*range(rank + 1, self.world), *range(rank + 1)) if r not in self.over and r not in self.waits]
+        if not ready and self.stopped is None and self.waits:
+            told = "; ".join(f"rank {r} waits in {what}" for r, what in sorted(self.waits.items()))
+            gone = f"; ranks {sorted(self.over)} have ended" if self.over else ""
+            self.stopped = DeadlockError(f"ranks wait for each other for ever: {told}{gone}")
+        if self.stopped is not None:
+            self.waits.clear()
+            ready = [r for r in range(self.world) if r not in self.over]
+        self.turn = ready[0] if ready else -1
+        self.changed.notify_all()
+
+    def _until_turn(self, rank: int) -> None:
+        self.changed.wait_for(lambda: self.turn == rank)
+        torch.set_rng_state(self.random[rank])
+        for (module, name, _), value in zip(self.states, self.kept[rank]):
+            setattr(module, name, value)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        if self.stopped is not None:
+            raise _Stopped
+
+    def _keep(self, rank: int) -> None:
+        self.random[rank] = torch.get_rng_state()
+        self.kept[rank] = [getattr(module, name) for module, name, _ in self.states]
+
+
+_turns: _Turns | None = None
+
+
+class _Collective:
+    """In place of torch's, which lets threads run beside each other."""
+
+    def __init__(self, collective: Any, group: Any) -> None:
+        self.collective, self.group = collective, group
+
+    def join(self, rank: int, data: Any) -> Any:
+        assert _turns is not None
+        ranks = tuple(dist.get_process_group_ranks(self.group))
+        what = f"{type(self.collective).__name__.lstrip('_')} among ranks {list(ranks)}"
+        key = self.group.pg_name, ranks
+        _turns.meet(_here.rank, key, rank, len(ranks), data, self.collective.work, what)
+        return threaded.ret_work(data)
+
+
+class _Reduce:
+    """Reductions, of which torch's threads lack some where the result is scattered. Terms are added in the order of ranks."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = getattr(op, "op", op)
+
+    def reduced(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        ops = dist.ReduceOp
+        if self.op in (ops.SUM, ops.AVG):
+            total = functools.reduce(torch.add, tensors)
+            return total if self.op == ops.SUM else total / len(tensors)
+        by_two = {ops.PRODUCT: torch.mul, ops.MIN: torch.minimum, ops.MAX: torch.maximum, ops.BAND: torch.bitwise_and}
+        by_two |= {ops.BOR: torch.bitwise_or, ops.BXOR: torch.bitwise_xor}
+        return functools.reduce(by_two[self.op], tensors)
+
+
+class _AllReduce(_Reduce):
+    @torch.no_grad()
+    def work(self, data: list[Any]) -> None:
+        for tensors in zip(*data):
+            result = self.reduced([x.detach() for x in tensors])
+            for x in tensors:
+                x.detach().copy_(result)
+
+
+class _ReduceScatter(_Reduce):
+    @torch.no_grad()
+    def work(self, data: list[Any]) -> None:
+        for place, (out, _) in enumerate(data):
+            out[0].detach().copy_(self.reduced([terms[0][place].detach() for _, terms in data]))
+
+
+def run_in_threads(
+    world: int, function: Callable[[int], Any], states: Iterable[tuple[Any, str, Callable[[], Any]]] = ()
+) -> list[Any]:
+    """Runs ``function(rank)`` for each rank of a job of `world` ranks, in this process; returns the results in order of rank.
+
+    Each has the default process group of its rank; groups that it makes are of such threads too, whatever backend it asks for.
+    Collectives move what they would; messages from one rank to another (``send``, ``isend``) are not there.
+
+    Args:
+        states: modules, names of what is theirs, and a function that makes its first value: kept for each rank.
+
+    Raises:
+        DeadlockError: no rank can go on.
+        MismatchError: ranks of a group call different collectives.
+        Exception: what the first rank that failed raised, with its rank as a note.
+    """
+    global _turns
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group of its own: ranks in threads need one that has none")
+    store, results, errors = dist.HashStore(), [None] * world, {}
+    stock_init, stock_new = dist.init_process_group, dist.new_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            stock_init(_BACKEND, store=store, rank=_here.rank, world_size=world)
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return stock_new(ranks, timeout, _BACKEND, *args, **kwargs)
+
+    def run(rank: int, turns: _Turns) -> None:
+        _here.rank = rank
+        error: BaseException | None = None
+        try:
+            turns.begin(rank)
+            # Values of shards depend on the rank, and so do sizes; a rank of the job is none of the sizes that Dynamo has seen.
+            limits = {"recompile_limit": world * dynamo_config.recompile_limit, "fake_tensor_cache_enabled": False}
+            limits["accumulated_recompile_limit"] = world * dynamo_config.accumulated_recompile_limit
+            with dynamo_config.patch(**limits), torch.autograd.set_multithreading_enabled(False):
+                init_process_group()
+                results[rank] = function(rank)
+        except _Stopped:
+            pass
+        except BaseException as raised:  # noqa: BLE001 - the caller gets it
+            raised.add_note(f"on rank {rank}")
+            errors[rank] = error = raised
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            turns.end(rank, error)
+
+    own = [(module, name, lambda: None) for module, name in _STATES]
+    states = [*own, *states]
+    before = [(module, name, getattr(module, name)) for module, name, _ in states]
+    random, environment = torch.get_rng_state(), dict(os.environ)
+    with contextlib.ExitStack() as stack:
+        put = functools.partial(mock.patch.object)
+        for module in (dist, distributed_c10d):
+            stack.enter_context(put(module, "init_process_group", init_process_group))
+            stack.enter_context(put(module, "new_group", new_group))
+        stack.enter_context(put(sys, "excepthook", sys.excepthook))  # each default process group wraps one more around it
+        stack.enter_context(put(distributed_c10d, "_world", threaded.ThreadLocalWorld()))
+        stack.enter_context(put(threaded, "_store_based_barrier", lambda *args: None))
+        stack.enter_context(put(threaded.ProcessLocalGroup, "_start_coll", _Collective))
+        stack.enter_context(put(threaded.ProcessLocalGroup, "_end_coll", lambda collective, group: None))
+        stack.enter_context(put(threaded, "AllReduce", _AllReduce))
+        stack.enter_context(put(threaded, "ReduceScatter", _ReduceScatter))
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        torch.compiler.reset()
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        _turns = turns = _Turns(world, states)
+        try:
+            threads = [
+                threading.Thread(target=contextvars.copy_context().run, args=(run, rank, turns), name=f"rank {rank}", daemon=True)
+                for rank in range(world)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            _turns = None
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            for module, name, value in before:
+                setattr(module, name, value)
+            os.environ.clear()
+            os.environ.update(environment)
+            torch.set_rng_state(random)
+            torch.compiler.reset()
+    if turns.stopped is not None:
+        raise turns.stopped
+    return results
