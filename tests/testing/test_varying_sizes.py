@@ -57,7 +57,7 @@ def test_values_of_every_size(marked):
         compiled = torch.compile(step, backend="dtensor_aten", fullgraph=True)
         for size in (9, 12, 6, 1, 0, 2, 9):
             x, w = made(size, mesh)
-            if marked and size > 3:  # torch refuses a marked dim of which a shard has size 1
+            if marked and size > 3:  # torch refuses a marked dim of shards of size 1
                 torch._dynamo.mark_dynamic(x, 0)
             wanted = torch.relu(x.full_tensor() @ w.to_local()).sum(0)
             if not torch.allclose(compiled(x, w).to_local(), wanted, atol=1e-4):
