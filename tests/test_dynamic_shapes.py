@@ -1,11 +1,14 @@
 """Batch sizes that vary: redistributions in forward and backward follow them, also where they do not divide by the mesh."""
 
+import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dtensor_compile
 
 from dtensor_compile.compat import counters
-from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 
 @on_ranks(2)
@@ -43,3 +46,30 @@ def test_a_result_that_is_a_view_of_an_input_when_the_batch_changes():
         assert view.to_local().data_ptr() == x.to_local().data_ptr()
         (view.to_local().square().sum() + turned.to_local().sum()).backward()
         torch.testing.assert_close(x.grad.to_local(), 2 * x.detach().to_local() + 1)
+
+
+def of_each_size(sizes):
+    """The collectives that each size compiles, after a comparison with eager."""
+    mesh, compiled_for = make_mesh((3,), ("tp",)), []
+    torch._dynamo.reset()
+
+    def sums(x, w):
+        return torch.relu(x @ w).redistribute(placements=[Replicate()]).sum(0)
+
+    compiled = torch.compile(sums, backend="dtensor_aten", fullgraph=True)
+    for size in sizes:
+        torch.manual_seed(size)
+        x, w = torch.randn(size, 4), torch.randn(4, 4)
+        args = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(w, mesh, [Replicate()])
+        with dtensor_compile.record() as recording:
+            result = compiled(*args)
+        torch.testing.assert_close(result.to_local(), sums(*args).to_local())
+        compiled_for.append([c.kind for c in recording.collectives])
+    return compiled_for
+
+
+@pytest.mark.parametrize("sizes", [(7, 9), (9, 7, 8, 12, 3, 2), (6, 3, 9, 0, 1, 2)])
+def test_shards_that_vary_on_some_ranks_only(sizes):
+    """Of 7 rows and then 9, the shard of the last rank of three grows and the others stay: all ranks trace with symbols."""
+    for found in zip(*run_on_ranks(3, of_each_size, sizes)):
+        assert len({tuple(kinds) for kinds in found if kinds}) <= 1  # a rank that has a graph for the size compiles none

@@ -22,6 +22,7 @@ from dtensor_compile.compat.dynamo import Backend, Entries, install_while_tracin
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
 from dtensor_compile.compat.fetch import inputs_in_one_walk
 from dtensor_compile.compat.guards import track_and_guard
+from dtensor_compile.compat.local_sizes import local_sizes_follow_global_ones
 from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
 from dtensor_compile.variables import (
     collectives,
@@ -80,6 +81,7 @@ ENTRIES = Entries(
         *data_parallel.CONTEXTS,
         plain_tensors_are_replicated,
         inputs_in_one_walk,
+        local_sizes_follow_global_ones,
     ),
 )
 
