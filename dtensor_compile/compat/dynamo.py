@@ -393,6 +393,10 @@ def member_function(
     return LambdaVariable(lambda *args, **kwargs: call(list(args), kwargs), source=source)
 
 
+#: Attribute of a function that stands in the place of one of torch's while our backend traces: that one, which programs call.
+STANDS_FOR = "_dtensor_compile_stands_for"
+
+
 def inline_member(owner: VariableTracker, tx: Translator, name: str) -> VariableTracker | None:
     """Member `name` of the object of `owner`, as of any Python object: data under guards, functions as code that is traced.
 
@@ -401,6 +405,8 @@ def inline_member(owner: VariableTracker, tx: Translator, name: str) -> Variable
     real, source = owner.as_python_constant(), AttrSource(owner.source, name)
     found = inspect.getattr_static(type(real), name, None)
     if isinstance(found, types.FunctionType):
+        if hasattr(found, STANDS_FOR):  # guards on it would look at what stands there now
+            return UserMethodVariable(getattr(found, STANDS_FOR), owner)
         return UserMethodVariable(found, owner, source=source)
     if isinstance(found, property) and isinstance(found.fget, types.FunctionType):
         return UserMethodVariable(found.fget, owner).call_function(tx, [], {})

@@ -53,6 +53,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.dtensor import spec_of_parts
+from dtensor_compile.compat.dynamo import STANDS_FOR
 from dtensor_compile.compat.mesh import mesh_dims, rank_map, real_mesh
 
 aten = torch.ops.aten
@@ -440,6 +441,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return replacement(stock, *args, **kwargs) if ours() else stock(*args, **kwargs)
 
+    setattr(replaced, STANDS_FOR, stock)
     return mock.patch.object(owner, name, staticmethod(replaced) if isinstance(vars(owner)[name], staticmethod) else replaced)
 
 
