@@ -56,8 +56,8 @@ def timed() -> Iterator[dict[str, float]]:
         for name in (*STAGES, *PASSES_OF_BACKEND):
             stack.enter_context(mock.patch.object(stages, name, time_of(getattr(stages, name))))
         stack.enter_context(mock.patch.object(passes, "PASSES", tuple(map(time_of, passes.PASSES))))
-        after = mock.patch.object(stages, "passes_after_lowering", lambda *args: tuple(map(time_of, lowered(*args))))
-        stack.enter_context(after)
+        after = lambda *args, **kwargs: tuple(map(time_of, lowered(*args, **kwargs)))  # noqa: E731
+        stack.enter_context(mock.patch.object(stages, "passes_after_lowering", after))
         yield seconds
 
 
