@@ -18,6 +18,7 @@ from dtensor_compile.capture.trace import emit_redistribution
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
+from dtensor_compile.lowering.shards import cuts_evenly
 
 
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -158,8 +159,6 @@ def shards_are_even(gm: torch.fx.GraphModule) -> bool:
 
 
 def _is_even(tensor: DTensor) -> bool:
-    parts = [1] * tensor.ndim
-    for placement, n in zip(tensor.placements, compat_mesh.real_mesh(tensor.device_mesh).shape):
-        if isinstance(placement, (Shard, StridedShard)):
-            parts[placement.dim] *= n
-    return all(isinstance(size, int) and size % n == 0 for size, n in zip(tensor.shape, parts))
+    if not all(isinstance(size, int) for size in tensor.shape):
+        return False
+    return cuts_evenly(tensor.placements, compat_mesh.real_mesh(tensor.device_mesh).shape, tensor.shape)

@@ -139,3 +139,12 @@ def inner_cut(placements: Sequence[Placement], mesh_shape: Sequence[int], mesh_d
     for i in cutting(placements, dim):
         pieces *= mesh_shape[i] if i > mesh_dim else 1
     return Shard(dim) if pieces == 1 else StridedShard(dim, split_factor=pieces)
+
+
+def cuts_evenly(placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether the local tensors of a spec, of a global tensor of `shape`, have the same sizes on every rank of the mesh."""
+    parts = [1] * len(shape)
+    for placement, n in zip(placements, mesh_shape):
+        if isinstance(placement, CUTS):
+            parts[placement.dim] *= n
+    return not any(size % n for size, n in zip(shape, parts))

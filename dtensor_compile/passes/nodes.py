@@ -20,7 +20,7 @@ from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.compat.collectives import wait_tensor
 from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.lowering.plan import bytes_sent, collectives
-from dtensor_compile.lowering.shards import CUTS
+from dtensor_compile.lowering.shards import cuts_evenly
 
 #: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives.
 RECORDED_AS = "dtensor_compile_recorded_as"
@@ -147,14 +147,7 @@ def has_even_shards(node: torch.fx.Node) -> bool:
     this = read(node)
     shape = size_hints([size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape])
     mesh_shape = parse_mesh(this.mesh).shape
-    for spec in (this.source, this.target):
-        parts = [1] * len(shape)
-        for placement, n in zip(parse_spec(spec), mesh_shape):
-            if isinstance(placement, CUTS):
-                parts[placement.dim] *= n
-        if any(size % n for size, n in zip(shape, parts)):
-            return False
-    return True
+    return all(cuts_evenly(parse_spec(spec), mesh_shape, shape) for spec in (this.source, this.target))
 
 
 #: Keys of a node's ``meta`` that say in which graph of the two it runs, and whether it runs again.
