@@ -93,8 +93,7 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
     def forward(ctx: Any, *args: Any) -> Any:
         outputs = stock_forward(ctx, *args)
         ctx.output_specs = [(out._spec, out._local_tensor.shape) if isinstance(out, DTensor) else None for out in outputs]
-        ctx.call = current_call()
-        ctx.places = ctx.call.places(args) if ctx.call is not None else None
+        ctx.call = current_call(tangents, args)
         return outputs
 
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -102,8 +101,8 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
         values = gradients[0] if boxed else list(gradients)
         specs = ctx.output_specs
         given = [None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)]
-        if tangents.come_otherwise(given, [spec and spec[0].placements for spec in specs]) and ctx.places is not None:
-            in_eager = gradients_in_eager(program, ctx.call, ctx.places, given)
+        if tangents.come_otherwise(given, [spec and spec[0].placements for spec in specs]) and ctx.call is not None:
+            in_eager = gradients_in_eager(program, ctx.call, tangents.places, given)
             if in_eager is not None:
                 return in_eager
         for i, (value, spec) in enumerate(zip(values, specs)):

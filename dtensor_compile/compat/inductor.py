@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.compat.cache_keys import meshes_by_layout
+from dtensor_compile.compat.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.libraries import rebuild_damaged_libraries
 
 GraphFunction = Callable[[torch.fx.Graph], None]
@@ -116,7 +117,7 @@ def compile_with_inductor(
         settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
         cacheable: functions whose calls in the graph are all that they depend on, so that caches may keep it.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def lower(graph: torch.fx.Graph) -> None:
         post_grad_pass(graph)
@@ -133,8 +134,9 @@ def compile_with_inductor(
         for place, run in (("_pre_fusion_custom_pass", loosen), ("_post_fusion_custom_pass", kernel_pass)):
             patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
+    inner = inputs_checked_at_once()(compile_fx_inner)  # which also compiles a backward graph when it first runs
     with meshes_by_layout(), rebuild_damaged_libraries():
-        return compile_fx(gm, example_inputs, config_patches=patches)
+        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 
 
 def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, str]:

@@ -32,8 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_compile.capture.across import ORDERED
 from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
-from dtensor_compile.compat.dynamo import constant_source, fact_guard, of_compilation_on_stack
+from dtensor_compile.compat.dynamo import constant_source, fact_guard, leave_frames_to_python, of_compilation_on_stack
 from dtensor_compile.compat.mesh import real_mesh
+from dtensor_compile.runtime.native import native
 
 log = logging.getLogger("dtensor_compile")
 
@@ -52,40 +53,23 @@ def expected_placements(placements: Sequence[Placement]) -> tuple[Placement, ...
     return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 
 
-@dataclass
-class _Call:
-    """The arguments of one call.
+class _Arguments:
+    """``Arguments`` of `runtime.native`, where that is not there."""
 
-    Attributes:
-        kept: the arguments; of tensors, what gives them as long as they are there.
-        versions: of the tensors, by place.
-    """
+    def __init__(self, values: tuple[Any, ...], hold: bool) -> None:
+        self._versions = {i: _version(value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
+        refer = (lambda value: lambda: value) if hold else weakref.ref
+        self._kept = [refer(value) if i in self._versions else value for i, value in enumerate(values)]
 
-    kept: list[Any]
-    versions: dict[int, int]
-
-    @classmethod
-    def of(cls, args: Sequence[Any], hold: bool) -> _Call | None:
-        """`hold`: tensors stay as long as the call; otherwise as long as the program keeps them."""
-        if torch._C._is_any_autocast_enabled():
+    def __call__(self) -> list[Any] | None:
+        values = [kept() if i in self._versions else kept for i, kept in enumerate(self._kept)]
+        if any(values[i] is None or _version(values[i]) != version for i, version in self._versions.items()):
             return None
-        versions = {i: arg._version for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
-        refer = (lambda arg: lambda: arg) if hold else weakref.ref
-        return cls([refer(arg) if i in versions else arg for i, arg in enumerate(args)], versions)
+        return values
 
-    def places(self, inputs: Sequence[Any]) -> list[int | None] | None:
-        """Which argument each of `inputs` is (None for what is no tensor); None where a tensor is no argument."""
-        found = {id(self.kept[i]()): i for i in self.versions}
-        if any(isinstance(value, torch.Tensor) and id(value) not in found for value in inputs):
-            return None
-        return [found[id(value)] if isinstance(value, torch.Tensor) else None for value in inputs]
 
-    def arguments(self) -> list[Any] | None:
-        """The arguments, unless one is gone or was written to."""
-        args = [kept() if i in self.versions else kept for i, kept in enumerate(self.kept)]
-        if any(args[i] is None or args[i]._version != version for i, version in self.versions.items()):
-            return None
-        return args
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass
@@ -99,6 +83,8 @@ class Tangents:
         missed: how often which other gradients came.
         learned: what the graph should be compiled for instead.
         matched: whether gradients came as expected so far; calls hold their arguments until then.
+        places: which argument of the graph each input of its autograd function is (None for what is no tensor); empty before the
+            first call, None where a tensor is no argument.
     """
 
     code: Any = None
@@ -108,6 +94,7 @@ class Tangents:
     missed: dict[Placed, int] = field(default_factory=dict)
     learned: Placed | None = None
     matched: bool = False
+    places: list[int | None] | None = field(default_factory=list)
 
     @classmethod
     def of_frame(cls) -> Tangents:
@@ -153,9 +140,9 @@ _as_learned = fact_guard("GRADIENTS_COME_AS_COMPILED_FOR", lambda tangents: tang
 
 
 class _Current(threading.local):
-    """The call that this thread is in."""
+    """The call that this thread is in: of which graph, what gives its arguments, and these until inputs were found among them."""
 
-    call: _Call | None = None
+    call: tuple[Tangents | None, Callable[[], list[Any] | None] | None, tuple[Any, ...]] = (None, None, ())
 
 
 _current = _Current()
@@ -166,19 +153,35 @@ def remember_arguments(compiled: Callable[..., Any], tangents: Tangents) -> Call
     if not tangents.results or not tangents.repeatable:
         return compiled
 
+    keep = _Arguments if native() is None else native().Arguments
+
     def run(*args: Any) -> Any:
-        before, _current.call = _current.call, _Call.of(args, hold=not tangents.matched)
+        before, kept = _current.call, None if torch._C._is_any_autocast_enabled() else keep(args, not tangents.matched)
+        _current.call = tangents, kept, () if tangents.places else args
         try:
             return compiled(*args)
         finally:
             _current.call = before
 
+    leave_frames_to_python(run)
     return run
 
 
-def current_call() -> _Call | None:
-    """The call that this thread is in."""
-    return _current.call
+def current_call(tangents: Tangents, inputs: Sequence[Any]) -> Callable[[], list[Any] | None] | None:
+    """What gives the arguments of the call that this thread is in; None where nothing does. `inputs`: of its autograd function."""
+    graph, call, arguments = _current.call
+    if graph is not tangents or call is None:
+        return None
+    if not tangents.places and tangents.places is not None:
+        tangents.places = _places(arguments, inputs)
+    return call if tangents.places is not None else None
+
+
+def _places(arguments: Sequence[Any], inputs: Sequence[Any]) -> list[int | None] | None:
+    found = {id(value): i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)}
+    if any(isinstance(value, torch.Tensor) and id(value) not in found for value in inputs):
+        return None
+    return [found[id(value)] if isinstance(value, torch.Tensor) else None for value in inputs]
 
 
 def results_with_tangents(metadata: Any) -> tuple[int, ...]:
@@ -235,13 +238,16 @@ class _Repeatable(TorchDispatchMode):
 
 
 def gradients_in_eager(
-    program: Callable[..., Any], call: _Call, places: Sequence[int | None], tangents: Sequence[torch.Tensor | None]
+    program: Callable[..., Any],
+    call: Callable[[], list[Any] | None],
+    places: Sequence[int | None],
+    tangents: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor | None, ...] | None:
     """Gradients of the arguments at `places` for gradients of the results of the program.
 
     None where the arguments are not what they were any more, or where the program turns out not to give the same again.
     """
-    args = call.arguments()
+    args = call()
     if args is None:
         return None
     with torch.enable_grad(), contextlib.suppress(_NotRepeatable), _Repeatable():

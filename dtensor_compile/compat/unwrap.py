@@ -2,6 +2,8 @@
 
     torch:  one append per local tensor and per mesh; per result and per gradient a new spec and a DTensor by its constructor
     here:   one call that unwraps all arguments, one that wraps all results; gradients go right into ``.grad``
+    torch:  a few Python instructions for each argument, and for each tensor that is saved for the backward pass
+    here:   one call for all of each
 
 Where something else than DTensors over plain tensors goes in or comes out, torch's own stands.
 """
@@ -67,6 +69,8 @@ def native_calls() -> Iterator[None]:
         compiled = stock_build(self)
         if serves():
             _accumulate(compiled, self.spec.fw_metadata)
+            _save(compiled, self.spec.fw_metadata)
+            _apply(compiled)
         return compiled
 
     def versions(lines: list[str], names: dict[str, Any], *others: Any) -> None:
@@ -137,6 +141,38 @@ def _accumulate(compiled: Any, metadata: Any) -> None:
     for function in (epilogue, backward):
         leave_frames_to_python(function)
     compiled._bwd_fn = staticmethod(backward)
+
+
+def _save(compiled: Any, metadata: Any) -> None:
+    """Lets what a compiled ``torch.autograd.Function`` keeps for its backward pass be looked through in C++."""
+    stock_forward, detached = vars(compiled)["_fwd_fn"], native().detached_views
+
+    def save(ctx: Any, results: Sequence[Any]) -> None:
+        ctx.save_for_backward(*detached(results[metadata.tensors_saved_for_backwards_with_vc_check_slice]))
+        ctx._tensors_no_vc_check = detached(results[metadata.tensors_saved_for_backwards_no_vc_check_slice])
+        ctx.symints = results[metadata.symints_saved_for_backwards_slice]
+        ctx.opaque_objects = results[metadata.opaque_objects_saved_for_backwards_slice]
+
+    def forward(ctx: Any, arguments: Any, add_rng: Any, stock_save: Any, finalize: Any, implementation: Any) -> Any:
+        keep = stock_save if metadata.dynamic_saved_tensors_idxs else save  # it marks such tensors
+        return stock_forward(ctx, arguments, add_rng, keep, finalize, implementation)
+
+    for function in (save, forward):
+        leave_frames_to_python(function)
+    compiled._fwd_fn = staticmethod(forward)
+
+
+def _apply(compiled: Any) -> None:
+    """Lets arguments of a compiled ``torch.autograd.Function`` be looked through in C++ for tensors that ``torch.func`` wraps."""
+    stock, call = compiled.apply, super(torch.autograd.Function, compiled).apply
+
+    def apply(*arguments: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() or not native().without_wrappers(arguments):
+            return stock(*arguments)
+        return call(*arguments)
+
+    leave_frames_to_python(apply)
+    compiled.apply = staticmethod(apply)
 
 
 def _symbolic(extents: Sequence[Any]) -> list[bool]:

@@ -15,8 +15,14 @@ What is in it (`native_code/`, a subject a file). Callable objects, each made on
 - ``GuardAll(roots, plan, checks)(*objects)``: whether all that one such walk finds is what the graph was compiled for. A check
   ``(place, expected)`` says of a read that a `Guard` accepts it, that it has a type, or that it is what another read finds.
 
-And two functions of a tuple: ``own_storages``, whether surely no two tensors in it, or local tensors of DTensors, have one storage;
-and ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does.
+- ``Layouts(expected, complain)(tensors)``: that tensors have the sizes and strides of `expected`, a tuple of ``(sizes, strides)``;
+  ``complain(tensor, sizes, strides, "input")`` is asked about one that has not.
+- ``Arguments(values, hold)()``: the arguments of a call as long as they are what they were: a list of them, or None once a tensor
+  is gone or was written to. With `hold`, tensors do not go.
+
+And functions of a tuple of values: ``own_storages``, whether surely no two tensors in it, or local tensors of DTensors, have one
+storage; ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does; ``detached_views``, a list of its
+tensors with views detached; ``without_wrappers``, whether none is a tensor that ``torch.func`` wraps.
 """
 
 from __future__ import annotations

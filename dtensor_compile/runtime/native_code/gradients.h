@@ -102,8 +102,8 @@ Done accumulate_local(Output& output, PyObject* results, Node* node) {
   if (!is_plain(local, local_variable)) {
     return Done::no;
   }
-  Ref spec = spec_of(output, results);
-  if (!spec) {
+  std::shared_ptr<const Made> made = made_for(output, results);
+  if (!made) {
     return Done::failed;
   }
   std::unique_lock<std::mutex> lock(Lock::of(*accumulation), std::try_to_lock);
@@ -119,7 +119,7 @@ Done accumulate_local(Output& output, PyObject* results, Node* node) {
     }
     Ref local_sum = Ref::copy(slot(sum.get(), dtensor.local)), sum_spec = Ref::copy(slot(sum.get(), dtensor.spec));
     if (!is_exactly_tensor(local_sum.get()) || !is_plain(THPVariable_Unpack(local_sum.get()), local) ||
-        !same(sum_spec.get(), spec.get())) {
+        !same(sum_spec.get(), made->spec.get())) {
       PyErr_Clear();
       return Done::no;
     }
@@ -128,11 +128,11 @@ Done accumulate_local(Output& output, PyObject* results, Node* node) {
     return Done::yes;
   }
   Ref own = take(results, output.index, &local_variable);
-  Ref made = make_dtensor(own.get(), spec.get(), false);
-  if (!made) {
+  Ref whole = own ? make_dtensor(own.get(), *made, false) : Ref();
+  if (!whole) {
     return Done::failed;
   }
-  variable.mutable_grad() = THPVariable_Unpack(made.get());
+  variable.mutable_grad() = THPVariable_Unpack(whole.get());
   return Done::yes;
 }
 
@@ -141,9 +141,9 @@ Ref wrapped_gradient(Output& output, PyObject* results) {
   if (!output.is_dtensor || !is_exactly_tensor(PyList_GET_ITEM(results, output.index))) {
     return wrapped(output, results);
   }
-  Ref spec = spec_of(output, results);
-  Ref own = spec ? take(results, output.index, nullptr) : Ref();
-  return own ? make_dtensor(own.get(), spec.get(), output.requires_grad) : Ref();
+  std::shared_ptr<const Made> made = made_for(output, results);
+  Ref own = made ? take(results, output.index, nullptr) : Ref();
+  return own ? make_dtensor(own.get(), *made, output.requires_grad) : Ref();
 }
 
 // Takes the list of gradients of a backward graph; gives a tuple with None for what was accumulated already.

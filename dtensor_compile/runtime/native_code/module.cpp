@@ -3,9 +3,11 @@
 #include "tensors.h"  // before all others
 
 #include "arguments.h"
+#include "calls.h"
 #include "fetch.h"
 #include "gradients.h"
 #include "guard.h"
+#include "layouts.h"
 #include "results.h"
 #include "storages.h"
 
@@ -77,6 +79,7 @@ void wrap_dealloc(PyObject* self) {
 
 PyMemberDef wrap_members[] = {{"owner", T_OBJECT, offsetof(Wrap, owner), 0, nullptr}, {nullptr}};
 
+PyTypeObject arguments = arguments_type();
 PyTypeObject fetches = callable_type<Fetch>("dtensor_compile.Fetch", fetch_new, fetch_dealloc);
 PyTypeObject guards = guard_type();
 PyTypeObject guards_of_all = callable_type<GuardAll>("dtensor_compile.GuardAll", guard_all_new, guard_all_dealloc);
@@ -114,6 +117,7 @@ PyObject* guard_all_new(PyTypeObject* type, PyObject* args, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+PyTypeObject layouts = callable_type<Layouts>("dtensor_compile.Layouts", layouts_new, layouts_dealloc);
 PyTypeObject unwraps = callable_type<Unwrap>("dtensor_compile.Unwrap", unwrap_new, unwrap_dealloc);
 PyTypeObject wraps = callable_type<Wrap>("dtensor_compile.Wrap", wrap_new, wrap_dealloc);
 
@@ -136,8 +140,10 @@ PyObject* configure(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {{"configure", configure, METH_VARARGS, nullptr},
+                         {"detached_views", detached_views, METH_O, nullptr},
                          {"own_storages", own_storages, METH_O, nullptr},
                          {"increment_versions", increment_versions, METH_O, nullptr},
+                         {"without_wrappers", without_wrappers, METH_O, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "dtensor_compile_native", nullptr, -1, methods};
 
@@ -149,6 +155,8 @@ PyMODINIT_FUNC PyInit_dtensor_compile_native() {
   names.shard_order = PyUnicode_InternFromString("shard_order");
   names.tensor_meta = PyUnicode_InternFromString("tensor_meta");
   names.dtype = PyUnicode_InternFromString("dtype");
+  names.detach = PyUnicode_InternFromString("detach");
+  names.input = PyUnicode_InternFromString("input");
   const char* marks[] = {"_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices",
                          "_dynamo_strict_unbacked_indices", "_dynamo_static_indices"};
   for (size_t i = 0; i < 5; ++i) {
@@ -160,7 +168,8 @@ PyMODINIT_FUNC PyInit_dtensor_compile_native() {
   wraps.tp_traverse = wrap_traverse;
   wraps.tp_clear = wrap_clear;
   PyObject* made = PyModule_Create(&module);
-  for (auto [name, type] : {std::pair{"Fetch", &fetches}, {"Guard", &guards}, {"GuardAll", &guards_of_all}, {"Unwrap", &unwraps}, {"Wrap", &wraps}}) {
+  for (auto [name, type] : {std::pair{"Arguments", &arguments}, {"Fetch", &fetches}, {"Guard", &guards}, {"GuardAll", &guards_of_all},
+                            {"Layouts", &layouts}, {"Unwrap", &unwraps}, {"Wrap", &wraps}}) {
     if (made == nullptr || PyType_Ready(type) != 0 || PyModule_AddObjectRef(made, name, reinterpret_cast<PyObject*>(type)) != 0) {
       return nullptr;
     }

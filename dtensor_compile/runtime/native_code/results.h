@@ -3,6 +3,11 @@
 
 #include "tensors.h"
 
+#include <ATen/EmptyTensor.h>
+#include <c10/core/Allocator.h>
+
+#include <memory>
+
 namespace {
 
 // A size or stride: a number, or where in the graph's results it is.
@@ -11,9 +16,10 @@ struct Extent {
   int64_t value;
 };
 
-// A spec, and what it was made of.
+// A spec, and what it was made of. It is shared: another thread may make another one wherever Python code runs.
 struct Made {
   Ref spec, mesh, shape, stride;
+  Integers sizes, strides;  // shape and stride
 };
 
 struct Output {
@@ -21,7 +27,7 @@ struct Output {
   bool is_dtensor = false, requires_grad = false;
   std::vector<Extent> sizes, strides;
   Ref make_spec;  // (mesh, shape, stride) -> spec
-  Made last;
+  std::shared_ptr<const Made> last;
   bool fixed = true;  // no size or stride is a result
 };
 
@@ -53,32 +59,57 @@ Ref tuple_of(const std::vector<Extent>& extents, PyObject* results) {
   return tuple;
 }
 
-// The spec of an output: the one of the last call where mesh and sizes are the same; null with an error set.
-Ref spec_of(Output& output, PyObject* results) {
-  Made& last = output.last;
+// What the DTensor of an output is made with: that of the last call where mesh and sizes are the same; null with an error set.
+std::shared_ptr<const Made> made_for(Output& output, PyObject* results) {
+  std::shared_ptr<const Made> last = output.last;
   PyObject* mesh = PySequence_Fast_GET_ITEM(results, output.index + 1);
-  if (last.spec && output.fixed && mesh == last.mesh.get()) {
-    return last.spec;
+  if (last && output.fixed && mesh == last->mesh.get()) {
+    return last;
   }
   Ref shape = tuple_of(output.sizes, results), stride = tuple_of(output.strides, results);
   if (!shape || !stride) {
-    return Ref();
+    return nullptr;
   }
-  if (last.spec && mesh == last.mesh.get() && same(shape.get(), last.shape.get()) && same(stride.get(), last.stride.get())) {
-    return last.spec;
+  if (last && mesh == last->mesh.get() && same(shape.get(), last->shape.get()) && same(stride.get(), last->stride.get())) {
+    return last;
   }
+  Integers sizes = integers(shape.get()), strides = integers(stride.get());
   Ref spec = Ref::steal(PyObject_CallFunctionObjArgs(output.make_spec.get(), mesh, shape.get(), stride.get(), nullptr));
-  if (spec) {
-    // All at once: threads take turns wherever Python code runs, and releasing what was there may run some.
-    Made made{spec, Ref::copy(mesh), std::move(shape), std::move(stride)};
-    std::swap(last, made);
+  if (!spec) {
+    return nullptr;
   }
-  return spec;
+  Made made{std::move(spec), Ref::copy(mesh), std::move(shape), std::move(stride), std::move(sizes), std::move(strides)};
+  return output.last = std::make_shared<const Made>(std::move(made));
 }
 
-Ref make_dtensor(PyObject* local, PyObject* spec, bool requires_grad) {
-  PyObject* args[] = {reinterpret_cast<PyObject*>(dtensor.type), local, spec, requires_grad ? Py_True : Py_False};
-  return Ref::steal(PyObject_Vectorcall(dtensor.construct, args, 3, names.requires_grad));
+// What torch.Tensor._dtensor__new__ makes: a tensor of the global sizes without memory, on whose slots the local tensor and the
+// spec are. It is left to that where the local tensor is an unusual one.
+Ref make_dtensor(PyObject* local, const Made& made, bool requires_grad) {
+  const at::Tensor& shard = THPVariable_Unpack(local);
+  if (shard.layout() != at::kStrided || (shard.requires_grad() && !requires_grad)) {
+    PyObject* args[] = {reinterpret_cast<PyObject*>(dtensor.type), local, made.spec.get(), requires_grad ? Py_True : Py_False};
+    return Ref::steal(PyObject_Vectorcall(dtensor.construct, args, 3, names.requires_grad));
+  }
+  int64_t offset = shard.storage_offset();
+  size_t bytes = at::detail::computeStorageNbytes(made.sizes, made.strides, shard.dtype().itemsize(), offset);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(nullptr, shard.device()), c10::GetAllocator(c10::kMeta), true);
+  c10::DispatchKeySet keys(c10::computeDispatchKey(shard.scalar_type(), shard.layout(), shard.device()));
+  for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
+    keys = shard.key_set().has(key) ? keys.add(key) : keys;
+  }
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, shard.dtype());
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(made.sizes, made.strides, offset);
+  impl->set_python_dispatch(true);
+  if (requires_grad) {
+    tensor.set_requires_grad(true);
+  }
+  Ref object = Ref::steal(THPVariable_Wrap(tensor, dtensor.type));
+  if (object) {
+    put_slot(object.get(), dtensor.spec, made.spec);
+    put_slot(object.get(), dtensor.local, Ref::copy(local));
+  }
+  return object;
 }
 
 Ref wrapped(Output& output, PyObject* results) {
@@ -86,8 +117,8 @@ Ref wrapped(Output& output, PyObject* results) {
   if (!output.is_dtensor || value == Py_None) {
     return Ref::copy(value);
   }
-  Ref spec = spec_of(output, results);
-  return spec ? make_dtensor(value, spec.get(), output.requires_grad) : Ref();
+  std::shared_ptr<const Made> made = made_for(output, results);
+  return made ? make_dtensor(value, *made, output.requires_grad) : Ref();
 }
 
 // Takes the results of a graph, a list or a tuple; gives a tuple.

@@ -10,6 +10,7 @@
 #include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -44,7 +45,7 @@ class Ref {
 };
 
 struct Names {
-  PyObject *mesh, *placements, *shard_order, *tensor_meta, *dtype;
+  PyObject *mesh, *placements, *shard_order, *tensor_meta, *dtype, *detach, *input;
   PyObject* marks[5];
   PyObject* requires_grad;  // a tuple of one keyword
 } names;
@@ -58,6 +59,11 @@ struct {
 
 PyObject* slot(PyObject* object, Py_ssize_t offset) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+}
+
+// Of an object on whose slot there is nothing yet.
+void put_slot(PyObject* object, Py_ssize_t offset, Ref value) {
+  *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset) = value.release();
 }
 
 std::optional<Py_ssize_t> offset_of_slot(PyObject* type, const char* name) {
