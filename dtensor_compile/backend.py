@@ -36,6 +36,7 @@ from dtensor_compile.cross_mesh import join_groups
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
+from dtensor_compile.lowering.fuse_products import fuse_products
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
     hold_draws,
@@ -133,6 +134,7 @@ def dtensor(
         view_again(graph)
         log.lowered(graph)
         agreement.note(graph)
+        log.decided(run_passes(graph, (fuse_products,), strict=opts.strict))
 
     def order_kernels(kernels: list[Any]) -> list[Any]:
         try:
@@ -140,7 +142,7 @@ def dtensor(
                 kernels,
                 topology=opts.topology,
                 overlap_memory=opts.overlap_memory,
-                told=lambda before, after: log.decided([kernels_in_order(before, after)]),
+                told=lambda *found: log.decided([kernels_in_order(*found)]),
             )
         except Exception as error:
             if opts.strict:

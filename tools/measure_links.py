@@ -11,7 +11,8 @@ beyond its bytes:
     seconds = (n - 1) a + bytes / W                        (`topology/links.py`)
 
 A stream, because a link may let a burst through before it holds its rate (`tools/netlab.py`: 192 KB), and looks faster than it is to
-messages with pauses between them. The device's rates are those of matrix products and copies while all ranks run them, which is how
+messages with pauses between them. Both are measured while every rank computes: gloo's threads need a core as much as the products that
+they are to run beside, and on a busy core a message starts later by what the core's turns take. The device's rates are those of matrix products and copies while all ranks run them, which is how
 they are when ranks share a host.
 
 The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is sent is counted
@@ -22,13 +23,15 @@ printed is how `topology/backends.py` was made.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
 import pathlib
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -84,8 +87,30 @@ def fit(stream: tuple[float, float], small: tuple[float, float], messages: int) 
     return Link(max(0.0, small[1] - small[0] / bandwidth) / messages, bandwidth)
 
 
-def measure_link(repeats: int = 7) -> Link:
-    """The link between the ranks of the job, two or more. Called on all ranks; the same on each."""
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """While it is entered, another thread of this process computes products."""
+    a, b, over = torch.ones(PRODUCT[:2]), torch.ones(PRODUCT[1:]), threading.Event()
+
+    def products() -> None:
+        while not over.is_set():
+            torch.mm(a, b)
+
+    thread = threading.Thread(target=products, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def measure_link(repeats: int = 7, beside_compute: bool = True) -> Link:
+    """The link between the ranks of the job, two or more. Called on all ranks; the same on each.
+
+    Args:
+        beside_compute: measured while every rank computes, as it is when a collective is hidden.
+    """
     n = dist.get_world_size()
     source = torch.ones(LARGE // n * n)
     targets = [torch.empty_like(source) for _ in range(STREAM)]
@@ -94,9 +119,10 @@ def measure_link(repeats: int = 7) -> Link:
         for work in [dist.all_to_all_single(target, source, async_op=True) for target in targets]:
             work.wait()
 
-    streamed = 4.0 * STREAM * elements_sent("all_to_all", n, source.numel()), seconds_of(stream, repeats)
-    elements = SMALL // n * n
-    small = 4.0 * elements_sent("all_to_all", n, elements), seconds_of(collective("all_to_all", elements, n), 3 * repeats)
+    with computing() if beside_compute else contextlib.nullcontext():
+        streamed = 4.0 * STREAM * elements_sent("all_to_all", n, source.numel()), seconds_of(stream, repeats)
+        elements = SMALL // n * n
+        small = 4.0 * elements_sent("all_to_all", n, elements), seconds_of(collective("all_to_all", elements, n), 3 * repeats)
     return fit(streamed, small, n - 1)
 
 

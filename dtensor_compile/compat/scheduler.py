@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 
+from dtensor_compile.lowering.least_time import least_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
 from dtensor_compile.passes.nodes import REDISTRIBUTES, is_start, is_wait
@@ -77,7 +78,7 @@ def loosen(nodes: Nodes) -> Nodes:
 
 
 def rearrange(
-    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, told: Callable[[Simulation, Simulation], None]
+    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, told: Callable[[Simulation, Simulation, float], None]
 ) -> Nodes:
     """The kernels in an order in which collectives run beside compute.
 
@@ -85,7 +86,7 @@ def rearrange(
         nodes: scheduler nodes after fusion, in an order in which they may run.
         topology: what the seconds are of; None for the default of the device.
         overlap_memory: part of the peak of Inductor's own order that may be added to it.
-        told: is told what is predicted for Inductor's order and for ours.
+        told: is told what is predicted for Inductor's order and for ours, and the seconds that every order takes.
     """
     from torch._inductor.utils import contains_collective
 
@@ -98,7 +99,7 @@ def rearrange(
     before = simulate(tasks, range(len(tasks)))
     order = arrange(tasks, excess(overlap_memory, before.peak))
     after = simulate(tasks, order)
-    told(before, after)
+    told(before, after, least_seconds(tasks))
     return [nodes[index - given] for index in order if index >= given]
 
 

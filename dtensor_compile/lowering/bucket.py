@@ -30,7 +30,7 @@ import torch
 from dtensor_compile.compat.collectives import functional
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.start_order import is_light
-from dtensor_compile.passes.nodes import PART, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
+from dtensor_compile.passes.nodes import FUSED, PART, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
 from dtensor_compile.report.graphs import collective_of
 from dtensor_compile.topology.links import Cluster, rounds
 
@@ -65,7 +65,7 @@ def _buckets(graph: torch.fx.Graph, cluster: Cluster) -> list[_Bucket]:
     for node in graph.nodes:
         if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta:
             filling.clear()
-        if not is_start(node) or REDISTRIBUTES not in node.meta or PART in node.meta or node.target not in _COALESCED:
+        if not is_start(node) or REDISTRIBUTES not in node.meta or node.target not in _COALESCED or {PART, FUSED} & node.meta.keys():
             continue
         this = collective_of(node)
         full = FULL * _saturating(cluster, this.kind, this.ranks)

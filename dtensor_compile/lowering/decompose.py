@@ -17,6 +17,9 @@ exposed (the simulation of `schedule_graph.py` says that) exposes in k parts
 
 and pays where that, with the copies and launches it takes, is less than e. Latency is part of T_k. Products of fewer rows at a time
 are rounded as a product of that size is. All ranks choose alike, since this runs only where all shards are even.
+
+Where the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks and copies
+nothing. The same estimate with k = n decides, and `fuse_products.py` puts the operator in.
 """
 
 from __future__ import annotations
@@ -29,11 +32,12 @@ import torch
 from torch.fx.node import map_arg
 
 from dtensor_compile.compat.collectives import functional, wait_tensor
+from dtensor_compile.compat.symmetric_memory import has_symmetric_memory
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.schedule import arrange, excess, simulate
 from dtensor_compile.lowering.schedule_graph import cost_of, graph_tasks
 from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
-from dtensor_compile.passes.nodes import PART, REDISTRIBUTES, is_start, is_wait, source_line
+from dtensor_compile.passes.nodes import FUSED, PART, REDISTRIBUTES, is_start, is_wait, source_line
 from dtensor_compile.report.graphs import collective_of, result_bytes
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
@@ -54,7 +58,7 @@ PARTS = (2, 3, 4, 6, 8)
 
 
 @dataclass
-class _Pair:
+class Pair:
     """A collective and the products beside it.
 
     Attributes:
@@ -77,6 +81,11 @@ class _Pair:
         return self.start.target is _GATHER
 
     @property
+    def fuses(self) -> bool:
+        """Whether torch has one operator for it (`fuse_products.py`), which divides it by ranks."""
+        return has_symmetric_memory(self.start.args[2 if self.gathers else 3])  # type: ignore[arg-type]
+
+    @property
     def ranks(self) -> int:
         return int(self.start.args[1 if self.gathers else 2])  # type: ignore[arg-type]
 
@@ -87,8 +96,8 @@ def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: 
     Args:
         overlap_memory: as for `schedule_graph`, by whose order it is judged what is exposed.
     """
-    pairs = list(_pairs(graph))
-    if not pairs:
+    found = list(pairs(graph))
+    if not found:
         return []
     tasks = graph_tasks(graph, cluster)
     peak = simulate(tasks, range(len(tasks))).peak
@@ -96,7 +105,7 @@ def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: 
     number = {node: index for index, node in enumerate(graph.nodes)}
     decisions = []
     divided: set[torch.fx.Node] = set()
-    for pair in pairs:
+    for pair in found:
         parts, reason = 1, pair.why_not
         if not reason and not divided.isdisjoint(pair.products):
             reason = "its product is in parts already, for another collective"
@@ -104,10 +113,14 @@ def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: 
             products = sum(tasks[number[product]].seconds for product in pair.products)
             start = number[pair.start]
             parts, reason = _choose(pair, cluster, tasks[start].seconds - exposed[start], products)
+            if parts > 1 and pair.fuses:
+                pair.start.meta[FUSED] = True
         what = f"{collective_of(pair.start).kind} and {len(pair.products)} mm"
-        decisions.append(Decision("decompose_products", source_line(pair.start), reason, what, f"{parts} parts" if parts > 1 else what))
+        after = "one operator" if FUSED in pair.start.meta else f"{parts} parts" if parts > 1 else what
+        decisions.append(Decision("decompose_products", source_line(pair.start), reason, what, after))
         if parts > 1:
             divided.update(pair.products)
+        if parts > 1 and FUSED not in pair.start.meta:
             _divide_gather(pair, parts) if pair.gathers else _divide_scatter(pair, parts)
     return decisions
 
@@ -115,7 +128,7 @@ def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: 
 # ---- what can be divided -------------------------------------------------------------------------------------------------------
 
 
-def _pairs(graph: torch.fx.Graph) -> Iterator[_Pair]:
+def pairs(graph: torch.fx.Graph) -> Iterator[Pair]:
     for start in graph.nodes:
         if not is_start(start) or REDISTRIBUTES not in start.meta or start.target not in (_GATHER, _SCATTER):
             continue
@@ -127,7 +140,7 @@ def _pairs(graph: torch.fx.Graph) -> Iterator[_Pair]:
             yield pair
 
 
-def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> _Pair | None:
+def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
     products: list[torch.fx.Node] = []
     whole, stack = False, [wait]
     while stack:
@@ -141,7 +154,7 @@ def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> _Pair | None:
                 whole = True
     if not products:
         return None
-    pair = _Pair(start, wait, tuple(products), whole=whole)
+    pair = Pair(start, wait, tuple(products), whole=whole)
     x, n = start.args[0].meta["val"], pair.ranks  # type: ignore[union-attr]
     lefts = {tuple(product.args[0].meta["val"].shape) for product in products}  # type: ignore[union-attr]
     if not _fixed(x.shape, *lefts):
@@ -153,7 +166,7 @@ def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> _Pair | None:
     return pair
 
 
-def _around_scatter(start: torch.fx.Node, wait: torch.fx.Node) -> _Pair | None:
+def _around_scatter(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
     product: torch.fx.Node = start.args[0]  # type: ignore[assignment]
     alone = True
     while product.target in _RESHAPES:
@@ -161,7 +174,7 @@ def _around_scatter(start: torch.fx.Node, wait: torch.fx.Node) -> _Pair | None:
         product = product.args[0]  # type: ignore[assignment]
     if product.target is not aten.mm.default:
         return None
-    pair = _Pair(start, wait, (product,))
+    pair = Pair(start, wait, (product,))
     value = product.meta["val"]
     if not alone or len(product.users) > 1:
         pair.why_not = "another operator reads the product too"
@@ -181,7 +194,7 @@ def _fixed(*shapes: tuple[object, ...]) -> bool:
 # ---- what pays -----------------------------------------------------------------------------------------------------------------
 
 
-def _choose(pair: _Pair, cluster: Cluster, hidden: float, products: float) -> tuple[int, str]:
+def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tuple[int, str]:
     """Number of parts, 1 for none, and why.
 
     Args:
@@ -196,8 +209,8 @@ def _choose(pair: _Pair, cluster: Cluster, hidden: float, products: float) -> tu
     if exposed <= 0:
         return 1, "nothing of it is exposed"
     found = []
-    for k in PARTS:
-        if pair.rows % k:
+    for k in (pair.ranks,) if pair.fuses else PARTS:
+        if pair.rows % k and not pair.fuses:
             continue
         _, part = cost_of(cluster, replace(this, bytes=this.bytes // k))
         left = max(0.0, part + (k - 1) * max(0.0, part - products / k) - hidden)
@@ -211,10 +224,12 @@ def _choose(pair: _Pair, cluster: Cluster, hidden: float, products: float) -> tu
     return k, f"{exposed * 1e3:.2f} of {whole * 1e3:.2f} ms exposed become {left * 1e3:.2f}, copies and launches take {copies:.2f}"
 
 
-def _extra(pair: _Pair, cluster: Cluster, k: int) -> float:
+def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
     """Seconds of copies and launches that `k` parts take."""
     itemsize = pair.start.meta["val"].element_size()
     launches = (k - 1) * len(pair.products)
+    if pair.fuses:
+        return launches * cluster.device.launch  # parts are read and written where they belong
     if pair.gathers:
         copies = [result_bytes(product) for product in pair.products] + ([result_bytes(pair.start)] if pair.whole else [])
     else:
@@ -226,54 +241,59 @@ def _extra(pair: _Pair, cluster: Cluster, k: int) -> float:
 # ---- divided -------------------------------------------------------------------------------------------------------------------
 
 
-def _divide_gather(pair: _Pair, k: int) -> None:
+def _divide_gather(pair: Pair, k: int) -> None:
     n, rows, start, wait = pair.ranks, pair.rows, pair.start, pair.wait
     shape = list(wait.meta["val"].shape)
     columns = math.prod(shape) // (n * rows)
-    make = _Maker(start, start)
+    make = Maker(start, start)
     flat = make(aten.view.default, start.args[0], [rows, columns])
     pieces = [make(aten.slice.Tensor, flat, 0, i * rows // k, (i + 1) * rows // k) for i in range(k)]
     starts = [make(_GATHER, piece, *start.args[1:], start=True) for piece in pieces]
-    make = _Maker(wait, wait)
+    make = Maker(wait, wait)
     waits = [make(wait_tensor, part) for part in starts]
     for product in pair.products:
-        make = _Maker(product, product)
+        make = Maker(product, product)
         results = [make(aten.mm.default, part, product.args[1]) for part in waits]
         product.replace_all_uses_with(_interleaved(make, results, n, rows, list(product.meta["val"].shape)))
         product.graph.erase_node(product)
-    _erase_views(wait)
+    erase_views(wait)
     if wait.users:
-        wait.replace_all_uses_with(_interleaved(_Maker(wait, wait), waits, n, rows, shape))
+        wait.replace_all_uses_with(_interleaved(Maker(wait, wait), waits, n, rows, shape))
     wait.graph.erase_node(wait)
     start.graph.erase_node(start)
 
 
-def _divide_scatter(pair: _Pair, k: int) -> None:
+def _divide_scatter(pair: Pair, k: int) -> None:
     n, rows, start, wait = pair.ranks, pair.rows, pair.start, pair.wait
     (product,) = pair.products
     left, right = product.args
-    make = _Maker(start, product)
+    make = Maker(start, product)
     inner = left.meta["val"].shape[1]  # type: ignore[union-attr]
     by_part = make(aten.reshape.default, left, [n, k, rows // k, inner])
     results = []
     for i in range(k):
         piece = make(aten.clone.default, make(aten.select.int, by_part, 1, i), memory_format=torch.contiguous_format)
         results.append(make(aten.mm.default, make(aten.view.default, piece, [n * rows // k, inner]), right))
-    make = _Maker(start, start)
+    make = Maker(start, start)
     starts = [make(_SCATTER, part, *start.args[1:], start=True) for part in results]
-    make = _Maker(wait, wait)
+    make = Maker(wait, wait)
     joined = make(aten.cat.default, [make(wait_tensor, part) for part in starts])
     wait.replace_all_uses_with(make(aten.view.default, joined, list(wait.meta["val"].shape)))
     wait.graph.erase_node(wait)
-    unused = start.args[0]
+    erase_reduced(start)
+
+
+def erase_reduced(start: torch.fx.Node) -> None:
+    """Erases the start of a reduction that nothing waits for any more, and the product that it reduced."""
+    unused: torch.fx.Node = start.args[0]  # type: ignore[assignment]
     start.graph.erase_node(start)
-    while unused.target in _RESHAPES:  # type: ignore[union-attr]
-        node, unused = unused, unused.args[0]  # type: ignore[union-attr]
-        node.graph.erase_node(node)  # type: ignore[union-attr]
-    unused.graph.erase_node(unused)  # type: ignore[union-attr]
+    while unused.target in _RESHAPES:
+        node, unused = unused, unused.args[0]  # type: ignore[assignment]
+        node.graph.erase_node(node)
+    unused.graph.erase_node(unused)
 
 
-def _interleaved(make: _Maker, parts: list[torch.fx.Node], n: int, rows: int, shape: list[int]) -> torch.fx.Node:
+def _interleaved(make: Maker, parts: list[torch.fx.Node], n: int, rows: int, shape: list[int]) -> torch.fx.Node:
     """The rows of all ranks' shards in order, from the parts that hold some of every rank's."""
     k = len(parts)
     columns = math.prod(shape) // (n * rows)
@@ -281,16 +301,16 @@ def _interleaved(make: _Maker, parts: list[torch.fx.Node], n: int, rows: int, sh
     return make(aten.view.default, make(aten.cat.default, by_rank, 1), shape)
 
 
-def _erase_views(node: torch.fx.Node) -> None:
+def erase_views(node: torch.fx.Node) -> None:
     """Views of `node` that nothing reads any more."""
     for user in list(node.users):
         if user.target in _RESHAPES:
-            _erase_views(user)
+            erase_views(user)
             if not user.users:
                 user.graph.erase_node(user)
 
 
-class _Maker:
+class Maker:
     """Makes nodes in front of `before` with the origin of `like`."""
 
     def __init__(self, before: torch.fx.Node, like: torch.fx.Node) -> None:

@@ -52,14 +52,18 @@ def passes_after_lowering(
     return tuple(run for run in passes if run.__name__ not in out)
 
 
-def kernels_in_order(before: Simulation, after: Simulation) -> Decision:
-    """What is predicted for the kernels of a graph, in Inductor's order and in ours."""
+def kernels_in_order(before: Simulation, after: Simulation, least: float) -> Decision:
+    """What is predicted for the kernels of a graph, in Inductor's order and in ours.
+
+    Args:
+        least: seconds that every order takes (`dtensor_compile.lowering.least_time`).
+    """
 
     def text(found: Simulation) -> str:
         return f"{sum(found.exposed.values()) * 1e3:.2f} ms exposed"
 
     reason = (
         f"{len(after.exposed)} collectives; {before.seconds * 1e3:.2f} ms and {before.peak:,} bytes at most become "
-        f"{after.seconds * 1e3:.2f} ms and {after.peak:,} bytes"
+        f"{after.seconds * 1e3:.2f} ms and {after.peak:,} bytes; no order takes less than {least * 1e3:.2f} ms"
     )
     return Decision("schedule_kernels", "", reason, text(before), text(after))

@@ -27,7 +27,7 @@ from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.compat.mesh import group_named
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.splice import splice
-from dtensor_compile.passes.nodes import REDISTRIBUTES, is_wait, source_line
+from dtensor_compile.passes.nodes import FUSED, REDISTRIBUTES, is_wait, source_line
 
 _reduce_scatter = functional("reduce_scatter_tensor")
 _reduce_scatters = functional("reduce_scatter_tensor_coalesced")
@@ -57,7 +57,7 @@ def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
 def is_exchanged(node: torch.fx.Node, inputs: Sequence[torch.fx.Node]) -> bool:
     """Whether a reduce_scatter of `inputs` becomes an exchange."""
     op, group = node.args[1], node.args[3]
-    if op not in ("sum", "avg") or REDISTRIBUTES not in node.meta:
+    if op not in ("sum", "avg") or REDISTRIBUTES not in node.meta or FUSED in node.meta:
         return False
     values = [x.meta["val"] for x in inputs]
     if op == "avg" and not values[0].is_floating_point():

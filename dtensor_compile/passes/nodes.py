@@ -33,6 +33,9 @@ REDISTRIBUTES = "dtensor_compile_redistributes"
 #: Key of a node's ``meta``: it starts a part of what was one collective, and stays by itself.
 PART = "dtensor_compile_part"
 
+#: Key of a node's ``meta``: it and the products beside it become one operator, and it stays by itself.
+FUSED = "dtensor_compile_fused"
+
 #: Key of a node's ``meta``: it is part of a redistribution from one mesh to another, and of which.
 ACROSS = "dtensor_compile_across"
 

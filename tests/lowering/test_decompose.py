@@ -1,10 +1,12 @@
 """Products beside collectives in parts: golden graphs, what pays and what does not, numbers on real ranks."""
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from expecttest import TestCase
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,6 +15,7 @@ import dtensor_compile
 from dtensor_compile.capture.mesh import mesh_text
 from dtensor_compile.capture.redistribute import redistribute_op
 from dtensor_compile.lowering.decompose import decompose_products
+from dtensor_compile.lowering.fuse_products import fuse_products
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.topology.links import Cluster, Device, Link
@@ -45,6 +48,14 @@ def gathered_for_several(x, w, v):
 def block(x, w, v):
     return reduced(aten.relu(gathered(x, w)), v)
 
+
+def gathered_for_its_own_factor(x, w):
+    g = redistribute_op(x, "S(0)", "R", mesh_text(make_mesh((2,))), [2 * R, K])
+    return aten.mm(g, aten.mul(w, aten.sum(g)))
+
+
+#: Its product cannot be part of the operator that gathers.
+LATE = {"late": (gathered_for_its_own_factor, [(R, K), (K, N)])}
 
 PROGRAMS = {
     "gathered": (gathered, [(R, K), (K, N)]),
@@ -160,7 +171,7 @@ def test_what_is_hidden_already_stays_whole():
 # ---- compiled ------------------------------------------------------------------------------------------------------------------
 
 
-def step(kernels, rows):
+def step(kernels, rows, kind="decompose_products"):
     """A sequence-parallel block compiled for a slow network, forward and backward, twice; against eager."""
     n = dist.get_world_size()
     mesh, gen = make_mesh((n,), ("tp",)), torch.Generator().manual_seed(0)
@@ -185,7 +196,7 @@ def step(kernels, rows):
         ours = run(torch.compile(program, backend="dtensor", fullgraph=True, options=options))
     for a, b in zip(ours, run(program)):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    return [d.after for d in recording.decisions if d.kind == "decompose_products" and "parts" in d.after]
+    return [d.after for d in recording.decisions if d.kind == kind and d.before != d.after]
 
 
 @pytest.mark.parametrize("kernels, ranks", [("aten", 2), ("aten", 3), ("inductor", 2)])
@@ -197,3 +208,96 @@ def test_numbers(kernels, ranks):
 @on_ranks(2)
 def test_uneven_shards_are_left_alone():
     assert step("aten", 15) == []
+
+
+# ---- symmetric memory ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def symmetric_memory():
+    """Every group counts as one with symmetric memory, whose operators are torch's own references for them, on a CPU too."""
+    ours = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        ours.impl(name, getattr(symmetric, f"_{name}_fallback"), "CPU")
+    try:
+        with symmetric._test_mode():
+            yield
+    finally:
+        ours._destroy()
+
+
+def fused(kernels):
+    with symmetric_memory():
+        return step(kernels, 16, "fuse_products")
+
+
+@pytest.mark.parametrize("kernels", ["aten", "inductor"])
+def test_symmetric_memory_makes_one_operator_of_both(kernels):
+    found = run_on_ranks(2, fused, kernels)
+    assert found[0] == found[1] and {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"} <= {*found[0]}
+
+
+def fused_graph(name):
+    make_mesh((2,))
+    function, shapes = (PROGRAMS | LATE)[name]
+    args = [numbers(*shape) for shape in shapes]
+    with symmetric_memory():
+        gm = make_fx(function, tracing_mode="fake")(*args)
+        lower_redistributions(gm.graph, strict=True)
+        gm.recompile()
+        wanted = gm(*args)
+        decided = [d.after for d in decompose_products(gm.graph, SLOW, float("inf"))]
+        decided += [d.after for d in fuse_products(gm.graph)]
+        gm.graph.lint()
+        gm.recompile()
+        torch.testing.assert_close(gm(*args), wanted, rtol=0, atol=0)
+    return graph_text(gm.graph), decided
+
+
+class GoldenSymmetric(TestCase):
+    maxDiff = None
+
+    def test_several_products_and_another_reader(self):
+        (text, decided), other = run_on_ranks(2, fused_graph, "gathered for several")
+        assert (text, decided) == other and decided == ["one operator", "fused_all_gather_matmul"]
+        self.assertExpectedInline(text, """\
+x_1: [8, 4]
+w_1: [4, 6]
+v_1: [4, 6]
+view: [4, 2, 4] = view(x_1, [4, 2, 4])
+view_default: [8, 4] = view(view, [8, 4])
+fused_all_gather_matmul_default: tuple = fused_all_gather_matmul(view_default, [w_1, v_1], 0, 0, return_A=True)
+getitem: list = getitem(fused_all_gather_matmul_default, 1)
+getitem_1: [16, 6] = getitem(getitem, 0)
+getitem_2: [16, 6] = getitem(getitem, 1)
+getitem_3: [16, 4] = getitem(fused_all_gather_matmul_default, 0)
+view_default_1: [8, 2, 4] = view(getitem_3, [8, 2, 4])
+sum_1: [] = sum(view_default_1)
+return [getitem_1, getitem_2, sum_1]
+""")
+
+    def test_block(self):
+        (text, decided), other = run_on_ranks(2, fused_graph, "block")
+        assert (text, decided) == other and decided == ["one operator"] * 2 + ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"]
+        self.assertExpectedInline(text, """\
+x_1: [8, 4]
+w_1: [4, 6]
+v_1: [6, 6]
+view_default: [8, 4] = view(x_1, [8, 4])
+fused_all_gather_matmul_default: tuple = fused_all_gather_matmul(view_default, [w_1], 0, 0, return_A=False)
+getitem: list = getitem(fused_all_gather_matmul_default, 1)
+getitem_1: [16, 6] = getitem(getitem, 0)
+relu: [16, 6] = relu(getitem_1)
+fused_matmul_reduce_scatter_default: [8, 6] = fused_matmul_reduce_scatter(relu, v_1, sum, 0, 0)
+view_default_1: [8, 6] = view(fused_matmul_reduce_scatter_default, [8, 6])
+return view_default_1
+""")
+
+
+def test_a_product_whose_other_factor_needs_the_gather_is_not_fused():
+    for text, decided in run_on_ranks(2, fused_graph, "late"):
+        assert decided == ["one operator", "all_gather and 1 mm"] and "= mm(" in text and "fused" not in text
+
+
+def test_without_symmetric_memory_nothing_is_fused():
+    assert run_on_ranks(2, step, "aten", 16, "fuse_products") == [[], []]

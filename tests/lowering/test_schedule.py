@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_compile.lowering import schedule
+from dtensor_compile.lowering.least_time import least_seconds
 from dtensor_compile.lowering.schedule import Buffer, Task, arrange, excess, simulate
 
 
@@ -127,9 +128,9 @@ def test_links_are_independent():
 
 
 @st.composite
-def programs(draw):
+def programs(draw, most=40):
     program, in_flight = Program(), []
-    for index in range(draw(st.integers(1, 40))):
+    for index in range(draw(st.integers(1, most))):
         before = draw(st.lists(st.integers(0, index - 1), max_size=3, unique=True)) if index else []
         before = [i for i in before if program[i].link is None]  # what started is read behind its wait
         about = {"size": draw(st.integers(0, 9)), "kept": draw(st.booleans())}
@@ -162,6 +163,42 @@ def test_any_program_keeps_its_dependencies_and_its_bound(tasks, fraction):
     found = simulate(tasks, order)
     assert found.seconds <= unscheduled.seconds and found.peak <= bound or order == list(range(len(tasks)))
     assert arrange(tasks, bound) == order
+    assert least_seconds(tasks) <= simulate(tasks, arrange(tasks, float("inf"))).seconds + 1e-9
+
+
+def test_least_seconds_of_programs_of_one_bottleneck():
+    assert least_seconds(layers(3, 4, 5)) == 4 + 3 * 5  # the first gather has nothing beside it
+    assert least_seconds(layers(3, 5, 4)) == 3 * 5 + 4  # nor has the last compute
+    sent = reduction(2)
+    assert least_seconds(sent) == simulate(sent, arrange(sent, float("inf"))).seconds
+
+
+def test_least_seconds_counts_all_compute_before_a_start():
+    program = Program()
+    parts = [program.compute(2) for _ in range(3)]
+    program.wait(program.start(5, *parts))
+    assert least_seconds(program) == 3 * 2 + 5
+
+
+def test_a_start_behind_another_does_not_wait_for_its_end():
+    program = Program()
+    first = program.start(9, link="a")
+    program.compute(3, program.wait(program.start(1, first, link="b")))
+    program.wait(first)
+    assert least_seconds(program) == 9 == simulate(program, range(len(program))).seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(most=7))
+def test_no_order_at_all_takes_less(tasks):
+    def orders(done):
+        if len(done) == len(tasks):
+            yield done
+        for index, task in enumerate(tasks):
+            if index not in done and all(before in done for before in task.after):
+                yield from orders([*done, index])
+
+    assert min(simulate(tasks, order).seconds for order in orders([])) >= least_seconds(tasks) - 1e-9
 
 
 @pytest.mark.parametrize("fraction, peak, bound", [(0.05, 100, 105.0), (0.0, 7, 7.0), (float("inf"), 7, float("inf"))])

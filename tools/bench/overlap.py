@@ -7,11 +7,13 @@ number of ranks and rate (Mbit/s); times are medians over repeats in which the v
 
     compute     the same ranks at once, with collectives that return at once
     wire        bytes that one rank sends, divided by the rate
+    both        compute while a thread sends as many bytes that it does not depend on: what this machine can do at best
+    least       what no order of the same kernels and collectives undercuts, by the estimates of seconds
     eager, stock, knobs, ours     knobs: stock with its reordering of collectives switched on
     parts       ours with products in parts (``decompose_products``)
     ratio       ours / max(compute, wire)
     memory      peak of resident memory in a step beyond that before it: stock, ours
-    exposed     ours beyond compute: predicted, measured
+    exposed     predicted; measured in waits; ours beyond compute
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
@@ -45,6 +48,9 @@ from dtensor_compile.topology.links import CLUSTERS, Cluster, Link
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import measure_links  # noqa: E402 - tools beside this one
 import netlab  # noqa: E402
+
+#: Variants of this backend: their exposure is predicted, and measured in their waits.
+OURS = ("ours", "parts")
 
 #: Stock's own passes for overlap that do not need a GPU.
 KNOBS = {
@@ -95,15 +101,81 @@ def _forget_peak() -> None:
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
+class Waits:
+    """Seconds that compiled code stands in waits for collectives while it is entered."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.packet = torch.ops._c10d_functional.wait_tensor
+
+    def __enter__(self) -> Waits:
+        self.stock = self.packet.default
+        self.packet.default = self._wait  # compiled code asks for it by name at each call
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.packet.default = self.stock
+
+    def _wait(self, tensor: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
+        result = self.stock(tensor)
+        self.seconds += time.perf_counter() - began
+        return result
+
+
+class Traffic:
+    """Bytes between all ranks over a process group of its own, while the default one is simulated.
+
+    Args:
+        rank, world: of the job.
+    """
+
+    CHUNK = 1 << 20
+
+    def __init__(self, rank: int, world: int) -> None:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, world, rank == 0)
+        self.group = dist.ProcessGroupGloo(store, rank, world, datetime.timedelta(minutes=5))
+        self.world = world
+
+    def barrier(self) -> None:
+        self.group.barrier().wait()
+
+    def send(self, size: int) -> Callable[[], None]:
+        """Starts to send `size` bytes and to receive as many; what is returned waits for them."""
+        others = self.world - 1
+        chunks = [min(self.CHUNK, size - sent) // others for sent in range(0, size, self.CHUNK)]
+        works = []
+        for chunk in chunks:
+            buffers = torch.empty(chunk * self.world, dtype=torch.uint8), torch.empty(chunk * self.world, dtype=torch.uint8)
+            works.append(self.group.alltoall_base(*buffers, [], []))
+        return lambda: [work.wait() for work in works] and None
+
+
+def measure_with_traffic(layout_name: str, layers: int, topology: Cluster, repeats: int, traffic: Traffic) -> dict[str, Any]:
+    """Seconds of a step whose collectives return at once, by itself (`ours`) and while as many bytes are sent (`both`)."""
+    result = measure(layout_name, layers, topology, 0, ["ours"])
+    trainer, seconds = result.pop("trainers")["ours"], result["seconds"]
+    for _ in range(repeats):
+        for name in ("ours", "both"):
+            trainer.optimizer.zero_grad()
+            traffic.barrier()
+            began = time.perf_counter()
+            wait = traffic.send(result["bytes"] if name == "both" else 0)
+            trainer.loss(0).backward()
+            wait()
+            seconds.setdefault(name, []).append(time.perf_counter() - began)
+    return result
+
+
 def measure(layout_name: str, layers: int, topology: Cluster, repeats: int, names: list[str]) -> dict[str, Any]:
-    """Seconds of each step by variant on this rank, peak bytes, bytes sent, predicted exposed seconds. On every rank."""
+    """Seconds of each step by variant on this rank, peak bytes, bytes sent, seconds predicted and stood in waits. On every rank."""
     layout, config = LAYOUTS[layout_name], LlamaConfig(layers=layers)
     mesh = init_device_mesh("cpu", layout.mesh_shape(dist.get_world_size()), mesh_dim_names=layout.dims)
-    result: dict[str, Any] = {"seconds": {}, "peak": {}, "failed": {}}
-    trainers, wraps = {}, variants(topology)
+    result: dict[str, Any] = {"seconds": {}, "peak": {}, "failed": {}, "predicted": {}, "least": {}, "waited": {}}
+    trainers, wraps = result.setdefault("trainers", {}), variants(topology)
     for name in names:
         try:
-            with record() if name == "ours" else contextlib.nullcontext() as recording:
+            with record() if name in OURS else contextlib.nullcontext() as recording:
                 trainers[name] = Trainer(layout, mesh, config, 1, wraps[name])
                 trainers[name].loss(0).backward()
         except Exception as error:  # noqa: BLE001 - a variant of stock's may not work here, which is a result
@@ -111,18 +183,23 @@ def measure(layout_name: str, layers: int, topology: Cluster, repeats: int, name
             del trainers[name]
             continue
         if recording is not None:
-            result["bytes"] = recording.bytes_sent
-            exposed = [d.after for d in recording.decisions if d.kind == "schedule_kernels"]
-            result["predicted"] = sum(float(text.split()[0]) for text in exposed) / 1e3
+            result.setdefault("bytes", recording.bytes_sent)
+            found = [d for d in recording.decisions if d.kind == "schedule_kernels"]
+            least = [re.search(r"less than ([\d.]+) ms", d.reason)[1] for d in found]  # type: ignore[index]
+            result["predicted"][name] = sum(float(d.after.split()[0]) for d in found) / 1e3
+            result["least"][name] = sum(map(float, least)) / 1e3
     for _ in range(repeats):
         for name, trainer in trainers.items():
             trainer.optimizer.zero_grad()
             dist.barrier()
             _forget_peak()
             before, began = _memory()[0], time.perf_counter()
-            trainer.loss(0).backward()
+            with Waits() as waits:
+                trainer.loss(0).backward()
             result["seconds"].setdefault(name, []).append(time.perf_counter() - began)
             result["peak"].setdefault(name, []).append(_memory()[1] - before)
+            if name in OURS:
+                result["waited"].setdefault(name, []).append(waits.seconds)
     return result
 
 
@@ -131,9 +208,10 @@ def child(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.compute:
+        traffic = Traffic(rank, world)
         with simulated_job(world, rank):
             topology = cluster(args.rates[0], compute=True)
-            result = measure(args.layouts[0], args.layers, topology, args.repeats, ["ours"])
+            result = measure_with_traffic(args.layouts[0], args.layers, topology, args.repeats, traffic)
     else:
         dist.init_process_group("gloo")
         try:
@@ -142,6 +220,7 @@ def child(args: argparse.Namespace) -> None:
             result["link"] = dataclasses.asdict(topology.between)
         finally:
             dist.destroy_process_group()
+    result.pop("trainers", None)
     pathlib.Path(f"{args.json}.{rank}").write_text(json.dumps(result))
 
 
@@ -157,41 +236,44 @@ def row(network: netlab.Network, args: argparse.Namespace, layout: str, mbit: fl
 
     network.set_rate([f"{mbit:g}mbit"])
     computed, ranks = run("--compute"), run()
-    slowest = {
-        name: statistics.median(max(values) for values in zip(*(rank["seconds"][name] for rank in ranks)))
-        for name in ranks[0]["seconds"]
-    }
-    compute = statistics.median(max(values) for values in zip(*(rank["seconds"]["ours"] for rank in computed)))
+    def slowest(found: list[dict[str, Any]], key: str) -> dict[str, float]:
+        """By variant the median over steps of the most over ranks."""
+        return {name: statistics.median(map(max, zip(*(rank[key][name] for rank in found)))) for name in found[0][key]}
+
+    alone, seconds = slowest(computed, "seconds"), slowest(ranks, "seconds")
     wire = max(rank["bytes"] for rank in ranks) / (mbit * 1e6 / 8)
     return {
         "layout": layout,
         "ranks": network.ranks,
         "mbit": mbit,
-        "compute": compute,
+        "compute": alone["ours"],
         "wire": wire,
-        **slowest,
+        "both": alone["both"],
+        "least": max(rank["least"]["ours"] for rank in ranks),
+        **seconds,
         "failed": ranks[0]["failed"],
         "link": ranks[0]["link"],
-        "ratio": slowest["ours"] / max(compute, wire),
-        "memory": {name: statistics.median(max(v) for v in zip(*(r["peak"][name] for r in ranks))) for name in slowest},
-        "predicted": max(rank["predicted"] for rank in ranks),
-        "exposed": slowest["ours"] - compute,
+        "ratio": seconds["ours"] / max(alone["ours"], wire),
+        "memory": slowest(ranks, "peak"),
+        "predicted": {name: max(rank["predicted"][name] for rank in ranks) for name in ranks[0]["predicted"]},
+        "waited": slowest(ranks, "waited"),
+        "exposed": seconds["ours"] - alone["ours"],
         "all": [rank["seconds"] for rank in ranks],
     }
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     result = Table(title=title)
-    columns = ["layout", "ranks", "Mbit/s", "compute", "wire", "eager", "stock", "knobs", "ours", "parts", "ratio", "memory", "exposed"]
-    for column in columns:
+    times = ["compute", "wire", "both", "least", "eager", "stock", "knobs", "ours", "parts"]
+    for column in ("layout", "ranks", "Mbit/s", *times, "ratio", "memory", "exposed"):
         result.add_column(column, justify="right")
     for this in rows:
-        times = [f"{this[name] * 1e3:.0f}" if name in this else "fails" if name in this["failed"] else "-" for name in columns[3:10]]
+        cells = [f"{this[name] * 1e3:.0f}" if name in this else "fails" if name in this["failed"] else "-" for name in times]
         memory = " / ".join(f"{this['memory'][name] / 2**20:.0f}" for name in ("stock", "ours") if name in this["memory"])
-        exposed = f"{this['predicted'] * 1e3:.0f} / {this['exposed'] * 1e3:.0f}"
-        facts = [this["layout"], str(this["ranks"]), f"{this['mbit']:g}", *times, f"{this['ratio']:.2f}", memory, exposed]
+        exposed = f"{this['predicted']['ours'] * 1e3:.0f} / {this['waited']['ours'] * 1e3:.0f} / {this['exposed'] * 1e3:.0f}"
+        facts = [this["layout"], str(this["ranks"]), f"{this['mbit']:g}", *cells, f"{this['ratio']:.2f}", memory, exposed]
         result.add_row(*facts)
-    result.caption = "milliseconds; memory: MiB, stock / ours; exposed: predicted / measured"
+    result.caption = "milliseconds; memory: MiB, stock / ours; exposed: predicted / in waits / beyond compute"
     return result
 
 
@@ -224,7 +306,7 @@ def main() -> int:
     except netlab.UnavailableError as error:
         print(f"overlap: {error}", file=sys.stderr)
         return 2
-    Console(width=160).print(table(rows, f"Llama, {args.layers} layers, forward and backward, torch {torch.__version__}"))
+    Console(width=180).print(table(rows, f"Llama, {args.layers} layers, forward and backward, torch {torch.__version__}"))
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps({"layers": args.layers, "rows": rows}, indent=1))
     return 0

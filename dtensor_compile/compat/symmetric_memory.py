@@ -1,0 +1,16 @@
+"""Torch's operators for groups with symmetric memory, in which a rank reads what another one computes while it computes it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def has_symmetric_memory(group_name: str) -> bool:
+    """Whether the program has enabled symmetric memory for a group, and this torch has the operators for it."""
+    try:
+        from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+    except ImportError:
+        return False
+    ops = torch.ops.symm_mem
+    known = all(hasattr(ops, name) for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
+    return known and is_symm_mem_enabled_for_group(group_name)
