@@ -21,10 +21,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/dtensor-compile demo --ranks $(RANKS) --layout $(LAYOUT)
 
+# Two workers: while ranks of one wait for each other or for the C++ compiler, those of the other run.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
-# What make test leaves out: four ranks through Inductor, jobs that share a cache or a full disk.
+# What make test leaves out: what takes half a minute or more, of four ranks through Inductor and of jobs that share a cache, for instance.
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest tests -m slow
 

@@ -42,6 +42,7 @@ def run_job(tmp_path):
     return sorted(result.stdout.split("\n"))
 
 
+@pytest.mark.slow
 def test_a_cache_shared_by_the_ranks_gives_each_its_own_graph(tmp_path):
     # The lookup of a row-wise embedding differs between ranks, so one rank's graph on another gives wrong values.
     for _ in range(2):
@@ -61,6 +62,7 @@ torch.testing.assert_close(out.to_local(), torch.arange(8.0).sin() * 2)
 """
 
 
+@pytest.mark.slow
 def test_an_unfinished_library_in_the_cache_is_built_again(tmp_path):
     # A process that is killed while the compiler runs leaves an empty file, or a part of one.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

@@ -98,7 +98,8 @@ def test_a_kernel_order_that_raises_leaves_inductors():
         raise ValueError("a bug")
 
     with (
-        torch._inductor.config.patch(force_disable_caches=True),  # a graph from a cache has been ordered before
+        torch._inductor.config.patch(fx_graph_cache=False),  # a graph from a cache has been ordered before
+        torch._functorch.config.patch(enable_autograd_cache=False),
         unittest.mock.patch.object(dtensor_compile.backend, "rearrange", fails),
         pytest.warns(UserWarning, match="schedule_kernels: pass dropped: ValueError: a bug"),
     ):

@@ -33,6 +33,8 @@ from typing import Any
 
 #: Seconds that the other ranks have to come back after one has failed.
 GRACE = 5.0
+#: Processes that stand ready for tests, over all world sizes: each holds some hundred megabytes.
+MOST_RANKS = 12
 
 
 class RankError(AssertionError):
@@ -66,9 +68,12 @@ def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: 
     Raises:
         RankError: a rank raised, died or did not answer within `timeout` seconds.
     """
-    job = _jobs.get(world)
+    job = _jobs.pop(world, None)
     if job is None:
-        job = _jobs[world] = _Job(world)
+        while _jobs and sum(_jobs) + world > MOST_RANKS:
+            _jobs.pop(next(iter(_jobs))).end()
+        job = _Job(world)
+    _jobs[world] = job  # the last of them, as the last one used
     try:
         return job.call(function, args, kwargs, timeout)
     except RankError:
@@ -172,6 +177,7 @@ class _Job:
         self.directory.cleanup()
 
 
+#: By world size, the one used longest ago first.
 _jobs: dict[int, _Job] = {}
 
 

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch._dynamo.utils import counters
 
@@ -59,6 +60,7 @@ with simulated_job(4, 0):
 """
 
 
+@pytest.mark.slow
 def test_another_process_hits_and_other_marks_miss(tmp_path):
     root = str(pathlib.Path(__file__).parents[2])
     told = []

@@ -110,6 +110,7 @@ def _recurrent_layers():
         shard_module(model)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_sizes_results_and_recurrent_layers():
     _size_that_varies()
@@ -118,6 +119,7 @@ def test_sizes_results_and_recurrent_layers():
     _recurrent_layers()
 
 
+@pytest.mark.slow
 @on_ranks(8, timeout=280)
 def test_three_mesh_axes():
     mesh = Mesh([0, 1, 2, 3, 6, 7, 4, 5], (2, 2, 2), ("pp", "dp", "tp"))

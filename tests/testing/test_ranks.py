@@ -1,13 +1,14 @@
 """The ranks that all other tests stand on: results come back in order, and failures and hangs end."""
 
 import ctypes
+import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.testing import RankError, on_ranks, run_on_ranks
+from dtensor_compile.testing import RankError, on_ranks, ranks, run_on_ranks
 
 
 @on_ranks(2)
@@ -57,3 +58,17 @@ def test_crash_of_one_rank_ends_with_its_signal_and_stack():
 def test_hang_of_one_rank_ends_with_its_stack():
     with pytest.raises(RankError, match=r"rank 1: no answer[\s\S]*sleep_on_one"):
         run_on_ranks(2, sleep_on_one, timeout=10)
+
+
+def test_of_too_many_processes_those_used_longest_ago_are_ended(monkeypatch):
+    monkeypatch.setattr(ranks, "_jobs", {})
+    monkeypatch.setattr(ranks, "MOST_RANKS", 3)
+    try:
+        for world, left in ((1, [1]), (2, [1, 2]), (1, [2, 1]), (2, [1, 2])):
+            run_on_ranks(world, os.getpid)
+            assert list(ranks._jobs) == left
+        first = ranks._jobs[1].processes
+        run_on_ranks(3, os.getpid)
+        assert list(ranks._jobs) == [3] and not any(process.is_alive() for process in first)
+    finally:
+        ranks.end_jobs()
