@@ -49,3 +49,7 @@ class AgreementError(DTensorCompileError):
 
 class ManualRegionError(DTensorCompileError):
     """A manual region does not fit the tensors that enter or leave it, or one leaves it that was not closed."""
+
+
+class OfflineError(DTensorCompileError):
+    """A device that is not there cannot be emulated here, or the program asks of it what only a real one can do."""

@@ -22,6 +22,13 @@ def test_first_example_runs_on_two_ranks(tmp_path):
     assert result.returncode == 0 and result.stdout.count("done") == 2, result.stderr[-2000:]
 
 
+def test_example_without_a_gpu_runs():
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", README, re.S) if "offline.device" in text]
+    result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=250, cwd=ROOT)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "all_reduce" in result.stdout and "sm_90" in result.stdout and "triton_" in result.stdout
+
+
 def test_options_table_names_every_option_and_default():
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", README, re.M))
     ours = {f.name: repr(f.default) for f in dataclasses.fields(Options) if f.name != "inductor"}

@@ -101,6 +101,8 @@ class MeshLayout:
         """Whether coordinates grow with ranks in every group. torch makes process groups in rank order, so that of a mesh which is not (a
         permuted list of ranks) exchanges shards in another order than that of the mesh; see `mesh_in_its_order`.
         """
+        if all(before < after for before, after in itertools.pairwise(self.ranks)):  # then positions in a group say it all
+            return all(before < after for dim in self.dims for before, after in itertools.pairwise(dim.offsets()))
         groups = [self.group(rank, dim) for rank in self.ranks for dim in range(len(self.dims))]
         return all(tuple(sorted(group)) == group for group in groups)
 

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_compile.capture.mesh import forget_meshes
 from dtensor_compile.compat import counters
-from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.compat.observe import uncompiled
+from dtensor_compile.offline.job import job as simulated_job
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
 from dtensor_compile.report.model import Report
@@ -131,11 +130,8 @@ def running(job: Job) -> Iterator[None]:
             raise TargetError(f"--rank {job.rank} is no rank of a job of {job.ranks} ranks: they are 0 to {job.ranks - 1}")
         if math.prod(size for _, size in job.mesh) > job.ranks:
             raise TargetError(f"the mesh has more places than --world {job.ranks} has ranks")
-        try:
-            with simulated_job(job.ranks, job.rank):
-                yield
-        finally:
-            forget_meshes()
+        with simulated_job(job.ranks, job.rank):
+            yield
         return
     if "WORLD_SIZE" not in os.environ:
         raise TargetError("--real needs ranks: torchrun --nproc-per-node N -m dtensor_compile.cli report --real TARGET")

@@ -42,6 +42,7 @@ import sys
 import sysconfig
 import tempfile
 import types
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -53,6 +54,8 @@ READS = {"attribute": 0, "item": 1, "gradient": 2, "value_at": 3, "key_at": 4}
 
 _NAME = "dtensor_compile_native"
 _SOURCES = pathlib.Path(__file__).with_name("native_code")
+#: Of torch, what the module needs.
+_LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
 
 @functools.cache
@@ -64,7 +67,7 @@ def native() -> types.ModuleType | None:
     if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0":
         return None
     try:
-        module = _load(_built())
+        module = _load(built_library(_NAME, _SOURCES / "module.cpp", _LIBRARIES))
         module.configure(DTensor, torch.Tensor._dtensor__new__)
     except (OSError, ImportError, AttributeError, TypeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
@@ -73,13 +76,20 @@ def native() -> types.ModuleType | None:
     return module
 
 
-def _built() -> pathlib.Path:
-    """The compiled file, which is compiled now if there is none for this source, torch and Python."""
-    command = _command()
-    source = b"".join(path.read_bytes() for path in sorted(_SOURCES.iterdir()))
+def built_library(name: str, main: pathlib.Path, libraries: Sequence[str]) -> pathlib.Path:
+    """The library that `main` is compiled to, now if there is none for the files beside it, this torch and this Python.
+
+    Args:
+        libraries: of torch, those that it is linked with.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no compiler, or it fails.
+    """
+    command = _command(main, libraries)
+    source = b"".join(path.read_bytes() for path in sorted(main.parent.iterdir()) if path.is_file())
     key = hashlib.sha256(source + repr((command, torch.__version__, sys.version)).encode()).hexdigest()[:16]
     folder = _folder()
-    target = folder / f"{_NAME}-{key}.so"
+    target = folder / f"{name}-{key}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,18 +109,18 @@ def _folder() -> pathlib.Path:
     return pathlib.Path(root) if root else pathlib.Path.home() / ".cache" / "torch_extensions" / "dtensor_compile"
 
 
-def _command() -> list[str]:
+def _command(main: pathlib.Path, libraries: Sequence[str]) -> list[str]:
     from torch.utils import cpp_extension  # takes a while: it imports setuptools
 
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise FileNotFoundError("no C++ compiler: set CXX, or install g++")
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    folders = [f"-L{path}" for path in cpp_extension.library_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     return [
-        *shlex.split(compiler), "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(_SOURCES / "module.cpp"),
-        *libraries, "-ltorch_python", "-ltorch_cpu", "-lc10",
+        *shlex.split(compiler), "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(main),
+        *folders, *(f"-l{library}" for library in libraries),
     ]  # fmt: skip
 
 

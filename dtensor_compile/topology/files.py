@@ -1,4 +1,4 @@
-"""Topologies in files: TOML or JSON in, JSON out. By hand, or written by a measurement.
+"""Topologies and GPUs in files: TOML or JSON in, JSON out. By hand, or written by a measurement.
 
     name = "two racks"
     ranks_per_host = 8                     # 0: all ranks on one host
@@ -15,6 +15,18 @@
     memory = 3.35e12                       # bytes per second
     launch = 4e-6                          # seconds
     peak = {2 = 989e12, 4 = 494e12}        # operations per second, by bytes of an element
+
+A GPU, for `dtensor_compile.offline.device`:
+
+    name = "L40S"
+    capability = "8.9"
+    multiprocessors = 142
+    bytes = 48_000_000_000                 # of its memory
+    shared_memory = 101_376                # bytes that a thread block may have
+    l2 = 100_663_296                       # bytes of the level 2 cache
+    registers = 65_536                     # optional: of a multiprocessor
+    threads = 1536                         # optional: resident ones of a multiprocessor
+    [device]                               # optional, as above
 """
 
 from __future__ import annotations
@@ -24,12 +36,14 @@ import functools
 import json
 import os
 import pathlib
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from dtensor_compile.errors import TopologyError
-from dtensor_compile.topology.links import CLUSTERS, LINKS, Cluster, Device, Link
+from dtensor_compile.topology.gpus import GPUS, Device, Gpu
+from dtensor_compile.topology.links import CLUSTERS, LINKS, Cluster, Link
 
 _KEYS = {"name", "ranks_per_host", "inside", "between", "mesh_dims", "backend", "device"}
 
@@ -40,25 +54,40 @@ def topology(name: str | os.PathLike[str]) -> Cluster:
     Raises:
         TopologyError: neither is there, or the file does not say what a topology is.
     """
+    found = _preset_or_file(name, CLUSTERS, "topology")
+    return found if isinstance(found, Cluster) else from_values(*found)
+
+
+def gpu(name: str | os.PathLike[str]) -> Gpu:
+    """The preset of that name, or the GPU in the file of that path.
+
+    Raises:
+        TopologyError: neither is there, or the file does not say what a GPU is.
+    """
+    found = _preset_or_file(name, GPUS, "GPU")
+    return found if isinstance(found, Gpu) else _gpu(*found)
+
+
+def _preset_or_file(name: str | os.PathLike[str], presets: Mapping[str, Any], kind: str) -> Any:
+    """A preset, or the values in a file and its path."""
     text = os.fspath(name)
-    if text in CLUSTERS:
-        return CLUSTERS[text]
+    if text in presets:
+        return presets[text]
     path = pathlib.Path(text)
     if path.is_file():
-        return _load(str(path.resolve()), path.stat().st_mtime_ns)
-    near = difflib.get_close_matches(text, CLUSTERS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(CLUSTERS)}"
-    raise TopologyError(f"topology {text!r} is neither a file nor a preset; {hint}")
+        return _load(str(path.resolve()), path.stat().st_mtime_ns, kind), str(path.resolve())
+    near = difflib.get_close_matches(text, presets, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise TopologyError(f"{kind} {text!r} is neither a file nor a preset; {hint}presets: {', '.join(presets)}")
 
 
 @functools.lru_cache(maxsize=64)
-def _load(path: str, changed: int) -> Cluster:
+def _load(path: str, changed: int, kind: str) -> Any:
     file = pathlib.Path(path)
     try:
-        values = json.loads(file.read_text()) if file.suffix == ".json" else tomllib.loads(file.read_text())
+        return json.loads(file.read_text()) if file.suffix == ".json" else tomllib.loads(file.read_text())
     except (ValueError, UnicodeDecodeError) as error:
-        raise TopologyError(f"topology {path} does not parse: {error}") from error
-    return from_values(values, path)
+        raise TopologyError(f"{kind} {path} does not parse: {error}") from error
 
 
 def from_values(values: Mapping[str, Any], where: str = "topology") -> Cluster:
@@ -114,6 +143,31 @@ def _device(value: Any, where: str) -> Device:
     if not peak:
         raise TopologyError(f"{where}.peak is empty")
     return Device(peak, _number(value["memory"], f"{where}.memory"), _number(value["launch"], f"{where}.launch", zero=True))
+
+
+_GPU_KEYS = {"capability", "multiprocessors", "bytes", "shared_memory", "l2"}
+_GPU_OPTIONAL = {"name", "registers", "threads", "device"}
+
+
+def _gpu(values: Any, where: str) -> Gpu:
+    if not isinstance(values, Mapping) or not _GPU_KEYS <= values.keys() <= _GPU_KEYS | _GPU_OPTIONAL:
+        given = ", ".join(values) if isinstance(values, Mapping) else type(values).__name__
+        raise TopologyError(
+            f"{where}: keys of a GPU are {', '.join(sorted(_GPU_KEYS))}, and if need be {', '.join(sorted(_GPU_OPTIONAL))}; given: {given}"
+        )
+    capability = re.fullmatch(r"(\d+)\.(\d)", str(values["capability"]))
+    if capability is None:
+        raise TopologyError(f'{where}: capability is a compute capability such as "9.0", not {values["capability"]!r}')
+    sizes = {key: _number(values[key], f"{where}: {key}") for key in (*_GPU_KEYS - {"capability"}, "registers", "threads") if key in values}
+    for key, size in sizes.items():
+        if size != int(size):
+            raise TopologyError(f"{where}: {key} is a whole number, not {values[key]!r}")
+    return Gpu(
+        name=str(values.get("name", pathlib.Path(where).stem)),
+        capability=(int(capability[1]), int(capability[2])),
+        device=_device(values.get("device"), f"{where}: device"),
+        **{key: int(size) for key, size in sizes.items()},
+    )
 
 
 def _number(value: Any, where: str, *, zero: bool = False) -> float:

@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtensor_compile.topology.backends import traffic
+from dtensor_compile.topology.gpus import CPU, GPUS, V100, Device
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,6 @@ class Link:
     def share(self, ranks: int) -> Link:
         """What is left for one of `ranks` that send at the same time."""
         return Link(self.latency, self.bandwidth / ranks) if self.shared and ranks > 1 else self
-
-
-@dataclass(frozen=True)
-class Device:
-    """What one rank computes on.
-
-    Attributes:
-        peak: floating-point operations per second of a matrix product, by bytes of an element (4: float32, 2: bfloat16).
-        memory: bytes per second to and from its memory.
-        launch: seconds that every operator takes at least.
-    """
-
-    peak: tuple[tuple[int, float], ...]
-    memory: float
-    launch: float
-
-    def operations_per_second(self, itemsize: int) -> float:
-        """Peak for elements of that many bytes; the nearest larger ones where it has none of its own."""
-        sizes = dict(self.peak)
-        return sizes.get(itemsize) or next((rate for size, rate in sorted(self.peak) if size >= itemsize), self.peak[-1][1])
 
 
 @dataclass(frozen=True)
@@ -139,25 +120,20 @@ LINKS: dict[str, Link] = {
     "loopback": Link(5e-5, 4e9, shared=True),
 }
 
-_CPU = Device(((4, 5e10), (8, 2.5e10)), 1e10, 2e-6)
-_V100 = Device(((2, 125e12), (4, 15.7e12), (8, 7.8e12)), 0.9e12, 5e-6)
-_A100 = Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6)
-_H100 = Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6)
-_B200 = Device(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6)
-
-#: Makers' figures (dense matrix products), and laptop-like hosts.
+#: Makers' figures, and laptop-like hosts.
 CLUSTERS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
-        Cluster("h100", 8, LINKS["nvlink4"], LINKS["infiniband-ndr"], _H100, backend="nccl"),
-        Cluster("a100", 8, LINKS["nvlink3"], LINKS["infiniband-hdr"], _A100, backend="nccl"),
-        Cluster("b200", 8, LINKS["nvlink5"], LINKS["infiniband-ndr"], _B200, backend="nccl"),
-        Cluster("v100", 8, LINKS["nvlink2"], LINKS["infiniband-edr"], _V100, backend="nccl"),
-        Cluster("a100-pcie4", 8, LINKS["pcie4"], LINKS["ethernet-100g"], _A100, backend="nccl"),
-        Cluster("h100-pcie5", 8, LINKS["pcie5"], LINKS["ethernet-100g"], _H100, backend="nccl"),
-        Cluster("cpu-1gbit", 1, LINKS["loopback"], LINKS["ethernet-1g"], _CPU, backend="gloo"),
-        Cluster("cpu-10gbit", 1, LINKS["loopback"], LINKS["ethernet-10g"], _CPU, backend="gloo"),
-        Cluster("cpu-loopback", 0, LINKS["loopback"], LINKS["loopback"], _CPU, backend="gloo"),
+        Cluster("h100", 8, LINKS["nvlink4"], LINKS["infiniband-ndr"], GPUS["h100"].device, backend="nccl"),
+        Cluster("h200", 8, LINKS["nvlink4"], LINKS["infiniband-ndr"], GPUS["h200"].device, backend="nccl"),
+        Cluster("a100", 8, LINKS["nvlink3"], LINKS["infiniband-hdr"], GPUS["a100"].device, backend="nccl"),
+        Cluster("b200", 8, LINKS["nvlink5"], LINKS["infiniband-ndr"], GPUS["b200"].device, backend="nccl"),
+        Cluster("v100", 8, LINKS["nvlink2"], LINKS["infiniband-edr"], V100, backend="nccl"),
+        Cluster("a100-pcie4", 8, LINKS["pcie4"], LINKS["ethernet-100g"], GPUS["a100"].device, backend="nccl"),
+        Cluster("h100-pcie5", 8, LINKS["pcie5"], LINKS["ethernet-100g"], GPUS["h100"].device, backend="nccl"),
+        Cluster("cpu-1gbit", 1, LINKS["loopback"], LINKS["ethernet-1g"], CPU, backend="gloo"),
+        Cluster("cpu-10gbit", 1, LINKS["loopback"], LINKS["ethernet-10g"], CPU, backend="gloo"),
+        Cluster("cpu-loopback", 0, LINKS["loopback"], LINKS["loopback"], CPU, backend="gloo"),
     )
 }
 

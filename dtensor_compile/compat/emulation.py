@@ -1,0 +1,398 @@
+"""torch taken for one with a GPU that is not there: fake tensors on ``cuda``, and Inductor's code for them. Undone at the end.
+
+What is taken over, each for as long as `emulated` is entered:
+
+- `CudaTensorsAreFake` is the fake tensor mode: what is on ``cuda`` is fake, everything else is real.
+- ``torch.cuda`` and Dynamo's device interface answer with the properties of the GPU.
+- A torch built without CUDA gets a device in name (`offline/native_code`): its autograd ends the process otherwise.
+- Inductor loads kernels and generated code through `Hooks`; its caches are off, and what it remembers of devices is forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.resources
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import device_interface
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtensor_compile.errors import OfflineError
+from dtensor_compile.runtime.native import built_library
+from dtensor_compile.topology.gpus import Gpu
+
+#: GPUs that a host seems to have.
+PER_HOST = 8
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told of what Inductor makes.
+
+    Attributes:
+        kernel: is given the name and the source of a Triton kernel, and returns what the generated code calls ``run`` of.
+        graph: is given the text of generated code and whether it is of a backward graph, and returns a context to run it in.
+    """
+
+    kernel: Callable[[str, str], Any]
+    graph: Callable[[str, bool], Callable[[], contextlib.AbstractContextManager[Any]]]
+
+
+class CudaTensorsAreFake(FakeTensorMode):
+    """Fake tensors for what is on ``cuda``; what has nothing to do with it is computed."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_for_cuda(args, kwargs):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
+            return args[0].clone()
+        with fake_tensor.unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def _is_for_cuda(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        return True
+    return any(isinstance(x, FakeTensor) or isinstance(x, torch.device) and x.type == "cuda" for x in pytree.arg_tree_leaves(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
+    """While it is entered, this process seems to have `PER_HOST` GPUs of that kind, whose tensors have no values.
+
+    Compiled functions of this process are forgotten at both ends.
+
+    Raises:
+        OfflineError: autograd cannot be told of the device: no C++ compiler, or another emulation is under way.
+    """
+    _make_tables()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_forget_devices)
+        stack.callback(torch._dynamo.reset)
+        stack.enter_context(_cuda_in_name())
+        for scope in (_torch_cuda(gpu), _interfaces(gpu), _generated_code(hooks), _inductor_settings(), _environment()):
+            stack.enter_context(scope)
+        torch._dynamo.reset()
+        _forget_devices()
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(CudaTensorsAreFake(allow_non_fake_inputs=True))
+        yield
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    source = importlib.resources.files("dtensor_compile.offline") / "native_code" / "cuda_device.cpp"
+    try:
+        with importlib.resources.as_file(source) as main:
+            return ctypes.CDLL(str(built_library("dtensor_compile_cuda_device", main, ("torch_python", "torch_cpu", "c10"))))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        raise OfflineError(
+            f"an emulated device on a torch without CUDA needs a C++ compiler once on a machine, and that failed ({reason}). Install g++, "
+            "or name a compiler in the environment variable CXX."
+        ) from error
+
+
+@contextlib.contextmanager
+def _cuda_in_name() -> Iterator[None]:
+    if torch.cuda._is_compiled():
+        yield  # the fake tensor mode does what is needed
+        return
+    library = _library()
+    if not library.dtensor_compile_cuda_device(1):
+        raise OfflineError("a device is emulated in this process already: leave that context first")
+    try:
+        with mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", _nothing):  # would put another guard into the place of ours, for good
+            yield
+    finally:
+        library.dtensor_compile_cuda_device(0)
+
+
+def _properties(gpu: Gpu) -> types.SimpleNamespace:
+    """What ``torch.cuda.get_device_properties`` returns."""
+    return types.SimpleNamespace(
+        name=gpu.name,
+        major=gpu.capability[0],
+        minor=gpu.capability[1],
+        multi_processor_count=gpu.multiprocessors,
+        total_memory=gpu.bytes,
+        regs_per_multiprocessor=gpu.registers,
+        max_threads_per_multi_processor=gpu.threads,
+        max_threads_per_block=1024,
+        warp_size=32,
+        L2_cache_size=gpu.l2,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=gpu.shared_memory,
+        shared_memory_per_multiprocessor=gpu.shared_memory + 1024,
+        gcnArchName="",
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        uuid="",
+    )
+
+
+class _Nothing:
+    """Takes the place of guards and of functions that act on a device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _first(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+@contextlib.contextmanager
+def _torch_cuda(gpu: Gpu) -> Iterator[None]:
+    properties = _properties(gpu)
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: gpu.capability >= (8, 0),
+        "device_count": lambda: PER_HOST,
+        "current_device": _first,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: gpu.capability,
+        "get_device_name": lambda device=None: gpu.name,
+        "get_arch_list": lambda: [gpu.architecture],
+        "mem_get_info": lambda device=None: (gpu.bytes, gpu.bytes),
+        "memory_stats_as_nested_dict": lambda device=None: {},
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "_exchange_device": _first,
+        "_maybe_exchange_device": _first,
+        "_DeviceGuard": _Nothing,
+        "device": _Nothing,
+    }
+    for name in ("_lazy_init", "init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all"):
+        answers[name] = _nothing
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _first, create=True))
+        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
+        yield
+
+
+@contextlib.contextmanager
+def _interfaces(gpu: Gpu) -> Iterator[None]:
+    """Dynamo's and Inductor's way to ask about devices."""
+    properties = _properties(gpu)
+
+    class Worker(device_interface.CudaInterface.Worker):
+        set_device = staticmethod(_nothing)
+        current_device = staticmethod(_first)
+        get_device_properties = staticmethod(lambda device=None: properties)
+
+    class Interface(device_interface.CudaInterface):
+        device = _Nothing  # type: ignore[assignment]
+        current_device = staticmethod(_first)
+        set_device = staticmethod(_nothing)
+        device_count = staticmethod(lambda: PER_HOST)
+        synchronize = staticmethod(_nothing)
+        get_device_properties = staticmethod(lambda device=None: properties)
+        get_raw_stream = staticmethod(_first)
+        exchange_device = staticmethod(_first)
+        maybe_exchange_device = staticmethod(_first)
+        memory_allocated = staticmethod(_first)
+        is_bf16_supported = staticmethod(lambda including_emulation=False: gpu.capability >= (8, 0))
+        is_available = staticmethod(lambda: True)
+        get_compute_capability = staticmethod(lambda device=None: gpu.capability[0] * 10 + gpu.capability[1])
+        is_triton_capable = staticmethod(lambda device=None: True)
+        raise_if_triton_unavailable = staticmethod(_nothing)
+
+    Interface.Worker = Worker  # type: ignore[misc]
+    device_interface.get_interface_for_device("cpu")  # registers torch's own
+    named = {"cuda": Interface, **{f"cuda:{i}": Interface for i in range(PER_HOST)}}
+    with mock.patch.dict(device_interface.device_interfaces, named):
+        yield
+
+
+@contextlib.contextmanager
+def _generated_code(hooks: Hooks) -> Iterator[None]:
+    """Kernels and generated code are loaded through `hooks`; what was loaded meanwhile is unloaded."""
+    from torch._inductor import codecache
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.runtime import triton_helpers
+    from torch._inductor.virtualized import V
+
+    guards, cache = torch._C._dynamo.guards, codecache.PyCodeCache
+    stock_load, stock_view = cache.load_by_key_path.__func__, guards._reinterpret_tensor
+
+    def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
+        return hooks.kernel(kernel_name, source_code)
+
+    def load(cls: Any, key: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        module = stock_load(cls, key, path, *args, **kwargs)
+        if hasattr(module, "call"):  # not the module of a kernel
+            with open(path) as file:
+                scope = hooks.graph(file.read(), bool(V.graph.is_backward))
+            module.call = _called_in(scope, module.call)
+        return module
+
+    class Folder(joint_graph.UniformValueConstantFolder):
+        """Constants that are one number each are computed, and that is done on the CPU."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _OnCpu():
+                super().__init__(*args, **kwargs)
+
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            with _OnCpu():
+                return super().run(*args, **kwargs)
+
+    def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+        return torch.as_strided(tensor, size, stride, offset) if isinstance(tensor, FakeTensor) else stock_view(tensor, size, stride, offset)
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+    loaded = set(sys.modules)
+    kept = [(table, table.copy()) for table in (cache.modules, cache.modules_no_attr, cache.linemaps)]
+    with (
+        mock.patch.object(AsyncCompile, "triton", triton),
+        mock.patch.object(cache, "load_by_key_path", classmethod(load)),
+        mock.patch.object(guards, "_empty_strided_cuda", empty, create=True),
+        mock.patch.object(guards, "_reinterpret_tensor", view),
+        mock.patch.object(guards, "assert_alignment", _nothing),
+        mock.patch.object(guards, "copy_if_misaligned", lambda tensor: tensor),
+        mock.patch.object(joint_graph, "lazy_init", _nothing),
+        mock.patch.object(joint_graph, "UniformValueConstantFolder", Folder),
+        mock.patch.object(triton_helpers, "set_driver_to_gpu", _nothing),
+    ):
+        try:
+            yield
+        finally:
+            for table, before in kept:
+                table.clear()
+                table.extend(before) if isinstance(table, list) else table.update(before)
+            for name in set(sys.modules) - loaded:
+                if name.startswith("torch._inductor.runtime.compile_tasks."):
+                    del sys.modules[name]
+
+
+def _called_in(scope: Callable[[], contextlib.AbstractContextManager[Any]], call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(args: Any) -> Any:
+        with scope():
+            return call(args)
+
+    return run
+
+
+def _make_tables() -> None:
+    """Tables that torch makes at first use, and keeps for good, are those of a process without the device.
+
+    Dynamo's hold functions of ``torch.cuda``, Inductor's patterns that were traced on a device, autograd's a thread for each device.
+    """
+    from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad
+
+    torch.compile(torch.relu, backend="eager")(torch.ones(1))
+    with torch.enable_grad():
+        torch.ones(1, requires_grad=True).sum().backward()
+    joint_graph.lazy_init(torch.device("cpu"))
+    for module in (post_grad, pre_grad):
+        module.lazy_init()
+
+
+@contextlib.contextmanager
+def _inductor_settings() -> Iterator[None]:
+    """No caches, and nothing that is measured on a device."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    settings = {
+        "fx_graph_cache": False,
+        "fx_graph_remote_cache": False,
+        "autotune_local_cache": False,
+        "autotune_remote_cache": False,
+        "bundle_triton_into_fx_graph_cache": False,
+        "shape_padding": False,
+        "worker_suppress_logging": True,
+    }
+    with inductor.patch(settings), functorch.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
+        yield
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Triton's folder for what it compiled, which Inductor puts into the environment."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        yield
+    finally:
+        os.environ.pop("TRITON_CACHE_DIR", None) if before is None else os.environ.update(TRITON_CACHE_DIR=before)
+
+
+def _forget_devices() -> None:
+    """Answers about devices that torch keeps for good are asked for again."""
+    from torch._inductor import codecache, utils
+    from torch._inductor.codegen.cuda import cuda_env
+    from torch._inductor.kernel import mm
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton
+
+    functions = [value for module in (_triton, utils, cuda_env, mm) for value in vars(module).values()]
+    functions += [DeviceProperties.create.__func__, codecache.CacheBase.get_system]  # type: ignore[attr-defined]
+    for function in functions:
+        if isinstance(function, functools._lru_cache_wrapper):
+            function.cache_clear()
+
+
+class _OnCpu(TorchDispatchMode):
+    """Operators run on the CPU, whatever device they name."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        def on_cpu(x: Any) -> Any:
+            return torch.device("cpu") if isinstance(x, torch.device) else x
+
+        args, named = pytree.tree_map(on_cpu, (args, dict(kwargs or {})))
+        return func(*args, **named)
+
+
+class Watch(TorchDispatchMode):
+    """Tells of the operators that generated code calls, views and new tensors aside.
+
+    Args:
+        told: is given the operator, its arguments and its result.
+    """
+
+    def __init__(self, told: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+        super().__init__()
+        self.told = told
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.namespace != "prim" and func not in _NEW:
+            self.told(func, args, result)
+        return result
+
+
+_NEW = {torch.ops.aten.empty_strided.default, torch.ops.aten.as_strided.default, torch.ops.aten.detach.default}

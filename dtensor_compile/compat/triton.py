@@ -1,0 +1,138 @@
+"""Triton without a device: a driver that answers with a target, and kernels compiled to PTX and cubin for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dtensor_compile.errors import OfflineError
+from dtensor_compile.topology.gpus import Gpu
+
+
+def triton_version() -> str | None:
+    """The version of Triton that is installed; None where there is none."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A kernel compiled for a target.
+
+    Attributes:
+        config: what Inductor chose: block sizes by name, warps and stages.
+        ptx, cubin: the assembly and the machine code.
+        registers: of a thread.
+        shared: bytes of shared memory of a block.
+        spills: bytes of a thread that are in memory instead of registers.
+    """
+
+    config: str
+    ptx: str
+    cubin: bytes
+    registers: int
+    shared: int
+    spills: int
+
+
+def _target(gpu: Gpu) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", gpu.capability[0] * 10 + gpu.capability[1], 32)
+
+
+@contextlib.contextmanager
+def driver_for(gpu: Gpu) -> Iterator[None]:
+    """While it is entered, Triton's driver is one of a device of that kind, which compiles and runs nothing.
+
+    Raises:
+        OfflineError: Triton is not installed.
+    """
+    if triton_version() is None:
+        raise OfflineError(
+            'kernels are Triton\'s, which is not installed: pip install "dtensor-compile[triton]". Without it, programs compile and run on '
+            'CPUs, and dtensor-compile report and explain tell of breaks, collectives and times for "h100", "h200" and other machines'
+        )
+    from triton.runtime.driver import driver
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return _target(gpu)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+            return gpu.capability
+
+        def get_active_torch_device(self) -> Any:
+            import torch
+
+            return torch.device("cuda", 0)
+
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    before = driver._active, driver._default
+    driver.set_active(Driver())
+    driver._default = driver._active
+    try:
+        yield
+    finally:
+        driver._active, driver._default = before
+
+
+def load_kernel(name: str, source: str) -> Any:
+    """Inductor's object for a kernel that it wrote, with the configurations that it chose."""
+    from torch._inductor.codecache import _load_triton_kernel_from_source
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    _set_triton_ptxas_path()
+    return _load_triton_kernel_from_source(name, source)
+
+
+def compile_kernel(kernel: Any) -> Binary:
+    """What its first configuration compiles to: the one that runs without autotuning, or is tried first.
+
+    Raises:
+        Exception: whatever Triton or the assembler raise; `last_lines` reads it.
+    """
+    from torch._inductor import config as settings
+
+    config = kernel.configs[0]
+    with settings.patch(use_static_triton_launcher=False):  # settings are those of a thread
+        compiled = kernel._precompile_config(config).kernel
+    registers, spills = _resources(compiled.asm["cubin"])
+    return Binary(
+        ", ".join(f"{key} {value}" for key, value in {**config.kwargs, "warps": config.num_warps, "stages": config.num_stages}.items()),
+        compiled.asm["ptx"],
+        compiled.asm["cubin"],
+        registers,
+        compiled.metadata.shared,
+        spills,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory of a thread, read by NVIDIA's ``cuobjdump``, which comes with Triton."""
+    import tempfile
+
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said.stdout + said.stderr)}
+    return found["REG"], found["STACK"] + found["LOCAL"]

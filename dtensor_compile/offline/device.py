@@ -1,0 +1,197 @@
+"""`device`: a GPU that is not there. Programs compile for it as they would on it; nothing computes.
+
+In: a preset's name (`topology/gpus.py`) or a file. While the context is entered, tensors on ``cuda`` are fake and everything else is
+real. Inductor lowers to Triton, Triton to PTX and cubin for the architecture. A compiled function runs its generated code once through,
+in the order in which a GPU would be given the work, and each step of that is noted:
+
+    with device("h200") as gpu:
+        x = torch.randn(64, 256, device="cuda")
+        torch.compile(lambda x: x.softmax(-1))(x)
+    gpu.graphs[0].source          # the code that calls the kernels
+    gpu.kernels[0].cubin          # machine code for sm_90
+    print(gpu.graphs[0].order())  # kernel triton_per_fused__softmax_0
+
+What a GPU would measure is not measured: matrix products are the library's (no ``max_autotune``), none is padded, and each kernel has
+the first configuration that Inductor tries. CUDA graphs are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat.emulation import Hooks, Watch, emulated
+from dtensor_compile.compat.triton import Binary, compile_kernel, driver_for, load_kernel
+from dtensor_compile.topology.files import gpu as gpu_named
+from dtensor_compile.topology.gpus import Gpu
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that generated code asks the device, or the network, to do.
+
+    Attributes:
+        kind: ``"kernel"`` (Triton's), ``"operator"`` (of a library, by the name of the operator), ``"start"`` and ``"wait"`` of a
+            collective.
+        name: of the kernel, the operator or the collective.
+        number: of the collective, counted from 0 in the order of their starts; -1 for others.
+    """
+
+    kind: str
+    name: str
+    number: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind:8} {self.name}" + (f" #{self.number}" if self.number >= 0 else "")
+
+
+@dataclass
+class Kernel:
+    """A Triton kernel.
+
+    Attributes:
+        name: as generated code calls it; it lists the operators that were fused.
+        source: its Python source.
+        binary: what it was compiled to.
+    """
+
+    name: str
+    source: str
+    _compiled: Future[Binary] = field(repr=False)
+
+    @property
+    def binary(self) -> Binary:
+        return self._compiled.result()
+
+
+@dataclass
+class Graph:
+    """Generated code.
+
+    Attributes:
+        direction: ``"forward"`` (of a graph without backward, too) or ``"backward"``.
+        source: the code that calls kernels, operators and collectives, with the sources of the kernels.
+        kernels: those that it has, in the order of the source.
+        steps: of its last run.
+    """
+
+    direction: str
+    source: str
+    kernels: tuple[Kernel, ...]
+    steps: list[Step] = field(default_factory=list)
+
+    def order(self) -> str:
+        """The steps of the last run, one a line."""
+        return "".join(f"{step}\n" for step in self.steps)
+
+
+class EmulatedDevice:
+    """What was compiled while `device` was entered.
+
+    Attributes:
+        gpu: the GPU.
+        graphs: generated code, in the order in which it was compiled.
+    """
+
+    def __init__(self, gpu: Gpu, pool: ThreadPoolExecutor) -> None:
+        self.gpu, self.graphs = gpu, list[Graph]()
+        self._pool, self._pending, self._running = pool, dict[str, Kernel](), list[Graph]()
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Those of all graphs; two graphs with the same source of a kernel have one each."""
+        return [kernel for graph in self.graphs for kernel in graph.kernels]
+
+    def table(self) -> str:
+        """Registers of a thread, bytes of shared memory of a block and of spills of a thread: a line for each kernel."""
+        rows = [("kernel", "registers", "shared", "spills", "configuration")]
+        for kernel in self.kernels:
+            b = kernel.binary
+            rows.append((kernel.name, str(b.registers), str(b.shared), str(b.spills), b.config))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *(t.rjust(w) for t, w in zip(row[1:4], widths[1:])), row[4]]) for row in rows]
+        return f"{self.gpu.name}, {self.gpu.architecture}\n" + "".join(f"{line.rstrip()}\n" for line in lines)
+
+    def _kernel(self, name: str, source: str) -> Any:
+        if source not in self._pending:  # Inductor asks once when it writes a kernel, and once for the code that calls it
+            self._pending[source] = Kernel(name, source, self._pool.submit(compile_kernel, load_kernel(name, source)))
+        return _Launch(self, name)
+
+    def _graph(self, source: str, is_backward: bool) -> Any:
+        graph = Graph("backward" if is_backward else "forward", source, tuple(self._pending.values()))
+        self._pending = {}
+        for kernel in graph.kernels:
+            kernel.binary  # noqa: B018 - raises what the compiler raised
+        self.graphs.append(graph)
+
+        @contextlib.contextmanager
+        def run() -> Iterator[None]:
+            graph.steps = []
+            self._running.append(graph)
+            try:
+                with Watch(_Collectives(graph)):
+                    yield
+            finally:
+                self._running.pop()
+
+        return run
+
+
+class _Launch:
+    """What generated code has of a kernel."""
+
+    def __init__(self, device: EmulatedDevice, name: str) -> None:
+        self._device, self._name = device, name
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        self._device._running[-1].steps.append(Step("kernel", self._name))
+
+
+class _Collectives:
+    """Operators that generated code calls, as steps; a wait has the number of its start."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.started = graph, dict[int, tuple[str, int]]()
+
+    def __call__(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        name = func._schema.name.split("::")[-1]
+        if func.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
+            self.graph.steps.append(Step("operator", name))
+        elif name == "wait_tensor":
+            self.graph.steps.append(Step("wait", *self.started.get(_storage(args[0]), ("?", -1))))
+        else:
+            number = sum(step.kind == "start" for step in self.graph.steps)
+            self.graph.steps.append(Step("start", name, number))
+            for tensor in result if isinstance(result, (list, tuple)) else (result,):
+                self.started[_storage(tensor)] = name, number
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
+    """While it is entered, this process seems to have GPUs of that kind, 8 of them, whose tensors have no values.
+
+    Functions that are compiled meanwhile are forgotten at the end, as are those from before; torch is then as it was. It is for
+    one thread.
+
+    Args:
+        name: of a preset (``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``), or a TOML or JSON file (`topology/files.py`).
+
+    Raises:
+        TopologyError: neither is there, or the file does not say what a GPU is.
+        OfflineError: Triton or a C++ compiler is missing, or a device is emulated already.
+    """
+    gpu = gpu_named(name)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, driver_for(gpu):
+        made = EmulatedDevice(gpu, pool)
+        with emulated(gpu, Hooks(made._kernel, made._graph)):
+            yield made

@@ -1,0 +1,28 @@
+"""A job of which one rank is there: torch's fake process group, whose collectives return at once and move nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from dtensor_compile.capture.mesh import forget_meshes
+from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.errors import OfflineError
+
+
+@contextlib.contextmanager
+def job(world: int, rank: int = 0) -> Iterator[None]:
+    """While it is entered, this process is `rank` of a job of `world` ranks, as if ``torchrun`` had started it.
+
+    The default process group is there. Values that come from other ranks mean nothing; shapes are right.
+
+    Raises:
+        OfflineError: there is no such rank.
+    """
+    if not 0 <= rank < world:
+        raise OfflineError(f"{rank} is no rank of a job of {world} ranks: they are 0 to {world - 1}")
+    try:
+        with simulated_job(world, rank):
+            yield
+    finally:
+        forget_meshes()

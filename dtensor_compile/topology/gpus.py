@@ -1,0 +1,81 @@
+"""What a rank computes on: devices for estimates of time, and GPUs for which code is made. One table for both.
+
+A `Device` is the few numbers of a roofline (`topology/links.py`). A `Gpu` is what a compiler has to know besides: the architecture,
+how many multiprocessors there are, and what one has to share out among its threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes on.
+
+    Attributes:
+        peak: floating-point operations per second of a matrix product, by bytes of an element (4: float32, 2: bfloat16).
+        memory: bytes per second to and from its memory.
+        launch: seconds that every operator takes at least.
+    """
+
+    peak: tuple[tuple[int, float], ...]
+    memory: float
+    launch: float
+
+    def operations_per_second(self, itemsize: int) -> float:
+        """Peak for elements of that many bytes; the nearest larger ones where it has none of its own."""
+        sizes = dict(self.peak)
+        return sizes.get(itemsize) or next((rate for size, rate in sorted(self.peak) if size >= itemsize), self.peak[-1][1])
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as a compiler sees it; the words are those of the CUDA C++ Programming Guide (Compute Capabilities).
+
+    Attributes:
+        name: by which ``torch.cuda.get_device_name`` and reports call it.
+        capability: compute capability, (major, minor); (9, 0) is compiled for as sm_90.
+        multiprocessors: number of streaming multiprocessors (SMs).
+        bytes: of its memory.
+        shared_memory: bytes that one thread block may have at most (opt-in).
+        l2: bytes of the level 2 cache.
+        device: what its operators take, for estimates.
+        registers: 32-bit registers of a multiprocessor.
+        threads: resident threads of a multiprocessor.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    bytes: int
+    shared_memory: int
+    l2: int
+    device: Device
+    registers: int = 65536
+    threads: int = 2048
+
+    @property
+    def architecture(self) -> str:
+        """``"sm_90"`` for compute capability 9.0."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+CPU = Device(((4, 5e10), (8, 2.5e10)), 1e10, 2e-6)
+V100 = Device(((2, 125e12), (4, 15.7e12), (8, 7.8e12)), 0.9e12, 5e-6)
+
+#: Makers' figures, of the SXM form; rates are those of dense matrix products.
+GPUS: dict[str, Gpu] = {
+    "a100": Gpu(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 166_912, 40 << 20, Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6)
+    ),
+    "h100": Gpu(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 232_448, 50 << 20, Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6)
+    ),
+    "h200": Gpu(
+        "NVIDIA H200", (9, 0), 132, 141 * 10**9, 232_448, 50 << 20, Device(((2, 989e12), (4, 494e12), (8, 67e12)), 4.8e12, 4e-6)
+    ),
+    "b200": Gpu(
+        "NVIDIA B200", (10, 0), 148, 180 * 10**9, 232_448, 126 << 20, Device(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6)
+    ),
+}  # fmt: skip
