@@ -111,6 +111,7 @@ def test_an_error_inside_leaves_nothing_behind():
 _SETUP = """
 import json, sys, warnings
 import torch
+import torch._functorch.config, torch._inductor.config
 from torch._inductor.utils import run_and_get_code
 warnings.simplefilter("ignore")
 
@@ -124,7 +125,7 @@ def step(device):
 _CODE = """
 import re
 def code():
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         return [re.sub("# AOT ID: .*|/tmp/[^ ]*", "", text) for text in run_and_get_code(lambda: step("cpu"))[1]]
 
 code()
