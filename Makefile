@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-memory fuzz matrix
+.PHONY: demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +46,9 @@ examples: $(VENV)/.installed
 
 bench-compile: $(VENV)/.installed
 	$(BIN)/python tools/bench/compile_time.py
+
+bench-emulated: $(VENV)/.installed
+	$(BIN)/python tools/bench/emulated_compile.py
 
 bench-passes: $(VENV)/.installed
 	$(BIN)/python tools/bench/pass_time.py

@@ -51,6 +51,7 @@ from dtensor_compile.lowering.regather import regather
 from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.lowering.size_ranges import tell_ranges
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
+from dtensor_compile.lowering.uncompiled import runs_uncompiled
 from dtensor_compile.lowering.view_again import view_again
 from dtensor_compile.options import Options
 from dtensor_compile.passes import dropped, run_passes
@@ -150,6 +151,9 @@ def dtensor(
             log.decided([dropped("schedule_kernels", error)])
             return kernels
 
+    def tell_uncompiled(graph: str, said: str) -> None:
+        log.decided([runs_uncompiled(graph, said)])
+
     planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory, opts.redistribution_memory, opts.regather
     key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
@@ -182,6 +186,7 @@ def dtensor(
                 key=None if recording() or tangents.assumed or not merged or not survives_caches(gm) else key,
                 settings=opts.inductor,
                 cacheable=GRAPH_FUNCTIONS,
+                uncompiled=None if opts.strict else tell_uncompiled,
             )
     agreement.reach()
     return restore_spent_graphs(gm, heed_aliases(gm, remember_arguments(compiled, tangents)))

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtensor_compile.compat.cache_keys import meshes_by_layout
 from dtensor_compile.compat.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.libraries import rebuild_damaged_libraries
+from dtensor_compile.compat.uncompiled_kernels import LoweredGraph, run_uncompiled
 
 GraphFunction = Callable[[torch.fx.Graph], None]
 
@@ -106,6 +107,7 @@ def compile_with_inductor(
     key: tuple[Any, ...] | None,
     settings: Mapping[str, Any],
     cacheable: Sequence[Callable[..., Any]] = (),
+    uncompiled: Callable[[str, str], None] | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
 
@@ -116,11 +118,17 @@ def compile_with_inductor(
         key: what decides the work of the passes besides the graph; part of the cache keys. None: no cache is used.
         settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
         cacheable: functions whose calls in the graph are all that they depend on, so that caches may keep it.
+        uncompiled: is told of a graph (``"forward"``, ``"backward"``) with a kernel that does not compile, and what the compiler said;
+            the graph runs operator by operator. None: that is an error.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    lowered = LoweredGraph()
+
     def lower(graph: torch.fx.Graph) -> None:
         post_grad_pass(graph)
+        if uncompiled is not None:
+            lowered.keep(graph)
         _spell_out_alpha(graph)
         _keep_draws_in_order(graph)
 
@@ -135,6 +143,8 @@ def compile_with_inductor(
             patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
     inner = inputs_checked_at_once()(compile_fx_inner)  # which also compiles a backward graph when it first runs
+    if uncompiled is not None:
+        inner = run_uncompiled(inner, lowered, uncompiled)
     with meshes_by_layout(), rebuild_damaged_libraries():
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 

@@ -100,26 +100,32 @@ def load_kernel(name: str, source: str) -> Any:
     return _load_triton_kernel_from_source(name, source)
 
 
-def compile_kernel(kernel: Any) -> Binary:
-    """What its first configuration compiles to: the one that runs without autotuning, or is tried first.
+def compile_kernel(kernel: Any, gpu: Gpu) -> Binary:
+    """What its first configuration compiles to that the GPU can run: without autotuning the one that it does run.
 
     Raises:
-        Exception: whatever Triton or the assembler raise; `last_lines` reads it.
+        Exception: whatever Triton or the assembler raise; Inductor's error where no configuration fits into shared memory.
     """
     from torch._inductor import config as settings
+    from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
+    from triton.runtime.errors import OutOfResources, PTXASError
 
-    config = kernel.configs[0]
-    with settings.patch(use_static_triton_launcher=False):  # settings are those of a thread
-        compiled = kernel._precompile_config(config).kernel
-    registers, spills = _resources(compiled.asm["cubin"])
-    return Binary(
-        ", ".join(f"{key} {value}" for key, value in {**config.kwargs, "warps": config.num_warps, "stages": config.num_stages}.items()),
-        compiled.asm["ptx"],
-        compiled.asm["cubin"],
-        registers,
-        compiled.metadata.shared,
-        spills,
-    )
+    reason: Exception | None = None
+    for config in kernel.configs:
+        try:
+            with settings.patch(use_static_triton_launcher=False):  # settings are those of a thread
+                compiled = kernel._precompile_config(config).kernel
+        except (OutOfResources, PTXASError) as error:
+            reason = error
+            continue
+        if compiled.metadata.shared > gpu.shared_memory:
+            reason = OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
+            continue
+        registers, spills = _resources(compiled.asm["cubin"])
+        values = {**config.kwargs, "warps": config.num_warps, "stages": config.num_stages}
+        text = ", ".join(f"{key} {value}" for key, value in values.items())
+        return Binary(text, compiled.asm["ptx"], compiled.asm["cubin"], registers, compiled.metadata.shared, spills)
+    raise NoTritonConfigsError(f"no configuration of {kernel.fn.__name__} fits: {reason}")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -120,12 +120,12 @@ class EmulatedDevice:
 
     def _kernel(self, name: str, source: str) -> Any:
         if source not in self._pending:  # Inductor asks once when it writes a kernel, and once for the code that calls it
-            self._pending[source] = Kernel(name, source, self._pool.submit(compile_kernel, load_kernel(name, source)))
+            self._pending[source] = Kernel(name, source, self._pool.submit(compile_kernel, load_kernel(name, source), self.gpu))
         return _Launch(self, name)
 
     def _graph(self, source: str, is_backward: bool) -> Any:
         graph = Graph("backward" if is_backward else "forward", source, tuple(self._pending.values()))
-        self._pending = {}
+        self._pending = {}  # also where one of them does not compile
         for kernel in graph.kernels:
             kernel.binary  # noqa: B018 - raises what the compiler raised
         self.graphs.append(graph)

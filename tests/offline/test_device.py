@@ -10,9 +10,10 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_compile import offline
+from dtensor_compile import offline, record
 from dtensor_compile.errors import OfflineError, TopologyError
 from dtensor_compile.topology.files import gpu
 from dtensor_compile.topology.gpus import GPUS
@@ -271,6 +272,31 @@ def test_without_triton_it_is_said_what_to_install_and_what_works(monkeypatch):
             raise AssertionError("entered")
     assert "CPU" in str(raised.value)
     assert not torch.cuda.is_available()
+
+
+def test_a_kernel_that_does_not_compile_leaves_its_graph_to_operators(tmp_path):
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps({"capability": "9.0", "multiprocessors": 1, "bytes": 1 << 30, "shared_memory": 4, "l2": 1 << 20}))
+    with offline.job(2), offline.device(file) as device, record() as recording:
+        x = DTensor.from_local(torch.randn(64, 256, device="cuda"), init_device_mesh("cuda", (2,)), [Shard(0)]).requires_grad_()
+        with pytest.warns(UserWarning, match="a kernel of the backward graph does not compile"):
+            out = torch.compile(lambda x: x.softmax(-1).to_local(), backend="dtensor", fullgraph=True)(x)
+            out.sum().backward()
+        assert x.grad.to_local().shape == (64, 256) and device.graphs == []
+    decisions = [d for d in recording.report().ours.decisions if d.kind == "uncompiled_kernels"]
+    assert len(decisions) == 2 and {(d.before, d.after) for d in decisions} == {("inductor", "aten")}
+    assert "out of resource: shared memory, Required: 8, Hardware limit: 4" in decisions[0].reason
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_under_strict(tmp_path):
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps({"capability": "9.0", "multiprocessors": 1, "bytes": 1 << 30, "shared_memory": 4, "l2": 1 << 20}))
+    with offline.job(2), offline.device(file):
+        x = DTensor.from_local(torch.randn(64, 256, device="cuda"), init_device_mesh("cuda", (2,)), [Shard(0)])
+        with pytest.raises(Exception, match="fits: out of resource: shared memory"):
+            torch.compile(lambda x: x.softmax(-1), backend="dtensor", options={"strict": True})(x)
+    with offline.device(file), pytest.raises(Exception, match="fits: out of resource: shared memory"):  # stock raises
+        torch.compile(lambda x: x.softmax(-1))(torch.randn(64, 256, device="cuda"))
 
 
 def test_a_rank_that_is_not_there():

@@ -62,13 +62,19 @@ def _cpu_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def arguments(description: str, repeats: int) -> argparse.Namespace:
-    """What the benchmark is run with; `ranks` is how many its layout takes."""
+def arguments(description: str, repeats: int, **more: str) -> argparse.Namespace:
+    """What the benchmark is run with; `ranks` is how many its layout takes.
+
+    Args:
+        more: further options by name, with their defaults.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--layout", choices=LAYOUTS, default="tp")
     parser.add_argument("--json", metavar="FILE")
+    for name, default in more.items():
+        parser.add_argument(f"--{name}", default=default)
     args = parser.parse_args()
     args.ranks = 4 if args.layout == "2d" else 2
     return args

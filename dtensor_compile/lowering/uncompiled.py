@@ -1,0 +1,19 @@
+"""A graph with a kernel that does not compile, as a decision."""
+
+from __future__ import annotations
+
+import warnings
+
+from dtensor_compile.decisions import Decision
+
+
+def runs_uncompiled(graph: str, said: str) -> Decision:
+    """Warns that a graph runs operator by operator because a kernel of it does not compile; the decision that says so.
+
+    Args:
+        graph: ``"forward"`` or ``"backward"``.
+        said: the last lines of the compiler.
+    """
+    reason = f"a kernel of the {graph} graph does not compile, so that its operators run one by one: {said}"
+    warnings.warn(f'dtensor_compile: {reason}; options={{"strict": True}} raises instead', stacklevel=2)
+    return Decision("uncompiled_kernels", "", reason, before="inductor", after="aten")
