@@ -40,6 +40,12 @@ AccumulateGrad* plain_accumulation(Node* node) {
   return plain ? accumulate : nullptr;
 }
 
+// Whether the gradient of a leaf is of the dtype that the program wants it in, and the leaf still one that gets a gradient.
+bool takes(const AccumulateGrad& accumulate, c10::ScalarType dtype) {
+  std::optional<c10::ScalarType> wanted = accumulate.input_metadata(0).grad_dtype();
+  return wanted.value_or(dtype) == dtype && accumulate.variable.requires_grad() && accumulate.variable.is_leaf();
+}
+
 // The DTensor that `tensor` is for Python; null where it is none.
 Ref python_dtensor(const at::Tensor& tensor) {
   PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
@@ -99,7 +105,7 @@ Done accumulate_local(Output& output, PyObject* results, Node* node) {
   const at::Tensor& local = THPVariable_Unpack(found);
   Ref local_parameter = Ref::copy(slot(parameter.get(), dtensor.local));
   const at::Tensor& local_variable = THPVariable_Unpack(local_parameter.get());
-  if (!is_plain(local, local_variable)) {
+  if (!takes(*accumulation, local.scalar_type()) || !is_plain(local, local_variable)) {
     return Done::no;
   }
   std::shared_ptr<const Made> made = made_for(output, results);
