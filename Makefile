@@ -33,7 +33,8 @@ test-slow: $(VENV)/.installed
 test-memory: $(VENV)/.installed
 	CXX="g++ -fsanitize=address -g" TORCH_EXTENSIONS_DIR=build/sanitized ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" $(BIN)/python -m pytest \
-	-p no:cacheprovider tests/runtime/test_guards.py tests/runtime/test_gradients.py tests/runtime/test_optimizer_steps.py -k "native or walk"
+	-p no:cacheprovider tests/runtime/test_guards.py tests/runtime/test_gradients.py tests/runtime/test_optimizer_steps.py \
+	tests/runtime/test_calls.py -k "native or walk or (test_calls and not python and not guards)"
 
 # Every pair of specs on 1-D, 2-D and 3-D meshes (make test takes a sample).
 test-redistributions: $(VENV)/.installed

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 LOCAL = torch.arange(1.0, 9.0).reshape(4, 2)
 
@@ -179,6 +180,101 @@ def test_gradient_of_a_gradient_is_refused(mesh):
     compiled(X).backward(create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         model.a.grad.to_local().sum().backward()
+
+
+def test_parameter_that_is_frozen_before_the_backward_pass(mesh):
+    eager, model, compiled = pair(mesh)
+    for one, call in ((model, compiled), (eager, eager)):
+        call(X).backward()
+        one.zero_grad()
+        loss = call(X)
+        one.a.requires_grad_(False)
+        loss.backward()
+        assert one.a.grad is None and one.b.grad is not None
+        one.a.requires_grad_(True)
+        call(X).backward()
+    assert_same_gradients(model, eager)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_gradient_of_another_dtype(mesh, later):
+    eager, model, compiled = pair(mesh, dtype=torch.bfloat16)
+    for one, call in ((model, compiled), (eager, eager)):
+        if later:
+            call(X).backward()
+            one.zero_grad()
+        one.a.grad_dtype = torch.float32
+        for _ in range(2):
+            call(X).backward()
+        assert one.a.grad.dtype is torch.float32
+    assert_same_gradients(model, eager)
+
+
+def test_two_parameters_with_one_gradient(mesh):
+    eager, model, compiled = pair(mesh)
+    for one, call in ((model, compiled), (eager, eager)):
+        call(X).backward()
+        one.a.grad = one.b.grad
+        call(X).backward()
+        assert one.a.grad is one.b.grad
+    assert_same_gradients(model, eager)
+
+
+def test_two_graphs_in_one_backward_pass(mesh):
+    product, square = (lambda a, b: (a * b).to_local().sum()), (lambda a: (a * a * 2).to_local().sum())
+    eager, model = Model(mesh), Model(mesh)
+    calls = [torch.compile(function, backend="dtensor_aten", fullgraph=True) for function in (product, square)]
+    for one, (first, second) in ((model, calls), (eager, (product, square))):
+        for _ in range(2):
+            (first(one.a, one.b) + second(one.a) + first(one.b, one.a)).backward()
+        torch.autograd.backward([first(one.a, one.b), second(one.b)], [torch.tensor(2.0), torch.tensor(3.0)])
+    assert_same_gradients(model, eager)
+
+
+def test_tensors_that_are_saved_go_through_hooks(mesh):
+    eager, model, compiled = pair(mesh)
+    for call in (compiled, eager):
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+            loss = call(X)
+        loss.backward()
+        with torch.autograd.graph.save_on_cpu():
+            loss = call(X)
+        loss.backward()
+        assert packed
+    assert_same_gradients(model, eager)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_region_that_is_computed_again(mesh, reentrant):
+    eager, model, compiled = pair(mesh)
+    for call in (compiled, eager):
+        for _ in range(2):
+            x = X.clone().requires_grad_()
+            checkpoint(call, x, use_reentrant=reentrant).backward()
+    assert_same_gradients(model, eager)
+
+
+def test_a_hook_comes_and_goes(mesh):
+    eager, model, compiled = pair(mesh)
+    seen = {model: [], eager: []}
+    for one, call in ((model, compiled), (eager, eager)):
+        for register in (one.a.register_hook, one.a.register_post_accumulate_grad_hook):
+            note = lambda value, one=one: seen[one].append(1)  # noqa: E731
+            handle = register(note)
+            call(X).backward()
+            handle.remove()
+            call(X).backward()
+    assert seen[model] == seen[eager] == [1, 1]
+    assert_same_gradients(model, eager)
+
+
+def test_second_backward_pass_without_the_graph_is_an_error(mesh):
+    _, _, compiled = pair(mesh)
+    loss = compiled(X)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
 
 
 def test_input_that_is_no_leaf(mesh):

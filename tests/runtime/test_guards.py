@@ -1,5 +1,6 @@
 """What holds compiled code to a parameter or an input: another one compiles again, and never runs the wrong graph."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -140,6 +141,19 @@ def test_input_is_a_partial_sum_of_another_kind(mesh):
 
 def test_input_on_another_mesh(mesh):
     inputs(mesh, dtensor(mesh), dtensor(make_mesh((2,), ("other",))))
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_input_is_resized(mesh, dynamic):
+    """The second graph is for that size, or for every size."""
+    inputs(mesh, dtensor(mesh), dtensor(mesh, local=torch.arange(6.0).reshape(3, 2)), dynamic=dynamic)
+
+
+def test_local_tensor_of_an_input_is_resized(mesh):
+    """As large a whole, cut otherwise: rank 0 has one row more."""
+    five = {"shape": (5, 2), "stride": (2, 1)}
+    first, second = (dtensor(mesh, local=torch.arange(2.0 * rows).reshape(rows, 2), **five) for rows in (3, 2))
+    inputs(mesh, first, second, dynamic=False)
 
 
 def test_input_of_another_global_size_over_the_same_local_one(mesh):
