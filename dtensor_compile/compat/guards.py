@@ -49,7 +49,10 @@ def track_and_guard(track: Callable[[], VariableTracker], source: Source, value:
     local = AttrSource(source, "_local_tensor")
     for guard in own:
         about_it = guard.name.startswith(source.name)
-        if not about_it or guard.originating_source == local and guard.create_fn_name() == "DUPLICATE_INPUT":
+        duplicate = guard.originating_source == local and guard.create_fn_name() == "DUPLICATE_INPUT"
+        # A tensor that is marked as static, with a guard, is part of the graph.
+        itself = guard.originating_source == source and guard.create_fn_name() == "ID_MATCH"
+        if not about_it or duplicate or itself:
             installed.add(guard)
     install_guard(source.make_guard(_dtensor_match))
     return variable

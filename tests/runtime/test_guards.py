@@ -96,6 +96,16 @@ def test_parameter_no_longer_requires_a_gradient(mesh):
     parameter_changes(mesh, lambda model: model.weight.requires_grad_(False))
 
 
+def test_parameter_that_another_backend_took_for_static(mesh):
+    """As torch does with the parameters of an optimizer whose step it compiles."""
+    model = Scale(dtensor(mesh))
+    torch._dynamo.mark_static_address(model.weight, guard=True)
+    compiled = torch.compile(model, backend="dtensor_aten", fullgraph=True)
+    check(compiled, model, torch.tensor(2.0), graphs=1)
+    model.weight = nn.Parameter(dtensor(mesh, local=LOCAL * 9))
+    check(compiled, model, torch.tensor(2.0), graphs=1)  # torch takes marks of parameters away
+
+
 def test_module_in_another_dtype(mesh):
     parameter_changes(mesh, lambda model: model.to(torch.bfloat16))
 
@@ -188,6 +198,18 @@ def test_input_that_is_marked_dynamic_later(mesh):
     torch._dynamo.mark_dynamic(marked, 0)
     compiled(marked)
     assert counters.graphs() == 2
+
+
+@pytest.mark.parametrize("guard, graphs", [(True, 2), (False, 1)])
+def test_input_whose_address_is_static(mesh, guard, graphs):
+    """As CUDA graphs want it: with a guard, the tensor is part of the graph, which is for it alone."""
+
+    def static(local):
+        tensor = dtensor(mesh, local=local)
+        torch._dynamo.mark_static_address(tensor, guard=guard)
+        return tensor
+
+    inputs(mesh, static(LOCAL), static(LOCAL * 3), graphs=graphs)
 
 
 def test_inputs_that_are_one(mesh):
