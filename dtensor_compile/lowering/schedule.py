@@ -19,8 +19,9 @@ other. At each moment
 4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction of a
    gradient when that is surely done, because its input is held until then.
 
-Over the bound on memory it goes on in the order given. An order that does not keep the bound is tried again with a lower one; the
-fastest that does is taken, and the order given stays where none is faster in the simulation.
+Over the bound on memory it goes on in the order given, because a task that was put off may need more later than was to be seen.
+Where that breaks the bound, it is tried again with what was missing kept back until that task has run, and with a lower bound; the
+fastest order that keeps the bound is taken, and the order given stays where none is faster in the simulation.
 """
 
 from __future__ import annotations
@@ -28,15 +29,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 #: A collective whose result nobody uses is taken for done after this much of its time more than the simulation says.
 SLACK = 0.25
 
-#: Parts of the bound on memory that are aimed at, because a task that was put off may need more later than was to be seen. Close to
-#: each other: a few percent decide whether the largest gradient is sent at once or waits until activations are gone.
-TRIES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.85, 0.8, 0.7, 0.6)
+#: Parts of the bound on memory that are aimed at, and for each how often memory is kept back for tasks that were found to need it.
+TRIES, ROUNDS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.75, 0.6), 5
 #: Orders whose times differ by less than this part are alike.
 ALIKE = 1e-3
 
@@ -163,24 +163,49 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
     longest = max((task.seconds for task in tasks if task.link is None), default=0.0)
     least = math.inf  # seconds that an order takes which need not keep the bound
     for tried in TRIES:
-        if seconds <= least * (1.0 + ALIKE) < math.inf:
-            break
-        order = _Arrangement(tasks, tried * bound, longest).run()
-        found = simulate(tasks, order)
-        least = min(least, found.seconds)
-        if found.peak <= bound and found.seconds < seconds * (1.0 - ALIKE):
-            best, seconds = order, found.seconds
+        kept_back: dict[int, float] = {}
+        for _ in range(ROUNDS):
+            if seconds <= least * (1.0 + ALIKE) < math.inf:
+                return best
+            order = _Arrangement(tasks, tried * bound, longest, kept_back).run()
+            found, missing = simulate(tasks, order), _missing(tasks, order, bound)
+            least = min(least, found.seconds)
+            if not missing:
+                if found.seconds < seconds * (1.0 - ALIKE):
+                    best, seconds = order, found.seconds
+                break
+            for index, size in missing.items():
+                kept_back[index] = math.inf if index in kept_back else size
     return best
+
+
+def _missing(tasks: Sequence[Task], order: Sequence[int], bound: float) -> dict[int, float]:
+    """Of each stretch of `order` that is over the bound, the task at its peak and the bytes over it."""
+    device, missing, at = _Device(tasks), dict[int, float](), None
+    for index in order:
+        device.peak = 0
+        device.run(index)
+        over = device.peak - bound
+        if over <= 0:
+            at = None
+        elif at is None or over > missing[at]:
+            if at is not None:
+                del missing[at]
+            at, missing[index] = index, over
+    return missing
 
 
 class _Arrangement:
     """One pass over the tasks.
 
+    Args:
+        kept_back: bytes of the bound that nothing else may take until that task has run.
+
     Waits are no candidates: a task whose other needs are met is one, and the waits that it needs run with it.
     """
 
-    def __init__(self, tasks: Sequence[Task], bound: float, longest: float) -> None:
-        self.tasks, self.bound, self.places = tasks, bound, longest
+    def __init__(self, tasks: Sequence[Task], bound: float, longest: float, kept_back: Mapping[int, float]) -> None:
+        self.tasks, self.whole, self.kept_back, self.places = tasks, bound, kept_back, longest
         self.device = _Device(tasks)
         self.order: list[int] = []
         self.done = [False] * len(tasks)
@@ -200,6 +225,10 @@ class _Arrangement:
         self.unused: list[tuple[float, int]] = []  # waits that nothing but an output needs
         self.stray: list[int] = []  # waits that only other waits need
         self.first = 0  # of the tasks that have not run
+        self.bound = self._bound()
+
+    def _bound(self) -> float:
+        return self.whole - max((size for index, size in self.kept_back.items() if not self.done[index]), default=0.0)
 
     def run(self) -> list[int]:
         for index in [i for i, task in enumerate(self.tasks) if task.given]:
@@ -324,7 +353,9 @@ class _Arrangement:
             heapq.heappop(self.held)
         if self.held and not (until > self.device.now and until <= self.held[0][0]):
             if self._fits(self.held[0][1]):
-                self._execute(heapq.heappop(self.held)[1])
+                for wait in self.waits[self.held[0][1]]:  # by then the link is free, so that another start comes before the compute
+                    if not self.done[wait]:
+                        self._execute(wait)
             else:
                 self._go_on()
         elif self.unused and not until > self.device.now:
@@ -351,6 +382,8 @@ class _Arrangement:
         self.done[index] = True
         self.order.append(index)
         self.device.run(index)
+        if index in self.kept_back:
+            self.bound = self._bound()
         is_wait = self.tasks[index].waits_for is not None
         for user in self.users[index]:
             if is_wait and self.tasks[user].waits_for is None:

@@ -48,7 +48,7 @@ def test_gathers_are_prefetched_over_layers():
     assert exposed(program, range(9)) == [4, 4, 4]
     order = arrange(program, float("inf"))
     assert exposed(program, order) == [4, 0, 0]
-    assert order == [0, 3, 1, 2, 6, 4, 5, 7, 8]
+    assert order == [0, 3, 1, 6, 2, 4, 5, 7, 8]
 
 
 def test_a_place_in_flight_is_free_while_the_link_has_less_to_do_than_the_longest_kernel():
@@ -100,6 +100,23 @@ def test_of_the_orders_that_keep_the_bound_the_fastest_is_taken(monkeypatch):
     orders = iter([large, slow, fast])
     monkeypatch.setattr(schedule._Arrangement, "run", lambda self: next(orders))
     assert arrange(program, 200) == fast and not list(orders)
+
+
+def test_memory_is_kept_back_only_until_the_task_that_needs_it_has_run():
+    program = Program()
+    before = program.compute(2, program.compute(2, program.compute(1, size=1), size=8), size=1)
+    for _ in range(4):
+        start = program.start(4, size=4)
+        before = program.compute(3, program.wait(start), before, size=1, reads=(start, before))
+    assert simulate(program, range(15)).peak == 9 and simulate(program, range(15)).seconds == 33
+    order = arrange(program, 10)
+    assert (found := simulate(program, order)).peak == 10 and found.seconds == 5 + 4 * 4 + 3
+
+
+def test_a_start_goes_before_the_compute_that_the_collective_before_it_held_up():
+    program = layers(3, 4, 2)
+    assert arrange(program, float("inf")) == [0, 1, 3, 2, 4, 6, 5, 7, 8]
+    assert simulate(program, arrange(program, float("inf"))).seconds == 3 * 4 + 2 == least_seconds(program)
 
 
 def test_what_a_start_reads_is_there_until_its_wait():
