@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-memory fuzz matrix
+.PHONY: demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ test: $(VENV)/.installed
 # What make test leaves out: what takes half a minute or more, of four ranks through Inductor and of jobs that share a cache, for instance.
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest tests -m slow
+
+# On one GPU; skips with a reason where there is none.
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/gpu -rs
 
 # The C++ part under the address sanitizer of g++ (not its leaks: torch and Python keep things to the end).
 test-memory: $(VENV)/.installed

@@ -41,14 +41,16 @@ class Step:
             collective.
         name: of the kernel, the operator or the collective.
         number: of the collective, counted from 0 in the order of their starts; -1 for others.
+        sends: dtype and shape of what a collective is given, where it starts.
     """
 
     kind: str
     name: str
     number: int = -1
+    sends: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind:8} {self.name}" + (f" #{self.number}" if self.number >= 0 else "")
+        return f"{self.kind:8} {self.name}" + (f" #{self.number}" if self.number >= 0 else "") + (f" {self.sends}" if self.sends else "")
 
 
 @dataclass
@@ -167,7 +169,9 @@ class _Collectives:
             self.graph.steps.append(Step("wait", *self.started.get(_storage(args[0]), ("?", -1))))
         else:
             number = sum(step.kind == "start" for step in self.graph.steps)
-            self.graph.steps.append(Step("start", name, number))
+            given = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
+            sends = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in given)
+            self.graph.steps.append(Step("start", name, number, sends))
             for tensor in result if isinstance(result, (list, tuple)) else (result,):
                 self.started[_storage(tensor)] = name, number
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtensor_compile import UnsupportedTorchError
-from dtensor_compile.compat.release import SUPPORTED, check_release, minor_release
+from dtensor_compile.compat.release import KNOWN_TO_BREAK, SUPPORTED, check_release, minor_release
 
 
 def test_the_installed_release_is_supported():
@@ -16,6 +16,8 @@ def test_another_release_is_an_error_that_names_the_supported_ones(version):
     with pytest.raises(UnsupportedTorchError, match=r"Supported: 2\.13\.x") as error:
         check_release(version)
     assert version in str(error.value)
+    known = KNOWN_TO_BREAK.get(minor_release(version), "it was never tried there")
+    assert f"{version}: {known}." in str(error.value)
 
 
 def test_minor_release():

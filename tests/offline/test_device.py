@@ -50,7 +50,7 @@ operator addmm
 kernel   triton_poi_fused_gelu_0
 kernel   triton_poi_fused_redistribute_1
 operator addmm
-start    all_reduce_ #0
+start    all_reduce_ #0 float32[8, 64]
 wait     all_reduce_ #0
 """,
     )

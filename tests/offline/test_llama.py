@@ -59,10 +59,10 @@ def test_tensor_and_sequence_parallel_on_eight_h200():
     assert_expected_inline(forward.order(), """\
 kernel   triton_poi_fused_bitwise_or_ge_index_put_lift_fresh_lt_sub_0
 kernel   triton_poi_fused_bitwise_or_embedding_ge_lt_redistribute_unsqueeze_where_zeros_1
-start    reduce_scatter_tensor #0
+start    reduce_scatter_tensor #0 float32[16, 16, 512]
 wait     reduce_scatter_tensor #0
 kernel   triton_per_fused_add_mean_mul_pow_redistribute_rsqrt_2
-start    all_gather_into_tensor #1
+start    all_gather_into_tensor #1 float32[1, 2, 16, 512]
 wait     all_gather_into_tensor #1
 operator mm
 operator mm
@@ -72,47 +72,47 @@ kernel   triton_poi_fused_clone_transpose_unsqueeze_view_4
 operator _scaled_dot_product_efficient_attention
 operator mm
 kernel   triton_poi_fused__unsafe_view_redistribute_5
-start    reduce_scatter_tensor #2
+start    reduce_scatter_tensor #2 float32[16, 16, 512]
 wait     reduce_scatter_tensor #2
 kernel   triton_per_fused_add_mean_mul_pow_redistribute_rsqrt_6
-start    all_gather_into_tensor #3
+start    all_gather_into_tensor #3 float32[1, 2, 16, 512]
 wait     all_gather_into_tensor #3
 operator mm
 operator mm
 kernel   triton_poi_fused_mul_silu_7
 operator mm
-start    reduce_scatter_tensor #4
+start    reduce_scatter_tensor #4 float32[8, 2, 16, 512]
 wait     reduce_scatter_tensor #4
 kernel   triton_per_fused_add_mean_mul_pow_redistribute_rsqrt_8
-start    all_gather_into_tensor #5
+start    all_gather_into_tensor #5 float32[1, 2, 16, 512]
 wait     all_gather_into_tensor #5
 operator mm
-start    all_gather_into_tensor #6
+start    all_gather_into_tensor #6 float32[256, 256]
 wait     all_gather_into_tensor #6
 kernel   triton_poi_fused_redistribute_view_9
 """)
     assert_expected_inline(backward.order(), """\
 kernel   triton_poi_fused_redistribute_view_0
 operator mm
-start    reduce_scatter_tensor #0
+start    reduce_scatter_tensor #0 float32[8, 2, 16, 512]
 operator mm
 kernel   triton_poi_fused_view_1
 wait     reduce_scatter_tensor #0
 kernel   triton_per_fused_add_div_expand_mul_pow_redistribute_sum_2
-start    all_gather_into_tensor #1
+start    all_gather_into_tensor #1 float32[1, 2, 16, 512]
 kernel   triton_per_fused_mul_redistribute_sum_3
 wait     all_gather_into_tensor #1
 operator mm
 kernel   triton_poi_fused_add_fill_mul_sigmoid_silu_sub_view_4
 operator mm
 operator addmm
-start    reduce_scatter_tensor #2
+start    reduce_scatter_tensor #2 float32[8, 2, 16, 512]
 operator mm
 operator mm
 operator mm
 wait     reduce_scatter_tensor #2
 kernel   triton_per_fused_add_div_expand_mul_pow_redistribute_sum_5
-start    all_gather_into_tensor #3
+start    all_gather_into_tensor #3 float32[1, 2, 16, 512]
 wait     all_gather_into_tensor #3
 operator mm
 kernel   triton_poi_fused__scaled_dot_product_efficient_attention_backward_transpose_view_6
@@ -122,13 +122,13 @@ kernel   triton_poi_fused_add_cat_mul_neg_slice_squeeze_view_7
 operator mm
 operator mm
 kernel   triton_poi_fused_add_redistribute_view_8
-start    reduce_scatter_tensor #4
+start    reduce_scatter_tensor #4 float32[16, 16, 512]
 kernel   triton_poi_fused_redistribute_view_9
 operator mm
 operator mm
 wait     reduce_scatter_tensor #4
 kernel   triton_per_fused_add_div_expand_mul_pow_redistribute_sum_10
-start    all_gather_into_tensor #5
+start    all_gather_into_tensor #5 float32[1, 2, 16, 512]
 kernel   triton_per_fused_add_mul_redistribute_sum_11
 kernel   triton_poi_fused_add_cat_mul_neg_slice_squeeze_transpose_view_12
 operator mm
@@ -146,38 +146,38 @@ def test_sharded_parameters_on_eight_h200():
     check(device)
     forward, backward = device.graphs
     assert_expected_inline(forward.order(), """\
-start    all_gather_into_tensor #0
+start    all_gather_into_tensor #0 float32[256, 512]
 wait     all_gather_into_tensor #0
-start    all_gather_into_tensor #1
+start    all_gather_into_tensor #1 float32[64]
 wait     all_gather_into_tensor #1
 kernel   triton_per_fused_add_embedding_mean_mul_pow_rsqrt_0
-start    all_gather_into_tensor #2
+start    all_gather_into_tensor #2 float32[64, 512]
 wait     all_gather_into_tensor #2
-start    all_gather_into_tensor #3
+start    all_gather_into_tensor #3 float32[64, 512]
 operator mm
-start    all_gather_into_tensor #4
+start    all_gather_into_tensor #4 float32[64, 512]
 wait     all_gather_into_tensor #3
 operator mm
-start    all_gather_into_tensor #5
+start    all_gather_into_tensor #5 float32[64, 512]
 wait     all_gather_into_tensor #4
 operator mm
-start    all_gather_into_tensor #6
+start    all_gather_into_tensor #6 float32[64]
 kernel   triton_poi_fused__unsafe_view_add_cat_mul_split_sub_transpose_unbind_view_1
-start    all_gather_into_tensor #7
-start    all_gather_into_tensor #8
+start    all_gather_into_tensor #7 float32[192, 512]
+start    all_gather_into_tensor #8 float32[192, 512]
 kernel   triton_poi_fused__unsafe_view_clone_transpose_unsqueeze_view_2
 operator _scaled_dot_product_efficient_attention
 wait     all_gather_into_tensor #5
 operator mm
-start    all_gather_into_tensor #9
+start    all_gather_into_tensor #9 float32[64, 1536]
 wait     all_gather_into_tensor #6
 kernel   triton_per_fused__unsafe_view_add_mean_mul_pow_rsqrt_3
 wait     all_gather_into_tensor #7
 operator mm
-start    all_gather_into_tensor #10
+start    all_gather_into_tensor #10 float32[64]
 wait     all_gather_into_tensor #8
 operator mm
-start    all_gather_into_tensor #11
+start    all_gather_into_tensor #11 float32[256, 512]
 wait     all_gather_into_tensor #9
 kernel   triton_poi_fused__unsafe_view_mul_silu_4
 operator mm
@@ -189,26 +189,26 @@ operator mm
     assert_expected_inline(backward.order(), """\
 operator mm
 operator mm
-start    reduce_scatter_tensor #0
+start    reduce_scatter_tensor #0 float32[2048, 512]
 kernel   triton_red_fused_mul_sum_view_0
 kernel   triton_per_fused_add_div_expand_mul_pow_sum_view_1
 operator mm
 kernel   triton_per_fused_mul_sum_view_2
-start    reduce_scatter_tensor #1
+start    reduce_scatter_tensor #1 float32[512]
 kernel   triton_poi_fused__unsafe_view_add_fill_mul_sigmoid_silu_sub_view_3
 wait     reduce_scatter_tensor #0
 operator mm
 wait     reduce_scatter_tensor #1
-start    reduce_scatter_tensor #2
+start    reduce_scatter_tensor #2 float32[512, 1536]
 operator mm
 operator mm
 operator mm
-start    reduce_scatter_tensor #3
+start    reduce_scatter_tensor #3 float32[1536, 512]
 kernel   triton_per_fused__unsafe_view_add_div_expand_mul_pow_sum_view_4
 wait     reduce_scatter_tensor #2
 operator mm
 operator mm
-start    reduce_scatter_tensor #4
+start    reduce_scatter_tensor #4 float32[1536, 512]
 operator _scaled_dot_product_efficient_attention_backward
 wait     reduce_scatter_tensor #3
 operator mm
@@ -218,23 +218,23 @@ wait     reduce_scatter_tensor #4
 operator mm
 kernel   triton_red_fused__unsafe_view_add_mul_sum_view_6
 kernel   triton_per_fused_mul_sum_view_2
-start    reduce_scatter_tensor #5
+start    reduce_scatter_tensor #5 float32[512]
 kernel   triton_per_fused_mul_sum_view_2
 operator mm
-start    reduce_scatter_tensor #6
+start    reduce_scatter_tensor #6 float32[512, 512]
 operator mm
 wait     reduce_scatter_tensor #5
-start    reduce_scatter_tensor #7
+start    reduce_scatter_tensor #7 float32[512, 512]
 operator mm
 operator mm
-start    reduce_scatter_tensor #8
-start    reduce_scatter_tensor #9
-start    reduce_scatter_tensor #10
+start    reduce_scatter_tensor #8 float32[512, 512]
+start    reduce_scatter_tensor #9 float32[512, 512]
+start    reduce_scatter_tensor #10 float32[512]
 kernel   triton_poi_fused_add_div_embedding_dense_backward_expand_mul_pow_view_7
 wait     reduce_scatter_tensor #6
 kernel   triton_per_fused_add_div_embedding_dense_backward_expand_mul_pow_sum_view_8
 wait     reduce_scatter_tensor #7
-start    reduce_scatter_tensor #11
+start    reduce_scatter_tensor #11 float32[2048, 512]
 wait     reduce_scatter_tensor #8
 wait     reduce_scatter_tensor #9
 wait     reduce_scatter_tensor #10

@@ -1,0 +1,111 @@
+"""``dtensor-compile kernels TARGET``: what a program becomes on a GPU that is not there.
+
+Prints the order of kernels, starts and waits of each graph, then registers, shared memory and spills of each Triton kernel. Exit status:
+0; 1 where a kernel does not compile, or has more spills than allowed; 2 where the program could not be looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import pathlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+from dtensor_compile.compat.observe import uncompiled
+from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.offline.device import EmulatedDevice, device
+from dtensor_compile.offline.job import job
+from dtensor_compile.report.explain import run_backward
+from dtensor_compile.report.look import Job, parse_mesh_argument
+from dtensor_compile.report.recorder import record
+from dtensor_compile.report.target import Program, TargetError, call_target, function_of, is_script, program_of, users_program
+from dtensor_compile.topology.gpus import GPUS
+
+OK, BROKEN, NOT_RUN = 0, 1, 2
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog=program, description=__doc__.partition("\n\n")[2])  # type: ignore[union-attr]
+    p.add_argument("target", help="package.module:function or script.py:function, as for report; its tensors are moved to the GPU")
+    p.add_argument("--gpu", default="h200", metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a TOML or JSON file (default h200)")
+    p.add_argument("--mesh", metavar="4x2", help="mesh for a function that takes one; with names: dp=4,tp=2")
+    p.add_argument("--world", type=int, metavar="N", help="ranks of the simulated job (default: of --mesh, else 2)")
+    p.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
+    p.add_argument("--no-backward", action="store_true", help="leave out the backward pass of what the model returns")
+    p.add_argument("--save", metavar="FOLDER", help="write generated code, and source, PTX and cubin of each kernel")
+    p.add_argument("--max-spills", type=int, metavar="BYTES", help="of a thread, that a kernel may have")
+    p.add_argument("--verbose", action="store_true", help="the traceback of an error, and what the program prints")
+    return p
+
+
+def main(argv: Sequence[str], program: str = "dtensor-compile kernels") -> int:
+    """Runs the command; returns the exit status."""
+    args = parser(program).parse_args(argv)
+    try:
+        return _run(args)
+    except (DTensorCompileError, OSError) as error:
+        if args.verbose:
+            traceback.print_exception(error)
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        return NOT_RUN
+
+
+def _run(args: argparse.Namespace) -> int:
+    if is_script(args.target):
+        raise TargetError(f"{args.target}: kernels takes a function, script.py:function, that returns a model and its inputs")
+    dims = parse_mesh_argument(args.mesh) if args.mesh else ()
+    ranks = Job(dims, args.world).ranks
+
+    def mesh() -> DeviceMesh:
+        named = dims or (("tp", ranks),)
+        return init_device_mesh("cuda", tuple(size for _, size in named), mesh_dim_names=tuple(name for name, _ in named))
+
+    with job(ranks, args.rank), device(args.gpu) as gpu, record() as recording:
+        with contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO()):
+            found = program_of(call_target(function_of(args.target), args.target, mesh))
+            if found is None:
+                raise TargetError(f"{args.target} returns neither a model and its inputs nor a step to call")
+            with users_program(args.target):
+                on_the_gpu = _on_the_gpu(found)
+                out = on_the_gpu.call(torch.compile(uncompiled(on_the_gpu.model), backend="dtensor"))
+                if not args.no_backward:
+                    run_backward(out)
+    failed = [decision.reason for decision in recording.decisions if decision.kind == "uncompiled_kernels"]
+    for number, graph in enumerate(gpu.graphs):
+        print(f"graph {number}, {graph.direction}\n\n{graph.order()}")
+    print(gpu.table(), end="")
+    if args.save:
+        save(gpu, pathlib.Path(args.save))
+    if args.max_spills is not None:
+        spilling = [kernel for kernel in gpu.kernels if kernel.binary.spills > args.max_spills]
+        failed += [f"{kernel.name} spills {kernel.binary.spills} bytes, more than {args.max_spills}" for kernel in spilling]
+    for line in failed:
+        print(line, file=sys.stderr)
+    return BROKEN if failed else OK
+
+
+def _on_the_gpu(program: Program) -> Program:
+    """The program with its model and its inputs on the GPU."""
+    if isinstance(program.model, torch.nn.Module):
+        program.model.to("cuda")
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to("cuda"), (program.args, program.kwargs))
+    return Program(program.model, args, kwargs)
+
+
+def save(gpu: EmulatedDevice, folder: pathlib.Path) -> None:
+    """Writes ``0_forward.py`` and so on, and for each kernel of a graph ``0_NAME.py``, ``.ptx`` and ``.cubin``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, graph in enumerate(gpu.graphs):
+        (folder / f"{number}_{graph.direction}.py").write_text(graph.source)
+        for kernel in graph.kernels:
+            name = folder / f"{number}_{kernel.name}"
+            name.with_name(f"{name.name}.py").write_text(kernel.source)
+            name.with_name(f"{name.name}.ptx").write_text(kernel.binary.ptx)
+            name.with_name(f"{name.name}.cubin").write_bytes(kernel.binary.cubin)
