@@ -25,6 +25,8 @@ from unittest import mock
 
 import torch
 from torch._dynamo import device_interface
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -54,11 +56,15 @@ class Hooks:
 class CudaTensorsAreFake(FakeTensorMode):
     """Fake tensors for what is on ``cuda``; what has nothing to do with it is computed."""
 
+    supports_higher_order_operators = True  # their rules are by the type of the mode, which is not this one
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if _is_for_cuda(args, kwargs):
+        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
+            return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
+        if isinstance(func, HigherOrderOperator) or _is_for_cuda(args, kwargs):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
             return args[0].clone()
@@ -70,7 +76,8 @@ def _is_for_cuda(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "cuda":
         return True
-    return any(isinstance(x, FakeTensor) or isinstance(x, torch.device) and x.type == "cuda" for x in pytree.arg_tree_leaves(*args, **kwargs))
+    leaves = pytree.arg_tree_leaves(*args, **kwargs)
+    return any(isinstance(x, FakeTensor) or isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
 
 
 @contextlib.contextmanager
@@ -92,7 +99,27 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         torch._dynamo.reset()
         _forget_devices()
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(CudaTensorsAreFake(allow_non_fake_inputs=True))
+        mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
+        stack.enter_context(_states_of_optimizers(mode))
+        stack.enter_context(mode)
+        yield
+
+
+@contextlib.contextmanager
+def _states_of_optimizers(mode: FakeTensorMode) -> Iterator[None]:
+    """Dynamo has optimizers make their states while it traces, without a mode; here with `mode`."""
+
+    def under(init_group: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return init_group(*args, **kwargs)
+
+        return functools.wraps(init_group)(run)
+
+    with contextlib.ExitStack() as stack:
+        for cls in vars(torch.optim).values():
+            if isinstance(cls, type) and "_init_group" in vars(cls):
+                stack.enter_context(mock.patch.object(cls, "_init_group", under(vars(cls)["_init_group"])))
         yield
 
 
@@ -105,8 +132,8 @@ def _library() -> ctypes.CDLL:
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         raise OfflineError(
-            f"an emulated device on a torch without CUDA needs a C++ compiler once on a machine, and that failed ({reason}). Install g++, "
-            "or name a compiler in the environment variable CXX."
+            f"an emulated device on a torch without CUDA needs a C++ compiler once on a machine, and that failed ({reason}). "
+            "Install g++, or name a compiler in the environment variable CXX."
         ) from error
 
 
@@ -119,7 +146,8 @@ def _cuda_in_name() -> Iterator[None]:
     if not library.dtensor_compile_cuda_device(1):
         raise OfflineError("a device is emulated in this process already: leave that context first")
     try:
-        with mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", _nothing):  # would put another guard into the place of ours, for good
+        # It would put another guard into the place of ours, for good.
+        with mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", _nothing):
             yield
     finally:
         library.dtensor_compile_cuda_device(0)
@@ -165,6 +193,15 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+class _Stream(_Nothing):
+    """Takes the place of streams and events: whatever is asked of it is done."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
 def _first(*args: Any, **kwargs: Any) -> int:
     return 0
 
@@ -189,6 +226,11 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         "_maybe_exchange_device": _first,
         "_DeviceGuard": _Nothing,
         "device": _Nothing,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": _Nothing,
+        "current_stream": _Stream,
+        "default_stream": _Stream,
     }
     for name in ("_lazy_init", "init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all"):
         answers[name] = _nothing
@@ -238,10 +280,11 @@ def _interfaces(gpu: Gpu) -> Iterator[None]:
 @contextlib.contextmanager
 def _generated_code(hooks: Hooks) -> Iterator[None]:
     """Kernels and generated code are loaded through `hooks`; what was loaded meanwhile is unloaded."""
-    from torch._inductor import codecache
+    from torch._inductor import codecache, cudagraph_utils
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime import triton_helpers
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
     from torch._inductor.virtualized import V
 
     guards, cache = torch._C._dynamo.guards, codecache.PyCodeCache
@@ -269,8 +312,15 @@ def _generated_code(hooks: Hooks) -> Iterator[None]:
             with _OnCpu():
                 return super().run(*args, **kwargs)
 
+    stock_select = AlgorithmSelectorCache.__call__
+
+    def select(self: Any, name: str, choices: list[Any], *args: Any, **kwargs: Any) -> Any:
+        of_libraries = [choice for choice in choices if isinstance(choice, ExternKernelCaller)]
+        return stock_select(self, name, (of_libraries or choices)[:1], *args, **kwargs)  # others would have to be measured
+
     def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
-        return torch.as_strided(tensor, size, stride, offset) if isinstance(tensor, FakeTensor) else stock_view(tensor, size, stride, offset)
+        as_strided = torch.as_strided if isinstance(tensor, FakeTensor) else stock_view
+        return as_strided(tensor, size, stride, offset)
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
@@ -287,6 +337,8 @@ def _generated_code(hooks: Hooks) -> Iterator[None]:
         mock.patch.object(joint_graph, "lazy_init", _nothing),
         mock.patch.object(joint_graph, "UniformValueConstantFolder", Folder),
         mock.patch.object(triton_helpers, "set_driver_to_gpu", _nothing),
+        mock.patch.object(AlgorithmSelectorCache, "__call__", select),
+        mock.patch.object(cudagraph_utils, "check_caching_allocator_for_cudagraphs", lambda: "the device is emulated"),
     ):
         try:
             yield
@@ -310,7 +362,8 @@ def _called_in(scope: Callable[[], contextlib.AbstractContextManager[Any]], call
 def _make_tables() -> None:
     """Tables that torch makes at first use, and keeps for good, are those of a process without the device.
 
-    Dynamo's hold functions of ``torch.cuda``, Inductor's patterns that were traced on a device, autograd's a thread for each device.
+    Dynamo's hold functions of ``torch.cuda``, Inductor's patterns that were traced on a device, autograd's a thread for each
+    device.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad
 
@@ -384,13 +437,15 @@ class Watch(TorchDispatchMode):
         told: is given the operator, its arguments and its result.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, told: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
         super().__init__()
         self.told = told
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and func.namespace != "prim" and func not in _NEW:
+        if isinstance(func, HigherOrderOperator) or not func.is_view and func.namespace != "prim" and func not in _NEW:
             self.told(func, args, result)
         return result
 

@@ -1,7 +1,7 @@
 """``dtensor-compile kernels TARGET``: what a program becomes on a GPU that is not there.
 
-Prints the order of kernels, starts and waits of each graph, then registers, shared memory and spills of each Triton kernel. Exit status:
-0; 1 where a kernel does not compile, or has more spills than allowed; 2 where the program could not be looked at.
+Prints the order of kernels, starts and waits of each graph, then registers, shared memory and spills of each Triton kernel. Exit
+status: 0; 1 where a kernel does not compile, or has more spills than allowed; 2 where the program could not be looked at.
 """
 
 from __future__ import annotations

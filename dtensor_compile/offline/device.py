@@ -1,8 +1,8 @@
 """`device`: a GPU that is not there. Programs compile for it as they would on it; nothing computes.
 
-In: a preset's name (`topology/gpus.py`) or a file. While the context is entered, tensors on ``cuda`` are fake and everything else is
-real. Inductor lowers to Triton, Triton to PTX and cubin for the architecture. A compiled function runs its generated code once through,
-in the order in which a GPU would be given the work, and each step of that is noted:
+In: a preset's name (`topology/gpus.py`) or a file. While the context is entered, tensors on ``cuda`` are fake and everything else
+is real. Inductor lowers to Triton, Triton to PTX and cubin for the architecture. A compiled function runs its generated code once
+through, in the order in which a GPU would be given the work, and each step of that is noted:
 
     with device("h200") as gpu:
         x = torch.randn(64, 256, device="cuda")
@@ -11,8 +11,8 @@ in the order in which a GPU would be given the work, and each step of that is no
     gpu.kernels[0].cubin          # machine code for sm_90
     print(gpu.graphs[0].order())  # kernel triton_per_fused__softmax_0
 
-What a GPU would measure is not measured: matrix products are the library's (no ``max_autotune``), none is padded, and each kernel has
-the first configuration that Inductor tries. CUDA graphs are left out.
+What a GPU would measure is not measured: matrix products are the library's (no ``max_autotune``), none is padded, and each kernel
+has the first configuration that Inductor tries. CUDA graphs are left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Step:
     sends: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind:8} {self.name}" + (f" #{self.number}" if self.number >= 0 else "") + (f" {self.sends}" if self.sends else "")
+        of_collective = (f"#{self.number}" if self.number >= 0 else "", self.sends)
+        return " ".join([f"{self.kind:8}", self.name, *filter(None, of_collective)])
 
 
 @dataclass
@@ -117,7 +118,8 @@ class EmulatedDevice:
             b = kernel.binary
             rows.append((kernel.name, str(b.registers), str(b.shared), str(b.spills), b.config))
         widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *(t.rjust(w) for t, w in zip(row[1:4], widths[1:])), row[4]]) for row in rows]
+        numbers = [[text.rjust(width) for text, width in zip(row[1:4], widths[1:])] for row in rows]
+        lines = ["  ".join([row[0].ljust(widths[0]), *middle, row[4]]) for row, middle in zip(rows, numbers)]
         return f"{self.gpu.name}, {self.gpu.architecture}\n" + "".join(f"{line.rstrip()}\n" for line in lines)
 
     def _kernel(self, name: str, source: str) -> Any:
@@ -162,7 +164,7 @@ class _Collectives:
         self.graph, self.started = graph, dict[int, tuple[str, int]]()
 
     def __call__(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        name = func._schema.name.split("::")[-1]
+        name = func._name.split("::")[-1].split(".")[0]
         if func.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
             self.graph.steps.append(Step("operator", name))
         elif name == "wait_tensor":

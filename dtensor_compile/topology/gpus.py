@@ -1,7 +1,7 @@
 """What a rank computes on: devices for estimates of time, and GPUs for which code is made. One table for both.
 
-A `Device` is the few numbers of a roofline (`topology/links.py`). A `Gpu` is what a compiler has to know besides: the architecture,
-how many multiprocessors there are, and what one has to share out among its threads.
+A `Device` is the few numbers of a roofline (`topology/links.py`). A `Gpu` is what a compiler has to know besides: the
+architecture, how many multiprocessors there are, and what one has to share out among its threads.
 """
 
 from __future__ import annotations
@@ -67,15 +67,19 @@ V100 = Device(((2, 125e12), (4, 15.7e12), (8, 7.8e12)), 0.9e12, 5e-6)
 #: Makers' figures, of the SXM form; rates are those of dense matrix products.
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 166_912, 40 << 20, Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6)
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 166_912, 40 << 20,
+        Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6),
     ),
     "h100": Gpu(
-        "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 232_448, 50 << 20, Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6)
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 232_448, 50 << 20,
+        Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6),
     ),
     "h200": Gpu(
-        "NVIDIA H200", (9, 0), 132, 143_771 << 20, 232_448, 60 << 20, Device(((2, 989e12), (4, 494e12), (8, 67e12)), 4.8e12, 4e-6)
+        "NVIDIA H200", (9, 0), 132, 143_771 << 20, 232_448, 60 << 20,
+        Device(((2, 989e12), (4, 494e12), (8, 67e12)), 4.8e12, 4e-6),
     ),
     "b200": Gpu(
-        "NVIDIA B200", (10, 0), 148, 180 * 10**9, 232_448, 126 << 20, Device(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6)
+        "NVIDIA B200", (10, 0), 148, 180 * 10**9, 232_448, 126 << 20,
+        Device(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6),
     ),
 }  # fmt: skip

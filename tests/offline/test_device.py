@@ -10,7 +10,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_compile import offline, record
@@ -18,7 +19,7 @@ from dtensor_compile.errors import OfflineError, TopologyError
 from dtensor_compile.topology.files import gpu
 from dtensor_compile.topology.gpus import GPUS
 
-pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")]
 
 
 def test_a_fused_softmax_reaches_machine_code():
@@ -96,6 +97,51 @@ def test_attention_takes_the_kernel_of_the_device():
     assert kernels(torch.bfloat16) == [flash, flash + "_backward"]
     assert kernels(torch.float32) == [efficient, efficient + "_backward"]
     assert kernels(torch.bfloat16, mask=True) == [efficient, efficient + "_backward"]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_what_would_be_measured_or_captured_is_left_out(mode):
+    with offline.device("h200") as device:
+        w, x = torch.randn(128, 128, device="cuda"), torch.randn(128, 128, device="cuda")
+        compiled = torch.compile(lambda w, x: (x @ w).sin(), mode=mode)
+        for _ in range(3):
+            assert compiled(w, x).shape == (128, 128)
+    assert [step.kind for step in device.graphs[0].steps] == ["operator", "kernel"]
+
+
+def test_sizes_that_vary_and_a_rank_without_rows():
+    with offline.job(4, rank=3), offline.device("h200") as device:
+        mesh = init_device_mesh("cuda", (4,))
+        gather = torch.compile(
+            lambda x: DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local().softmax(-1), backend="dtensor"
+        )
+        for rows in (8, 12, 20):
+            x = torch.randn(rows, 64, device="cuda", requires_grad=True)
+            out = gather(x)
+            out.sum().backward()
+            assert out.shape == (4 * rows, 64) and x.grad.shape == (rows, 64)
+        sizes = [graph.steps[0].sends for graph in device.graphs if graph.direction == "forward"]
+        assert sizes == ["float32[8, 64]", "float32[20, 64]"]  # the second graph is for all sizes, and ran last for 20
+        w = distribute_tensor(torch.randn(3, 8, device="cuda"), mesh, [Shard(0)]).requires_grad_()
+        step = torch.compile(lambda w, x: x @ w.redistribute(placements=[Replicate()]).to_local().sin(), backend="dtensor")
+        step(w, torch.randn(2, 3, device="cuda")).sum().backward()
+        assert w.to_local().shape == w.grad.to_local().shape == (0, 8)
+
+
+def test_optimizers_dropout_and_fully_shard():
+    with offline.job(8), offline.device("h200") as device:
+        mesh = init_device_mesh("cuda", (8,))
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64)).cuda()
+        fully_shard(model, mesh=mesh)
+        torch.compile(model, backend="dtensor", fullgraph=True)(torch.randn(4, 64, device="cuda")).sum().backward()
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+        torch.compile(optimizer.step, backend="dtensor")()
+        x = distribute_tensor(torch.randn(128, 128, device="cuda"), mesh, [Shard(0)])
+        torch.compile(lambda x: nn.functional.dropout(x.sin(), 0.3).to_local(), backend="dtensor", fullgraph=True)(x)
+    forward, backward, step, dropped = device.graphs
+    assert sum(s.kind == "start" for s in forward.steps) == sum(s.kind == "start" for s in backward.steps) == 4
+    assert {s.kind for s in step.steps} == {"kernel"}  # updates of all parameters, in a few kernels
+    assert any("rng" in s.name or "rand" in s.name or "dropout" in s.name for s in dropped.steps)
 
 
 def test_an_error_inside_leaves_nothing_behind():
@@ -216,7 +262,8 @@ def test_nothing_of_torch_or_triton_differs_afterwards():
     assert differing == []
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------------------
+# ---- bad input
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_device_is_an_error_that_lists_the_known():

@@ -1,4 +1,4 @@
-"""Host memory and the device in one program, on an emulated GPU: parameters kept in host memory, pinned batches, autocast, float8."""
+"""Host memory and an emulated GPU in one program: parameters in host memory, pinned batches, autocast, float8, meta."""
 
 import pytest
 import torch

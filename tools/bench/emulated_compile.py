@@ -1,9 +1,10 @@
-"""Compile time of a training step for an emulated GPU against that for the CPU: same model, same simulated job, empty caches, in turns.
+"""Compile time of a training step for an emulated GPU against that for the CPU: same model, same simulated job, empty caches, in
+turns.
 
     python tools/bench/emulated_compile.py [--layers 4] [--repeats 3] [--layout tp] [--gpu h200] [--json FILE]
 
-Each measurement is the first forward and backward less the second in a process of its own, through this backend, with the kernels: C++
-and its compiler, or Triton, PTX and cubin. Kernels are compiled in one thread, so that all their time is counted.
+Each measurement is the first forward and backward less the second in a process of its own, through this backend, with the
+kernels: C++ and its compiler, or Triton, PTX and cubin. Kernels are compiled in one thread, so that all their time is counted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """A training step on one GPU: NCCL with one rank, and several ranks that share the GPU over gloo.
 
-    python tools/bench/gpu.py [--layouts tp fsdp] [--ranks 1 2 4] [--layers 4] [--dim 1024] [--repeats 15] [--json FILE] [--check-on-cpu]
+    python tools/bench/gpu.py [--layouts tp fsdp] [--ranks 1 2 4] [--layers 4] [--dim 1024] [--repeats 15] [--json FILE]
+    [--check-on-cpu]
 
-One table for each number of ranks. With one rank the backend is NCCL: all code paths, streams and events, nothing sent. With more it is
+One table for each number of ranks. With one rank the backend is NCCL: all code paths, streams and events, nothing sent. With more
+    it is
 gloo over CUDA tensors: staging and transfer beside kernels. Rows, by the names under which `docs/gpu.md` keeps them:
 
-    loss, gradient   largest difference from eager, relative (gradient: to the largest value of its parameter); `--steps` AdamW steps
-    step             ms of forward and backward, median of steps in which the variants take turns
+    loss, gradient   largest difference from eager, relative (gradient: to the largest value of its parameter); `--steps` AdamW
+    steps step             ms of forward and backward, median of steps in which the variants take turns
     memory           MiB, peak of what torch allocated in a step beyond what it held before
     triton, other    kernels of a step, by the profiler: Triton's, and those of libraries and of torch
     copied           MB that the device copies to and from the host in a step, by the profiler
@@ -14,8 +16,8 @@ gloo over CUDA tensors: staging and transfer beside kernels. Rows, by the names 
     compute          ms of the same step with collectives that return at once
     exposed          ms: predicted for the device and for the link that was measured; measured in waits; step beyond compute
 
-Variants: eager, stock, ours, and with one rank ours with CUDA graphs (``mode="reduce-overhead"``). Where there is no GPU the exit status
-is 2; `--check-on-cpu` runs what does not need one, over gloo, to try the program.
+Variants: eager, stock, ours, and with one rank ours with CUDA graphs (``mode="reduce-overhead"``). Where there is no GPU the exit
+status is 2; `--check-on-cpu` runs what does not need one, over gloo, to try the program.
 """
 
 from __future__ import annotations
