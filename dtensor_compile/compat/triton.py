@@ -113,7 +113,7 @@ def compile_kernel(kernel: Any, gpu: Gpu) -> Binary:
     reason: Exception | None = None
     for config in kernel.configs:
         try:
-            with settings.patch(use_static_triton_launcher=False):  # settings are those of a thread
+            with settings.patch(use_static_triton_launcher=False):  # whose form of a kernel has no code
                 compiled = kernel._precompile_config(config).kernel
         except (OutOfResources, PTXASError) as error:
             reason = error

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +53,7 @@ class Step:
         return " ".join([f"{self.kind:8}", self.name, *filter(None, of_collective)])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Kernel:
     """A Triton kernel.
 
@@ -66,11 +65,7 @@ class Kernel:
 
     name: str
     source: str
-    _compiled: Future[Binary] = field(repr=False)
-
-    @property
-    def binary(self) -> Binary:
-        return self._compiled.result()
+    binary: Binary = field(repr=False)
 
 
 @dataclass
@@ -102,9 +97,9 @@ class EmulatedDevice:
         graphs: generated code, in the order in which it was compiled.
     """
 
-    def __init__(self, gpu: Gpu, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.graphs = gpu, list[Graph]()
-        self._pool, self._pending, self._running = pool, dict[str, Kernel](), list[Graph]()
+        self._pending, self._running = dict[str, Kernel](), list[Graph]()
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -124,14 +119,17 @@ class EmulatedDevice:
 
     def _kernel(self, name: str, source: str) -> Any:
         if source not in self._pending:  # Inductor asks once when it writes a kernel, and once for the code that calls it
-            self._pending[source] = Kernel(name, source, self._pool.submit(compile_kernel, load_kernel(name, source), self.gpu))
+            # Not in threads: Python 3.11 has one depth for all of them when it makes syntax trees.
+            try:
+                self._pending[source] = Kernel(name, source, compile_kernel(load_kernel(name, source), self.gpu))
+            except Exception:
+                self._pending = {}  # there will be no code that calls them
+                raise
         return _Launch(self, name)
 
     def _graph(self, source: str, is_backward: bool) -> Any:
         graph = Graph("backward" if is_backward else "forward", source, tuple(self._pending.values()))
-        self._pending = {}  # also where one of them does not compile
-        for kernel in graph.kernels:
-            kernel.binary  # noqa: B018 - raises what the compiler raised
+        self._pending = {}
         self.graphs.append(graph)
 
         @contextlib.contextmanager
@@ -197,7 +195,7 @@ def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
         OfflineError: Triton or a C++ compiler is missing, or a device is emulated already.
     """
     gpu = gpu_named(name)
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, driver_for(gpu):
-        made = EmulatedDevice(gpu, pool)
+    with driver_for(gpu):
+        made = EmulatedDevice(gpu)
         with emulated(gpu, Hooks(made._kernel, made._graph)):
             yield made
