@@ -10,9 +10,13 @@ import ast
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from dtensor_compile.runtime import layouts
+
+if TYPE_CHECKING:
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 #: For fewer inputs a call costs more than it saves.
 FEWEST = 4
@@ -34,7 +38,7 @@ def inputs_checked_at_once() -> Iterator[None]:
         yield
 
 
-def _at_once(code: object) -> None:
+def _at_once(code: PythonWrapperCodegen) -> None:
     waiting = code._pending_input_asserts
     constant = {name: layout for name, texts in waiting.items() if (layout := _numbers(texts)) is not None}
     if len(constant) < FEWEST:

@@ -156,7 +156,8 @@ def remember_arguments(compiled: Callable[..., Any], tangents: Tangents) -> Call
     keep = _Arguments if native() is None else native().Arguments
 
     def run(*args: Any) -> Any:
-        before, kept = _current.call, None if torch._C._is_any_autocast_enabled() else keep(args, not tangents.matched)
+        before, unfit = _current.call, torch._C._is_any_autocast_enabled()
+        kept = None if unfit else keep(args, not tangents.matched)
         _current.call = tangents, kept, () if tangents.places else args
         try:
             return compiled(*args)
@@ -168,7 +169,10 @@ def remember_arguments(compiled: Callable[..., Any], tangents: Tangents) -> Call
 
 
 def current_call(tangents: Tangents, inputs: Sequence[Any]) -> Callable[[], list[Any] | None] | None:
-    """What gives the arguments of the call that this thread is in; None where nothing does. `inputs`: of its autograd function."""
+    """What gives the arguments of the call that this thread is in; None where nothing does.
+
+    `inputs` are those of its autograd function.
+    """
     graph, call, arguments = _current.call
     if graph is not tangents or call is None:
         return None

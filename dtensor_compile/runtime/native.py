@@ -21,8 +21,8 @@ What is in it (`native_code/`, a subject a file). Callable objects, each made on
   is gone or was written to. With `hold`, tensors do not go.
 
 And functions of a tuple of values: ``own_storages``, whether surely no two tensors in it, or local tensors of DTensors, have one
-storage; ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does; ``detached_views``, a list of its
-tensors with views detached; ``without_wrappers``, whether none is a tensor that ``torch.func`` wraps.
+storage; ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does; ``detached_views``, a list of
+its tensors with views detached; ``without_wrappers``, whether none is a tensor that ``torch.func`` wraps.
 """
 
 from __future__ import annotations

@@ -253,7 +253,8 @@ def test_inputs_in_containers(mesh):
 def test_other_subclasses_beside_it(mesh):
     program = lambda x, other, plain: (x * 2 + 1, other * 3, plain.sum())  # noqa: E731
     compiled = torch.compile(program, backend="dtensor_aten", fullgraph=True)
-    arguments = DTensor.from_local(LOCAL, mesh, [Shard(0)], run_check=False), TwoTensor(torch.ones(3), torch.zeros(3)), torch.ones(2)
+    x = DTensor.from_local(LOCAL, mesh, [Shard(0)], run_check=False)
+    arguments = x, TwoTensor(torch.ones(3), torch.zeros(3)), torch.ones(2)
     for _ in range(2):
         (x, other, plain), (a, b, c) = compiled(*arguments), program(*arguments)
         assert torch.equal(x._local_tensor, a._local_tensor) and x._spec == a._spec and torch.equal(plain, c)

@@ -168,8 +168,8 @@ PyMODINIT_FUNC PyInit_dtensor_compile_native() {
   wraps.tp_traverse = wrap_traverse;
   wraps.tp_clear = wrap_clear;
   PyObject* made = PyModule_Create(&module);
-  for (auto [name, type] : {std::pair{"Arguments", &arguments}, {"Fetch", &fetches}, {"Guard", &guards}, {"GuardAll", &guards_of_all},
-                            {"Layouts", &layouts}, {"Unwrap", &unwraps}, {"Wrap", &wraps}}) {
+  for (auto [name, type] : {std::pair{"Arguments", &arguments}, {"Fetch", &fetches}, {"Guard", &guards},
+                            {"GuardAll", &guards_of_all}, {"Layouts", &layouts}, {"Unwrap", &unwraps}, {"Wrap", &wraps}}) {
     if (made == nullptr || PyType_Ready(type) != 0 || PyModule_AddObjectRef(made, name, reinterpret_cast<PyObject*>(type)) != 0) {
       return nullptr;
     }

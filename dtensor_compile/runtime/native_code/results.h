@@ -92,7 +92,8 @@ Ref make_dtensor(PyObject* local, const Made& made, bool requires_grad) {
   }
   int64_t offset = shard.storage_offset();
   size_t bytes = at::detail::computeStorageNbytes(made.sizes, made.strides, shard.dtype().itemsize(), offset);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(nullptr, shard.device()), c10::GetAllocator(c10::kMeta), true);
+  at::DataPtr nothing(nullptr, shard.device());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(nothing), c10::GetAllocator(c10::kMeta), true);
   c10::DispatchKeySet keys(c10::computeDispatchKey(shard.scalar_type(), shard.layout(), shard.device()));
   for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
     keys = shard.key_set().has(key) ? keys.add(key) : keys;
