@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.observe import uncompiled
 from dtensor_compile.errors import DTensorCompileError
-from dtensor_compile.offline.device import EmulatedDevice, device
-from dtensor_compile.offline.job import job
+from dtensor_compile.offline.emulated_device import EmulatedDevice, device
+from dtensor_compile.offline.simulated_job import job
 from dtensor_compile.report.explain import run_backward
 from dtensor_compile.report.look import Job, parse_mesh_argument
 from dtensor_compile.report.recorder import record

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_compile.compat import counters
 from dtensor_compile.compat.observe import uncompiled
-from dtensor_compile.offline.job import job as simulated_job
+from dtensor_compile.offline.simulated_job import job as simulated_job
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
 from dtensor_compile.report.model import Report
