@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -79,6 +79,10 @@ fuzz: $(VENV)/.installed
 # Twenty operators over fifty pairs of placements on three meshes, all ranks of each in one process (make test takes a sample).
 matrix: $(VENV)/.installed
 	$(BIN)/python -W ignore -m tests.matrix.run
+
+# An environment per torch release (several GB each, outside of the tree), the tests and the catalogue in it: docs/releases.md.
+releases:
+	$(PYTHON) tools/torch_matrix.py $(RELEASES)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

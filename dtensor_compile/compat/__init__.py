@@ -4,6 +4,7 @@ The rest of the package imports functions and classes from here under names of i
 met in one place:
 
 - ``release``: which releases are supported.
+- ``hooks``: what of torch's private names is there, and which feature does not work where one is not.
 - ``mesh``: what a ``DeviceMesh`` is made of, process groups by name and by ranks.
 - ``dtensor``: specs, placements without a public name, the function through which every redistribution goes.
 - ``dynamo``: the scope in which Dynamo traces for our backend, and the tables in which it looks up trackers.

@@ -18,6 +18,7 @@ from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVari
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from dtensor_compile.compat.dynamo import OpaqueVariable, Translator, build_unguarded, constant_source, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,11 @@ LogCall = Callable[
 ]
 
 
+@needs(
+    "loggers in the region",
+    hook("torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "self tx name args kwargs"),
+    without="they break the graph, as in torch",
+)
 @contextlib.contextmanager
 def handle_loggers(call: LogCall) -> Iterator[None]:
     """While it is entered, methods of loggers go to `call`."""
@@ -116,6 +122,11 @@ def handle_loggers(call: LogCall) -> Iterator[None]:
         yield
 
 
+@needs(
+    "texts of values that change later",
+    hook("torch._dynamo.variables.misc:StringFormatVariable.create", "cls format_string sym_args sym_kwargs"),
+    without="they are what torch makes of them",
+)
 @contextlib.contextmanager
 def format_values_of_now() -> Iterator[None]:
     """While it is entered, a string in which a tensor is formatted holds the values that the tensor has when it is formatted."""

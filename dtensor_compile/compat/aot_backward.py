@@ -16,6 +16,7 @@ from torch._functorch._aot_autograd import graph_capture_wrappers, runtime_wrapp
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.tangents import (
     Tangents,
     assumed_tangents,
@@ -28,6 +29,11 @@ from dtensor_compile.compat.tangents import (
 StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
 
 
+@needs(
+    "errors of a gradient formula in the backward pass, as in eager",
+    hook("torch._functorch._aot_autograd:graph_capture_wrappers"),
+    without="they are errors of the compilation",
+)
 @contextlib.contextmanager
 def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
     """While it is entered, an error of the backward pass that AOTAutograd traces on this thread goes to `stand_in`.
@@ -53,6 +59,12 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
         yield
 
 
+@needs(
+    "gradients of results that the loss does not use, or that come placed otherwise than expected",
+    hook("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self"),
+    hook("torch.distributed.tensor:DTensor.__coerce_tangent_metadata__", "self"),
+    without="they are an error of torch's in the backward pass",
+)
 @contextlib.contextmanager
 def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterator[None]:
     """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor outputs get.

@@ -22,7 +22,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from dtensor_compile.capture.spent_graphs import mark_spent
-from dtensor_compile.compat.dynamo import Translator, fact_guard, graph_break, traces_for_us
+from dtensor_compile.compat.dynamo import READ, Translator, fact_guard, graph_break, tensor_methods, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
 
 
 def _hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -80,6 +81,13 @@ class TracedGrad(TorchInGraphFunctionVariable):
             return super().call_function(tx, args, kwargs)
 
 
+@needs(
+    "backward passes inside of the region",
+    hook("torch._dynamo.variables.tensor:TensorVariable.method_backward", "self tx ..."),
+    hook("torch._dynamo.variables.tensor:TensorVariable._collect_backward_inputs", "self vars_iter ..."),
+    hook("torch._dynamo.output_graph:OutputGraph._validate_outputs_safe_for_autograd_nodes", "self rv tx"),
+    without="backward() breaks the graph, as in torch",
+)
 @contextlib.contextmanager
 def backward_in_the_region() -> Iterator[None]:
     """While it is entered, frames that are compiled for our backend trace ``tensor.backward()``.
@@ -106,7 +114,7 @@ def backward_in_the_region() -> Iterator[None]:
     def var_getattr(self: TensorVariable, tx: Translator, name: str) -> VariableTracker:
         if name == "grad" and traces_for_us(tx) and tx.output.side_effects.has_pending_mutation_of_attr(self, name):
             return tx.output.side_effects.load_attr(self, name)
-        return stock["var_getattr"](self, tx, name)
+        return stock[READ](self, tx, name)
 
     def validate(self: OutputGraph, results: list[VariableTracker], tx: Translator) -> None:
         if not traces_for_us(tx):
@@ -114,11 +122,13 @@ def backward_in_the_region() -> Iterator[None]:
         return _detach_used_up(self, results, tx)
 
     ours: dict[type, dict[str, Any]] = {
-        TensorVariable: {"method_backward": method_backward, "_collect_backward_inputs": collect, "var_getattr": var_getattr},
+        TensorVariable: {"_collect_backward_inputs": collect, READ: var_getattr},
         OutputGraph: {"_validate_outputs_safe_for_autograd_nodes": validate},
     }
     stock = {name: vars(cls)[name] for cls, functions in ours.items() for name in functions}
+    stock["method_backward"] = TensorVariable.method_backward
     with contextlib.ExitStack() as stack:
+        stack.enter_context(tensor_methods(backward=method_backward))
         for cls, functions in ours.items():
             stack.enter_context(mock.patch.multiple(cls, **functions))
         yield

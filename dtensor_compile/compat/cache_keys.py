@@ -10,9 +10,15 @@ from unittest import mock
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.mesh import mesh_dims, rank_map
 
 
+@needs(
+    "graphs kept in caches from process to process",
+    hook("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t"),
+    without="programs with a mesh compile anew in each process",
+)
 @contextlib.contextmanager
 def meshes_by_layout() -> Iterator[None]:
     """While it is entered, keys of caches name a device mesh by its layout.

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_compile.compat.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo import Translator, build, build_unguarded, constant_source, graph_break
+from dtensor_compile.compat.dynamo import Translator, build, build_unguarded, constant_source, graph_break, read_attribute
 from dtensor_compile.compat.dynamo_calls import ContextVariable
 
 #: Operator packet -> how often.
@@ -131,7 +131,9 @@ class CommModeVariable(ContextVariable):
             return _track_counts(tx, self.counts())
         if name not in ("get_comm_counts", "get_total_counts"):
             graph_break("comm-mode", f"CommDebugMode.{name}")
-        return super().var_getattr(tx, name)
+        return read_attribute(super(), tx, name)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]

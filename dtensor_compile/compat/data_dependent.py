@@ -32,7 +32,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dtensor_compile.causes import cause
-from dtensor_compile.compat.dynamo import backend_on_stack, compiles_for_us, graph_break, traces_for_us
+from dtensor_compile.compat.dynamo import backend_on_stack, compiles_for_us, graph_break, tensor_methods, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
 
 #: What is switched on in the first attempt to trace a frame, in the second, and in the last.
 _ATTEMPTS: tuple[dict[str, bool], ...] = (
@@ -59,6 +60,15 @@ def _first_lines(error: Exception) -> str:
     return " ".join([*lines[:1], *(line for line in lines if line.startswith("Caused by:"))])
 
 
+@needs(
+    "numbers that only the data decides",
+    hook(
+        "torch._dynamo.convert_frame:trace_frame",
+        "code globals locals builtins closure compiler_fn tf_mode_stack one_graph speculation_log ...",
+    ),
+    hook("torch._dynamo.variables.tensor:TensorVariable.method_item", "self tx args kwargs", "self tx"),
+    without="they break the graph, as in torch",
+)
 @contextlib.contextmanager
 def numbers_in_the_graph() -> Iterator[None]:
     """While it is entered, frames that are compiled for our backend keep numbers that only the data decides in their graph."""
@@ -92,7 +102,7 @@ def numbers_in_the_graph() -> Iterator[None]:
 
     with (
         mock.patch.object(convert_frame, "trace_frame", trace_frame),
-        mock.patch.object(TensorVariable, "method_item", method_item),
+        tensor_methods(item=method_item),
     ):
         yield
 
@@ -108,6 +118,12 @@ def backward_in_time() -> AbstractContextManager[Any]:
     return functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
+@needs(
+    "bincount with minlength",
+    hook("torch._subclasses.fake_impls:op_implementations_dict"),
+    hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._log_real_tensor_propagation", "self orig_expr unsound_result"),
+    without="a program that needs its length breaks the graph, as in torch",
+)
 @contextlib.contextmanager
 def lengths_of_counts() -> Iterator[None]:
     """While it is entered, and on this thread, ``bincount(minlength=n)`` has n counts for frames of ours that need to know.

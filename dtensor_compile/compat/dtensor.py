@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.runtime.native import native
 
 StridedShard = _StridedShard
@@ -148,6 +149,14 @@ def writes_to_arguments(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket)
     return any(overload._schema.is_mutable for overload in overloads)
 
 
+@needs(
+    "redistributions as nodes of the graph",
+    hook("torch.distributed.tensor._redistribute:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
+    hook("torch.distributed.tensor._dispatch:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
+    hook("torch.distributed.tensor._api:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
+    without="there is nothing to compile",
+    essential=True,
+)
 @contextlib.contextmanager
 def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
     """While it is entered, redistributions made by this thread go to `hook`.

@@ -14,15 +14,17 @@ things about it are not obvious:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch._dynamo import convert_frame
@@ -39,12 +41,13 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.misc import LambdaVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Guard, Source
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils.weak import TensorWeakRef
 
 from dtensor_compile.causes import break_title, cause
+from dtensor_compile.compat.hooks import feature, hook
 
 Translator = InstructionTranslatorBase
 
@@ -52,6 +55,26 @@ Translator = InstructionTranslatorBase
 def _named(module: types.ModuleType, *names: str) -> Any:
     """The first of `names` that the module has: releases call the same thing by different names."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+#: What a tracker calls the slots that read an attribute and compare; every tracker of ours has both names of each.
+READ = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
+COMPARE = "tp_richcompare_impl" if hasattr(VariableTracker, "tp_richcompare_impl") else "richcompare_impl"
+
+
+def read_attribute(owner: Any, tx: Translator, name: str) -> VariableTracker:
+    """``owner.name`` of a tracker, or of the ``super()`` of one."""
+    return getattr(owner, READ)(tx, name)
+
+
+@contextmanager
+def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterator[None]:
+    """While it is entered, calls of these methods of tensors go to these functions in place of ``TensorVariable.method_...``."""
+    table = getattr(TensorVariable, "tp_methods", {})  # as of 2.14 it holds the functions themselves
+    entries = {name: dataclasses.replace(table[name], handler=handler) for name, handler in handlers.items() if name in table}
+    functions = {f"method_{name}": handler for name, handler in handlers.items()}
+    with mock.patch.dict(table, entries), mock.patch.multiple(TensorVariable, **functions):
+        yield
 
 
 #: Tracks an object that tensors and operators carry around without looking inside: meshes, groups, placements.
@@ -121,6 +144,19 @@ def real_object(value: Any) -> Any:
     """The object itself: while tracing it may be wrapped."""
     return object.__getattribute__(value, "real_obj") if isinstance(value, FakeScriptObject) else value
 
+
+_BUILDER = "torch._dynamo.variables.builder:"
+_TRACKERS = feature(
+    "meshes, groups, placements and DTensors in the graph",
+    hook(f"torch._dynamo.variables.script_object:{OpaqueVariable.__name__}.create", "proxy value ..."),
+    hook(_BUILDER + "VariableBuilder._id_dispatch", "cls"),
+    hook(_BUILDER + "VariableBuilder._type_dispatch", "cls"),
+    hook(_BUILDER + "VariableBuilder._wrap", "self value"),
+    hook(_BUILDER + "SourcelessBuilder._type_handlers"),
+    hook("torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."),
+    without="most programs with them break, and guards would be missing",
+    essential=True,
+)
 
 # ---- the scope -------------------------------------------------------------------------------------------------------------
 
@@ -200,6 +236,7 @@ class _Scope:
         return unwrapped_backend(tx.output.compiler_fn) is self.backend
 
     def install(self) -> None:
+        _TRACKERS.works()
         self.remove()
         self._replace_factory()
         for cls, track in self.entries.made.items():
@@ -477,6 +514,6 @@ __all__ = [
     "UserFunctionVariable", "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of",
     "compiles_for_us", "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes",
     "inline_member", "install_while_tracing", "installed_backends", "keep_ddp_graphs_whole", "leave_calls_to_python",
-    "leave_frames_to_python", "leave_to_python", "member_function", "options_on_stack", "raise_in_program", "real_object", "remember", "traces_for_us",
-    "tracked", "unwrapped_backend",
+    "leave_frames_to_python", "leave_to_python", "member_function", "options_on_stack", "raise_in_program", "read_attribute", "real_object",
+    "remember", "tensor_methods", "traces_for_us", "tracked", "unwrapped_backend",
 ]  # fmt: skip

@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.dynamo import (
+    COMPARE,
+    READ,
     OpaqueClassVariable,
     Retrack,
     TrackGiven,
@@ -35,8 +37,10 @@ from dtensor_compile.compat.dynamo import (
     graph_break,
     leave_calls_to_python,
     member_function,
+    read_attribute,
     traces_for_us,
 )
+from dtensor_compile.compat.hooks import hook, needs
 
 #: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
 Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
@@ -61,7 +65,7 @@ class CallVariable(VariableTracker):
         return self.stock.as_python_constant()
 
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
-        return self.stock.var_getattr(tx, name)
+        return read_attribute(self.stock, tx, name)
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -86,7 +90,8 @@ class _OpaqueClass(OpaqueClassVariable):
     """The class of an opaque object, whose instances `make` makes."""
 
     make: Call
-    richcompare_impl = UserDefinedClassVariable.richcompare_impl  # ``type(x) is DTensor``, ``type(x) in [...]``
+    if hasattr(UserDefinedClassVariable, COMPARE):  # ``type(x) is DTensor``, ``type(x) in [...]``
+        richcompare_impl = tp_richcompare_impl = getattr(UserDefinedClassVariable, COMPARE)
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -282,6 +287,11 @@ def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
+@needs(
+    "item() of tensors that are constants",
+    hook("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs"),
+    without="it breaks the graph, as in torch",
+)
 @contextlib.contextmanager
 def read_constant_tensors() -> Iterator[None]:
     """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the program."""
@@ -305,7 +315,7 @@ def read_constant_tensors() -> Iterator[None]:
 @contextlib.contextmanager
 def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[None]:
     """While it is entered, members of tensors of `cls` break a graph; `refused` is name -> code of the cause."""
-    stock = {name: vars(TensorVariable)[name] for name in ("call_method", "var_getattr")}
+    stock = {name: vars(TensorVariable)[name] for name in ("call_method", READ)}
 
     def ask(method: Callable[..., VariableTracker]) -> Callable[..., VariableTracker]:
         def asked(self: TensorVariable, tx: Translator, name: str, *args: Any) -> VariableTracker:
@@ -336,7 +346,7 @@ class ObjectVariable(CallVariable):
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
         if name in self.methods:
             return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
-        return self.stock.var_getattr(tx, name)
+        return read_attribute(self.stock, tx, name)
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -355,7 +365,7 @@ def handle_methods(**methods: Call) -> Retrack:
 
 def attribute(tx: Translator, owner: VariableTracker, name: str) -> VariableTracker:
     """``owner.name``"""
-    return owner.realize().var_getattr(tx, name)
+    return read_attribute(owner.realize(), tx, name)
 
 
 class NamespaceVariable(CallVariable):
@@ -380,7 +390,7 @@ class RefusingVariable(UserDefinedObjectVariable):
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
         if name in self.names:
             return member_function(self, name, lambda args, kwargs: self.refuse(name))
-        return super().var_getattr(tx, name)
+        return read_attribute(super(), tx, name)
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -437,6 +447,11 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
     return any(isinstance(v, TensorVariable) and v.requires_grad and v.as_proxy().node in reached for v in returned)
 
 
+@needs(
+    "leaves that a program makes",
+    hook("torch._dynamo.output_graph:OutputGraph._check_requires_grad_intermediate_outputs", "self rv tx"),
+    without="requires_grad_() inside of a region is what torch makes of it",
+)
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
     """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break there.

@@ -13,8 +13,15 @@ from torch._functorch._aot_autograd import graph_capture, graph_compile
 from torch._higher_order_ops.effects import _get_effect
 
 from dtensor_compile.compat.fx import is_fake
+from dtensor_compile.compat.hooks import hook, needs
 
 
+@needs(
+    "operators with effects inside of DTensor operators",
+    hook("torch._functorch._aot_autograd.graph_capture:unlift_tokens", "fw_module fw_metadata ..."),
+    hook("torch._functorch._aot_autograd.graph_compile:unlift_tokens", "fw_module fw_metadata ..."),
+    without="they are an error of the compilation",
+)
 @contextlib.contextmanager
 def tokens_from_inputs() -> Iterator[None]:
     """While it is entered, graphs that AOTAutograd makes on this thread begin a chain of effects with the token they are given.

@@ -27,12 +27,18 @@ from torch._dynamo.source import (
 )
 
 from dtensor_compile.compat.dynamo import Source, constant_source, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.runtime.native import READS, native
 
 #: For fewer inputs a call costs more than it saves.
 FEWEST = 8
 
 
+@needs(
+    "inputs of a graph read in one walk in C++",
+    hook("torch._dynamo.codegen:PyCodegen.make_call_generated_code", "self fn_name"),
+    without="calls cost what they cost under torch",
+)
 @contextlib.contextmanager
 def inputs_in_one_walk() -> Iterator[None]:
     """While it is entered, code that Dynamo writes for our backend reads inputs of graphs in one walk."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.runtime import layouts
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 FEWEST = 4
 
 
+@needs(
+    "layouts of inputs checked in one call",
+    hook("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_input_size_asserts", "self"),
+    without="inputs are checked one by one, as in torch",
+)
 @contextlib.contextmanager
 def inputs_checked_at_once() -> Iterator[None]:
     """While it is entered, code that Inductor writes on this thread checks inputs of constant sizes and strides in one call."""

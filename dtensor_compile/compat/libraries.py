@@ -16,7 +16,20 @@ from unittest import mock
 
 from torch._inductor import codecache, cpu_vec_isa
 
+from dtensor_compile.compat.hooks import hook, needs
 
+
+@needs(
+    "damaged libraries in Inductor's cache built again",
+    hook(
+        "torch._inductor.codecache:CppCodeCache.load_async",
+        "cls main_code device_type submit_fn extra_flags optimized_code ...",
+    ),
+    hook("torch._inductor.codecache:CppCodeCache._load_library", "cls path key"),
+    hook("torch._inductor.cpu_vec_isa:VecISA.check_build", "self code"),
+    hook("torch._inductor.cpu_vec_isa:VecISA._probe_load", "self output_path"),
+    without="they are an error, as in torch",
+)
 @contextlib.contextmanager
 def rebuild_damaged_libraries() -> Iterator[None]:
     """While it is entered, what this thread loads from Inductor's cache is built again where it is no whole library.

@@ -17,8 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from dtensor_compile.compat.dynamo import traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
 
 
+@needs(
+    "one symbol for a global and a local size",
+    hook("torch._dynamo.variables.builder:_automatic_dynamic", "e tx source static_shapes ..."),
+    without="a size that changes may compile more often",
+)
 @contextlib.contextmanager
 def local_sizes_follow_global_ones() -> Iterator[None]:
     """While it is entered, what Dynamo decides for the sizes of a DTensor holds for its local tensor too."""

@@ -24,11 +24,17 @@ from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 
 from dtensor_compile.compat.dynamo import Source, Translator, traces_for_us
 from dtensor_compile.compat.dynamo_calls import Call, attribute
+from dtensor_compile.compat.hooks import hook, needs
 
 #: What a call of a Python function becomes, or None for one that is traced as usual.
 FindCall = Callable[[UserFunctionVariable], "Call | None"]
 
 
+@needs(
+    "functions of torch's with traced forms of ours",
+    hook("torch._dynamo.variables.functions:UserFunctionVariable.call_function", "self tx args kwargs"),
+    without="some programs break the graph",
+)
 @contextlib.contextmanager
 def handle_functions(find: FindCall) -> Iterator[None]:
     """While it is entered, calls of Python functions and methods in frames for our backend go to what `find` says.
@@ -49,6 +55,12 @@ def handle_functions(find: FindCall) -> Iterator[None]:
         yield
 
 
+@needs(
+    "functions that run in Python",
+    hook("torch._dynamo.symbolic_convert:InstructionTranslatorBase.run", "self"),
+    without="such functions would be compiled, and could be wrong",
+    essential=True,
+)
 @contextlib.contextmanager
 def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[None]:
     """While it is entered, frames whose code `leave` says so of are not compiled for our backend: they run as they are.

@@ -40,6 +40,7 @@ from dtensor_compile.causes import cause
 from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo import Translator, graph_break, traces_for_us
 from dtensor_compile.compat.dynamo_calls import call_site
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.mesh import real_mesh
 
 #: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of a DTensor.
@@ -343,6 +344,11 @@ def _register_on(tx: Translator, tensor: TensorVariable, hook: VariableTracker) 
     return RemovableHandleVariable(mutation_type=ValueMutationNew())
 
 
+@needs(
+    "hooks of tensors in the graph",
+    hook("torch._dynamo.variables.tensor:TensorVariable._method_register_hook", "self tx name hook"),
+    without="such hooks are what torch makes of them",
+)
 @contextlib.contextmanager
 def hooks_in_the_graph() -> Iterator[None]:
     """While it is entered, hooks of tensors that frames for our backend compute are traced into the graph.

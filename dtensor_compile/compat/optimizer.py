@@ -43,13 +43,13 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
-from dtensor_compile.compat.dynamo import Source, Translator, fact_guard, traces_for_us
+from dtensor_compile.compat.dynamo import Source, Translator, fact_guard, read_attribute, traces_for_us
 from dtensor_compile.compat.dynamo_calls import Call
 from dtensor_compile.compat.guards import Together, guarded_together
+from dtensor_compile.compat.hooks import hook, needs
 
 #: Reads the number of steps out of the state of an optimizer.
 read_step = _optimizer._get_value
@@ -132,8 +132,10 @@ class TracedOptimizerVariable(OptimizerVariable):
                 _mark_static(group["params"])
             if not self._steps_as_in_eager():
                 self._set_capturable(tx)
-            return UserDefinedObjectVariable.var_getattr(self, tx, name)
-        return super().var_getattr(tx, name)
+            return read_attribute(super(OptimizerVariable, self), tx, name)
+        return read_attribute(super(), tx, name)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -163,7 +165,7 @@ class TracedOptimizerVariable(OptimizerVariable):
         with contextlib.ExitStack() as restore, guarded_together(self.source) as together:
             for parameter, variable, source in self._parameters(tx):
                 together.add(variable, source, parameter)
-                gradient = variable.var_getattr(tx, "grad").realize()
+                gradient = read_attribute(variable, tx, "grad").realize()
                 if variable.source == source and not _has_pending_gradient(tx, variable):
                     together.add(gradient, AttrSource(source, "grad"), parameter.grad)
                 known[id(parameter)] = variable
@@ -195,7 +197,7 @@ class TracedOptimizerVariable(OptimizerVariable):
             parameters = list(self._parameters(tx))
             for parameter, variable, source in parameters:
                 together.add(variable, source, parameter)
-                gradient = variable.var_getattr(tx, "grad").realize()
+                gradient = read_attribute(variable, tx, "grad").realize()
                 if variable.source == source and not _has_pending_gradient(tx, variable):
                     together.add(gradient, AttrSource(source, "grad"), parameter.grad)
                 _show_gradient(tx, parameter, variable, gradient, restore)
@@ -212,7 +214,7 @@ class TracedOptimizerVariable(OptimizerVariable):
 
     def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable, Source]]:
         """Every parameter, its tracker, and where it is in the optimizer."""
-        groups = self.var_getattr(tx, "param_groups").realize()
+        groups = read_attribute(self, tx, "param_groups").realize()
         for group, variable, source in zip(self.value.param_groups, unpack_iterable(tx, groups), self._groups()):
             parameters = variable.realize().getitem_const(tx, ConstantVariable.create("params")).realize()
             for i, (parameter, tracker) in enumerate(zip(group["params"], unpack_iterable(tx, parameters))):
@@ -228,7 +230,7 @@ class TracedOptimizerVariable(OptimizerVariable):
 
         Entries are known by position, and a guard says which parameter each is of: `load_state_dict` may bring another order.
         """
-        state, found = self.var_getattr(tx, "state").realize(), {}
+        state, found = read_attribute(self, tx, "state").realize(), {}
         tx.output.guard_on_key_order.add(state.source)
         _same_length(self.source)
         owners = _owners(self.value)
@@ -407,6 +409,13 @@ def _without_value(builder: VariableBuilder, number: VariableTracker) -> Variabl
     return copy.call_method(builder.tx, "item", [], {})
 
 
+@needs(
+    "optimizer steps inside of the region",
+    hook("torch._dynamo.variables.builder:OptimizerVariable"),
+    hook("torch._dynamo.trace_rules:check_file", "filename is_inlined_call"),
+    hook("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "self value"),
+    without="a step breaks the graph, as in torch",
+)
 @contextlib.contextmanager
 def optimizers_in_the_region() -> Iterator[None]:
     """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.

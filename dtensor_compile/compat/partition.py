@@ -13,7 +13,14 @@ import torch
 from torch._functorch import partitioners
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from dtensor_compile.compat.hooks import hook, needs
 
+
+@needs(
+    "symbolic sizes of shards in the backward pass",
+    hook("torch._functorch.partitioners:find_symbol_binding_fx_nodes", "graph"),
+    without="some dynamic shapes are an error of the compilation",
+)
 @contextlib.contextmanager
 def bind_shard_sizes() -> Iterator[None]:
     """While it is entered, partitioning on this thread hands the size of a local tensor to the backward graph where it needs it.
@@ -32,6 +39,12 @@ def bind_shard_sizes() -> Iterator[None]:
         yield
 
 
+@needs(
+    "random numbers in regions that are computed again",
+    hook("torch._functorch.partitioners:functionalize_rng_ops", "joint_module fw_module bw_module num_sym_nodes"),
+    hook("torch._functorch.partitioners:is_opaque_node", "node"),
+    without="such regions with a mesh are an error",
+)
 @contextlib.contextmanager
 def place_random_states() -> Iterator[None]:
     """While it is entered, partitioning on this thread saves the states of generators among the tensors.

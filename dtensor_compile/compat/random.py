@@ -19,7 +19,8 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.nn import init
 
 from dtensor_compile.compat.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo import Translator, graph_break, traces_for_us
+from dtensor_compile.compat.dynamo import Translator, graph_break, read_attribute, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
 
 #: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.
 trunc_normal_function: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_
@@ -77,7 +78,9 @@ class GeneratorVariable(UserDefinedObjectVariable):
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
         if name in _methods:
             return LambdaVariable(lambda *args, **kwargs: self.call_method(tx, name, list(args), kwargs))
-        return super().var_getattr(tx, name)
+        return read_attribute(super(), tx, name)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -110,6 +113,11 @@ DrawCall = Callable[
 ]
 
 
+@needs(
+    "random numbers of a generator that is given",
+    hook("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs"),
+    without="they break the graph",
+)
 @contextlib.contextmanager
 def handle_draws(call: DrawCall) -> Iterator[None]:
     """While it is entered, methods of tensors that are called with a generator go to `call`; None leaves the call to torch."""

@@ -14,6 +14,8 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.hooks import hook, needs
+
 #: Stands for a size that only the data decides, so that a plan can be made for it at all. (A size that equals what it is known to be
 #: a multiple of would read as fixed.)
 UNKNOWN_SIZE = 1024
@@ -81,6 +83,13 @@ def _nary_mul(*sizes: Any) -> Any:
     return math.prod(sizes)
 
 
+@needs(
+    "sizes that sharding propagation computes",
+    hook("torch.fx.experimental.proxy_tensor:_sym_register", "tracer func args out"),
+    hook("torch.fx.experimental.proxy_tensor:_sympy_handlers"),
+    without="strides could be wrong",
+    essential=True,
+)
 @contextlib.contextmanager
 def sizes_from_expressions() -> Iterator[None]:
     """While it is entered, torch can trace where any symbolic size came from.

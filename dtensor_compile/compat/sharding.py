@@ -54,6 +54,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.dynamo import STANDS_FOR
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.mesh import mesh_dims, rank_map, real_mesh
 
 aten = torch.ops.aten
@@ -445,6 +446,32 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
     return mock.patch.object(owner, name, staticmethod(replaced) if isinstance(vars(owner)[name], staticmethod) else replaced)
 
 
+@needs(
+    "sharding rules that are the same on all ranks",
+    hook(
+        "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
+        "op_info suggested_input_schema use_val_from_redistribute_schema",
+    ),
+    hook("torch.distributed.tensor:DTensor.__tensor_unflatten__", "inner_tensors flatten_spec outer_size outer_stride"),
+    hook("torch.distributed.tensor._op_schema:OpSchema.__hash__", "self"),
+    hook("torch.distributed.device_mesh:DeviceMesh._is_current_rank_part_of_mesh", "self"),
+    hook(
+        "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
+        "global_shape mesh_shape my_coordinate placements ...",
+    ),
+    hook("torch.distributed.tensor._ops.utils:redistribute_cost", "current_spec target_spec"),
+    hook(
+        "torch.distributed.tensor.placement_types:_StridedShard.local_shard_size_and_offset",
+        "self curr_local_size num_chunks rank ...",
+    ),
+    hook(
+        "torch.distributed.tensor._ops._view_ops:_ViewShardingPropagator._rewrite_plain_shard",
+        "self p mesh_dim placements strided_shard_claimed_dims local_tensor_shapes ...",
+    ),
+    hook("torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached", "self op_schema"),
+    without="ranks could decide differently",
+    essential=True,
+)
 @contextlib.contextmanager
 def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) -> Iterator[None]:
     """While it is entered, DTensor's rules are those of this module for frames of ours; see the module's docstring.

@@ -71,6 +71,8 @@ class StandInVariable(VariableTracker):
     def richcompare_impl(self, tx: Translator, other: VariableTracker, op: str) -> VariableTracker:
         return object_richcompare(self, tx, other, op)
 
+    tp_richcompare_impl = richcompare_impl  # as of 2.14
+
     def hash_impl(self, tx: Translator) -> tuple[int, bool]:
         return hash(id(self)), True
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 
 from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.dynamo import leave_frames_to_python
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.runtime.native import native
 
 Meta = PlainTensorMeta | SubclassCreationMeta
@@ -34,6 +35,23 @@ class _NotPlain(Exception):
     """Something else than DTensors over plain tensors goes in or comes out."""
 
 
+@needs(
+    "DTensors unwrapped and wrapped in C++",
+    hook("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self"),
+    hook(
+        "torch._functorch._aot_autograd.runtime_wrappers:_codegen_increment_mutation_versions",
+        "rw_lines rw_globals ...",
+        "buf ...",
+    ),
+    hook(
+        "torch._functorch._aot_autograd.subclass_codegen:codegen_subclass_wrapper",
+        "compiled_fn inp_metas out_metas num_fw_outs_saved_for_bw ...",
+    ),
+    hook("torch._functorch._aot_autograd.subclass_codegen:codegen_backward_subclass_fns", "grad_input_metas"),
+    hook("torch._functorch._aot_autograd.subclass_codegen:_compute_placeholders", "outer"),
+    hook("torch._functorch._aot_autograd.subclass_codegen:_concrete_value", "val"),
+    without="calls cost what they cost under torch",
+)
 @contextlib.contextmanager
 def native_calls() -> Iterator[None]:
     """While it is entered, code that AOTAutograd puts around graphs on this thread is the one of this module."""
@@ -73,8 +91,9 @@ def native_calls() -> Iterator[None]:
             _apply(compiled)
         return compiled
 
-    def versions(lines: list[str], names: dict[str, Any], *others: Any) -> None:
-        stock_versions(lines, names, *others)
+    def versions(code: Any, *others: Any) -> None:
+        stock_versions(code, *others)
+        names = others[0] if isinstance(code, list) else code.globals  # lines and names; as of 2.14 one object of both
         if serves() and "_increment_version_" in names:
             names["_increment_version_"] = native().increment_versions
 
@@ -186,11 +205,22 @@ def _check_plain(meta: SubclassCreationMeta) -> None:
         raise _NotPlain
     if any(isinstance(placement, _MaskPartial) for placement in meta.meta[0]):
         raise _NotPlain  # it carries what this one call looked up
+    _check_sizes(meta.attrs["_local_tensor"])
+    for extent, read_from in ((meta.outer_size, "outer_size_from_attr"), (meta.outer_stride, "outer_stride_from_attr")):
+        if getattr(meta, read_from, None) is not None and any(_symbolic(extent)):
+            raise _NotPlain  # as of 2.14: sizes of the local tensor
+
+
+def _check_sizes(meta: PlainTensorMeta) -> None:
+    """As of 2.14 sizes of local tensors can be inputs and results of their own, which code in C++ does not expect."""
+    if getattr(meta, "arg_count", 1) != 1:
+        raise _NotPlain
 
 
 def _argument(meta: Meta) -> tuple[list[int], list[int]] | None:
     """For ``Unwrap``: None for what is no DTensor; otherwise the dims whose sizes, and those whose strides, are inputs."""
     if isinstance(meta, PlainTensorMeta):
+        _check_sizes(meta)
         return None
     _check_plain(meta)
     sizes, strides = ([dim for dim, is_one in enumerate(_symbolic(e)) if is_one] for e in (meta.outer_size, meta.outer_stride))
@@ -205,6 +235,7 @@ def _results(metas: Sequence[Meta]) -> tuple[list[Any], int]:
     place = used = 0
     for meta in metas:
         if isinstance(meta, PlainTensorMeta):
+            _check_sizes(meta)
             plan.append(meta.unwrapped_idx)
             place = max(place, meta.unwrapped_idx + 1)
             used += 1

@@ -18,9 +18,18 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.tangents import expected_placements
 
 
+@needs(
+    "results that are views of DTensors",
+    hook("torch._functorch._aot_autograd.runtime_wrappers:gen_alias_from_base"),
+    hook("torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper"),
+    hook("torch._functorch.aot_autograd:run_functionalized_fw_and_collect_metadata", "f ..."),
+    without="values of views could be wrong",
+    essential=True,
+)
 @contextlib.contextmanager
 def views_of_dtensors() -> Iterator[None]:
     """While it is entered, code that AOTAutograd builds on this thread can return a view of a DTensor whose sizes are symbolic.

@@ -45,6 +45,7 @@ from dtensor_compile.compat.dynamo import (
     inline_member,
     member_function,
     raise_in_program,
+    read_attribute,
     remember,
     tracked,
 )
@@ -232,7 +233,7 @@ class OpaqueClass(OpaqueClassVariable):
         found = inspect.getattr_static(self.as_python_constant(), name, None)
         if type(found).__name__ == "instancemethod":
             return member_function(self, name, lambda args, kwargs: args[0].realize().call_method(tx, name, args[1:], kwargs))
-        return super().var_getattr(tx, name)
+        return read_attribute(super(), tx, name)
 
     tp_getattro_impl = var_getattr  # as of 2.14
 

@@ -1,0 +1,54 @@
+"""The table of torch releases."""
+
+import importlib.util
+import pathlib
+
+from dtensor_compile.compat.release import SUPPORTED, minor_release
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def _tool():
+    spec = importlib.util.spec_from_file_location("torch_matrix", ROOT / "tools" / "torch_matrix.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+matrix = _tool()
+
+
+def test_it_runs_the_supported_releases_the_primary_one_first():
+    assert tuple(map(minor_release, matrix.RELEASES)) == SUPPORTED
+
+
+def test_one_column_a_release_one_row_a_feature_and_reasons_for_gaps():
+    found = {
+        "2.13.0": {
+            "date": "2026-01-01", "python": "3.11.7", "features": {"wings": [], "legs": []}, "catalogue": {"PASS": 3},
+            "tests": {"tests/x": {"counts": {"passed": 3}, "failed": []}},
+        },
+        "2.14.1": {
+            "date": "2026-01-02", "python": "3.12.1", "features": {"wings": ["has no torch:flap"]},
+            "tests": {"tests/x": {"counts": {"passed": 2, "failed": 1, "skipped": 1}, "failed": ["tests/x/test_y.py::test_z"]}},
+        },
+        "2.11.0": {"error": "UnsupportedTorchError: no"},
+    }  # fmt: skip
+    text = matrix.document(found, "\nBy hand.\n")
+    for line in (
+        "| feature | 2.13.0 | 2.14.1 | 2.11.0 |",
+        "| wings | yes | no (1) | no |",
+        "| legs | yes | - | no |",
+        "- 2.14.1, wings: torch has no torch:flap.",
+        "- 2.11.0: UnsupportedTorchError: no",
+        "| `tests/x` | 3 of 3 | 2 of 3 | not run |",
+        "- 2.14.1: `tests/x/test_y.py::test_z`",
+        "| PASS | 3 | not run | not run |",
+    ):
+        assert line in text.splitlines()
+    assert text.endswith(matrix.BY_HAND + "\nBy hand.\n")
+
+
+def test_outcomes_are_counted():
+    text = "PASSED tests/a.py::test_a\nFAILED tests/a.py::test_b - E\nSKIPPED [1] tests/a.py:3: no GPU\nPASSED tests/a.py::test_c\n"
+    assert matrix.count_tests(text) == {"passed": 2, "failed": 1, "skipped": 1}

@@ -1,0 +1,224 @@
+"""Every supported torch release: an environment for each, the tests and the catalogue in it, and ``docs/releases.md``.
+
+    python tools/torch_matrix.py --python python3.11                  # all of it; in ~/.cache/dtensor_compile/releases
+    python tools/torch_matrix.py --environments /data/releases --releases 2.14.1 --tests tests/capture tests/lowering
+    python tools/torch_matrix.py --existing 2.13.0=.venv              # takes an environment that is there
+
+An environment is made by ``python -m venv`` and ``pip install`` from the index that pip is configured for; torch for CUDA takes
+several GB. What each release gave is kept in a file beside its environment, so that a release can be run again by itself: the
+table is made of all that is there. The catalogue is run where ``../shared/corpus`` is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CORPUS = ROOT.parent / "shared" / "corpus"
+#: The primary release first.
+RELEASES = ("2.13.0", "2.14.1")
+NEEDED = (
+    "setuptools", "wheel", "numpy", "sympy", "networkx>=3", "rich>=13", "jinja2>=3", "pytest>=8", "pytest-timeout", "pytest-xdist",
+    "expecttest", "hypothesis", "jsonschema",
+)  # fmt: skip
+#: Looks at every hook of every feature.
+_LOOK = """
+import json, platform, warnings
+warnings.simplefilter("ignore")
+import torch
+import dtensor_compile.backend
+from dtensor_compile.compat.hooks import FEATURES
+features = {name: of.problems() for name, of in FEATURES.items()}
+print(json.dumps({"torch": torch.__version__, "python": platform.python_version(), "features": features}))
+"""
+
+
+def make_environment(folder: pathlib.Path, release: str, python: str) -> pathlib.Path:
+    """The interpreter of the environment for a release, which is made where it is not there.
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot install the release for this Python.
+    """
+    interpreter = folder / "bin" / "python"
+    done = folder / "installed"
+    if not done.exists():
+        subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
+        pip = [str(interpreter), "-m", "pip", "install", "--quiet"]
+        subprocess.run([*pip, f"torch=={release}", *NEEDED], check=True)
+        subprocess.run([*pip, "--no-deps", "--no-build-isolation", str(ROOT)], check=True)  # for its entry points
+        done.touch()
+    return interpreter
+
+
+def _environment(folder: pathlib.Path) -> dict[str, str]:
+    """Caches of compiled code are those of the release; the package is the one of this tree."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+
+
+def look(interpreter: pathlib.Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Versions of torch and Python, and per feature what is wrong with its hooks; ``{"error": ...}`` where nothing can be imported."""
+    done = subprocess.run([str(interpreter), "-c", _LOOK], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def count_tests(text: str) -> dict[str, int]:
+    """``{"passed": 3, "failed": 1}`` from the output of pytest with ``-rA``-like lines for each test."""
+    counts: dict[str, int] = {}
+    for outcome in re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) ", text, re.MULTILINE):
+        counts[outcome.lower()] = counts.get(outcome.lower(), 0) + 1
+    return counts
+
+
+def run_tests(interpreter: pathlib.Path, environment: Mapping[str, str], path: str, seconds: float) -> dict[str, Any]:
+    """How many tests of a file or folder have which outcome, and the names of those that do not pass."""
+    command = [str(interpreter), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--tb=no", "-rA", path]
+    try:
+        text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds).stdout
+    except subprocess.TimeoutExpired:
+        return {"counts": {}, "failed": [f"no end after {seconds:.0f} s"]}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    return {"counts": count_tests(text), "failed": failed}
+
+
+def run_catalogue(
+    interpreter: pathlib.Path, environment: Mapping[str, str], only: str | None, results: pathlib.Path
+) -> dict[str, int]:
+    """Verdict to number of cases, of the catalogue or of those whose names match `only`."""
+    command = [str(interpreter), "run_corpus.py", "--compile-backend", "dtensor_aten", "--json", str(results.absolute())]
+    subprocess.run([*command, *(["--only", only] if only else [])], cwd=CORPUS, env=environment, check=False, capture_output=True)
+    judged = subprocess.run(
+        [sys.executable, "verdicts.py", str(results.absolute())], cwd=CORPUS, check=True, capture_output=True, text=True
+    )
+    return ast.literal_eval(next(line.split(None, 1)[1] for line in judged.stdout.splitlines() if line.startswith("this ")))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+
+
+#: What stands in ``docs/releases.md`` from here on stays as it is.
+BY_HAND = "## Differences, and how they are met\n"
+
+
+def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
+    """``docs/releases.md``: one column a release.
+
+    Args:
+        found: release to what `look`, `run_tests` and `run_catalogue` gave in it.
+        by_hand: what follows `BY_HAND`.
+    """
+    releases = list(found)
+    features = list(dict.fromkeys(name for of in found.values() for name in of.get("features", {})))
+    gaps: list[str] = []
+
+    def cell(release: str, name: str) -> str:
+        of = found[release]
+        if "error" in of:
+            return "no"
+        problems = of["features"].get(name)
+        if not problems:
+            return "yes" if problems is not None else "-"
+        gaps.append(f"- {release}, {name}: torch {'; '.join(problems)}.")
+        return f"no ({len(gaps)})"
+
+    def outcome(of: Mapping[str, Any], path: str) -> str:
+        got = of.get("tests", {}).get(path)
+        if got is None:
+            return "not run"
+        total = sum(got["counts"].values()) - got["counts"].get("skipped", 0)
+        return f"{got['counts'].get('passed', 0)} of {total}" if total else "; ".join(got["failed"])
+
+    rows = [[name, *(cell(release, name) for release in releases)] for name in features]
+    paths = sorted({path for of in found.values() for path in of.get("tests", {})})
+    tests = [[f"`{path}`", *(outcome(found[release], path) for release in releases)] for path in paths]
+    verdicts = sorted({verdict for of in found.values() for verdict in of.get("catalogue", {})})
+    cases = [[verdict, *(str(found[r]["catalogue"].get(verdict, 0)) if found[r].get("catalogue") else "not run" for r in releases)]
+             for verdict in verdicts]  # fmt: skip
+    failing = [
+        f"- {release}: `{name}`" for release, of in found.items() for got in of.get("tests", {}).values() for name in got["failed"]
+    ]
+    refused = [f"- {release}: {of['error']}" for release, of in found.items() if "error" in of]
+    reached = ", ".join(f"{release}: {of.get('date', '')} (Python {of.get('python', '')})" for release, of in found.items())
+    parts = [
+        "# Releases of torch",
+        "Made by `tools/torch_matrix.py` (`make releases`); the first release is the primary one. A feature is there where torch has "
+        "every private function that it needs, with the parameters that it relies on (`dtensor_compile/compat/hooks.py`). "
+        f"Run on {reached}.",
+        table(["feature", *releases], rows),
+    ]
+    for title, text in (
+        ("## Gaps", "\n".join(gaps)),
+        ("## Refused", "\n".join(refused)),
+        ("## Tests that pass", table(["tests", *releases], tests) if tests else ""),
+        ("## Tests that do not", "\n".join(failing)),
+        ("## Catalogue of programs", table(["verdict", *releases], cases) if cases else ""),
+    ):
+        if text:
+            parts += [title, text]
+    return "\n\n".join([*parts, BY_HAND + by_hand]).rstrip() + "\n"
+
+
+def _existing(text: str) -> tuple[str, str]:
+    release, separator, folder = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not RELEASE=FOLDER")
+    return release, folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = pathlib.Path.home() / ".cache" / "dtensor_compile" / "releases"
+    parser.add_argument("--releases", nargs="+", default=list(RELEASES))
+    parser.add_argument("--environments", type=pathlib.Path, default=default, help="folder of the environments, outside of the tree")
+    parser.add_argument("--existing", nargs="*", type=_existing, default=[], metavar="RELEASE=FOLDER", help="environments that are there")
+    parser.add_argument("--python", default=sys.executable, help="makes the environments")
+    parser.add_argument("--tests", nargs="*", default=["tests"])
+    parser.add_argument("--only", help="of the catalogue, the cases whose names match")
+    parser.add_argument("--no-catalogue", action="store_true")
+    parser.add_argument("--seconds", type=float, default=7200, help="for each entry of --tests")
+    parser.add_argument("--output", type=pathlib.Path, default=ROOT / "docs" / "releases.md")
+    args = parser.parse_args(argv)
+    existing, found = dict(args.existing), {}
+    for release in args.releases:
+        kept = args.environments / release
+        kept.mkdir(parents=True, exist_ok=True)
+        folder = pathlib.Path(existing[release]) if release in existing else kept / "environment"
+        interpreter = folder.absolute() / "bin" / "python" if release in existing else make_environment(folder, release, args.python)
+        environment, results = _environment(kept), kept / "found.json"
+        of = json.loads(results.read_text()) if results.exists() else {}
+        of = {"tests": of.get("tests", {}), "catalogue": of.get("catalogue", {}), **look(interpreter, environment)}
+        of["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+        for path in args.tests if "error" not in of else ():
+            of["tests"][path] = run_tests(interpreter, environment, path, args.seconds)
+            print(release, path, of["tests"][path]["counts"], flush=True)
+        if "error" not in of and not args.no_catalogue and CORPUS.exists():
+            of["catalogue"] = run_catalogue(interpreter, environment, args.only, kept / "catalogue.json")
+            print(release, of["catalogue"], flush=True)
+        results.write_text(json.dumps(of, indent=1))
+        found[release] = of
+    before = args.output.read_text() if args.output.exists() else ""
+    args.output.write_text(document(found, before.partition(BY_HAND)[2]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
