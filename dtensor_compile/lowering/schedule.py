@@ -118,7 +118,7 @@ class _Device:
         elif task.waits_for is not None:
             waited = max(0.0, self.ends[task.waits_for] - self.now)
             self.exposed[task.waits_for] += waited
-            self.now += waited
+            self.now = max(self.now, self.ends[task.waits_for])  # a sum could fall short of it by a rounding
         else:
             self.now += task.seconds
         self.live += task.bytes
@@ -353,9 +353,11 @@ class _Arrangement:
             heapq.heappop(self.held)
         if self.held and not (until > self.device.now and until <= self.held[0][0]):
             if self._fits(self.held[0][1]):
-                for wait in self.waits[self.held[0][1]]:  # by then the link is free, so that another start comes before the compute
+                index = heapq.heappop(self.held)[1]
+                for wait in self.waits[index]:  # by then the link is free, so that another start comes before the compute
                     if not self.done[wait]:
                         self._execute(wait)
+                self._put(index)
             else:
                 self._go_on()
         elif self.unused and not until > self.device.now:

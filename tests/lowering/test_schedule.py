@@ -119,6 +119,16 @@ def test_a_start_goes_before_the_compute_that_the_collective_before_it_held_up()
     assert simulate(program, arrange(program, float("inf"))).seconds == 3 * 4 + 2 == least_seconds(program)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-7, 1e-2), st.floats(1e-7, 1e-2)), min_size=1, max_size=12))
+def test_times_that_do_not_add_up_exactly_come_to_an_end(times):
+    program = Program()
+    for gather, compute in times:
+        before = [len(program) - 1] if program else []
+        program.compute(compute, program.wait(program.start(gather)), *before)
+    assert sorted(arrange(program, float("inf"))) == list(range(len(program)))
+
+
 def test_what_a_start_reads_is_there_until_its_wait():
     program = Program()
     start = program.start(1, program.compute(1, size=10), size=1)
