@@ -11,7 +11,6 @@ import contextlib
 import io
 import pathlib
 import sys
-import traceback
 from collections.abc import Sequence
 
 import torch
@@ -19,16 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.observe import uncompiled
-from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
+from dtensor_compile.report.command import BROKEN, OK, status_of
 from dtensor_compile.report.explain import run_backward
 from dtensor_compile.report.look import Job, parse_mesh_argument
 from dtensor_compile.report.recorder import record
 from dtensor_compile.report.target import Program, TargetError, call_target, function_of, is_script, program_of, users_program
 from dtensor_compile.topology.gpus import GPUS
-
-OK, BROKEN, NOT_RUN = 0, 1, 2
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -47,14 +44,7 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str], program: str = "dtensor-compile kernels") -> int:
     """Runs the command; returns the exit status."""
-    args = parser(program).parse_args(argv)
-    try:
-        return _run(args)
-    except (DTensorCompileError, OSError) as error:
-        if args.verbose:
-            traceback.print_exception(error)
-        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
-        return NOT_RUN
+    return status_of(_run, parser(program).parse_args(argv), program)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import io
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.compare import Limits, broken, check_limits, compare
@@ -82,8 +82,13 @@ def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
     if args.help or args.target is None:
         print(_USAGE.format(program=program) + "\n" + options.format_help().partition("\n\n")[2])
         return OK if args.help else NOT_RUN
+    return status_of(_run, args, program)
+
+
+def status_of(run: Callable[[argparse.Namespace], int], args: argparse.Namespace, program: str) -> int:
+    """The exit status of a command; an error that says what is wrong is one line, after its traceback where `args.verbose`."""
     try:
-        return _run(args)
+        return run(args)
     except (DTensorCompileError, OSError) as error:
         if args.verbose:
             traceback.print_exception(error)
