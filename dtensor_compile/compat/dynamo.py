@@ -4,8 +4,7 @@
 things about it are not obvious:
 
 - *When.* ``torch.compile`` drops the ``backend_ctx_ctor`` of a backend that is given by name, so the scope comes from Dynamo's
-  compile callbacks. ``torch._dynamo.reset()`` clears their list. The list is the only owner of each callback of ours, so that
-  clearing it ends the callback, and its finalizer registers the next one.
+  compile callbacks. ``torch._dynamo.reset()`` clears their lists, which keep those of ours: `_Callbacks`.
 - *For whom.* A callback is not told which backend the compilation is for. It is in the local variable ``compiler_fn`` of
   Dynamo's function ``_compile``, further up the stack.
 - *Nested.* Callbacks run for the outermost compilation only, and one that is still pending on another thread delays the end. So
@@ -19,8 +18,7 @@ import functools
 import inspect
 import sys
 import types
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -154,6 +152,8 @@ _TRACKERS = feature(
     hook(_BUILDER + "VariableBuilder._wrap", "self value"),
     hook(_BUILDER + "SourcelessBuilder._type_handlers"),
     hook("torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."),
+    hook("torch._dynamo.callback:callback_handler.start_callbacks"),
+    hook("torch._dynamo.callback:callback_handler.end_callbacks"),
     without="most programs with them break, and guards would be missing",
     essential=True,
 )
@@ -311,20 +311,27 @@ class _Scope:
         self.undo.append(lambda: table.pop(key))
 
 
-class _Callback:
-    """A callable that a weak reference can point to."""
+class _Callbacks(list[Callable[[CallbackArgs], None]]):
+    """A list of Dynamo's callbacks that keeps those of our scopes when ``torch._dynamo.reset()`` clears it."""
 
-    def __init__(self, function: Callable[[CallbackArgs], None]) -> None:
-        self.function = function
+    def __init__(self, before: Iterable[Callable[[CallbackArgs], None]]) -> None:
+        super().__init__(before)
+        self.kept: list[Callable[[CallbackArgs], None]] = []
 
-    def __call__(self, args: CallbackArgs) -> None:
-        self.function(args)
+    def keep(self, callback: Callable[[CallbackArgs], None]) -> None:
+        self.kept.append(callback)
+        self.append(callback)
+
+    def clear(self) -> None:
+        self[:] = self.kept
 
 
-def _register_for_good(register: Callable[[Any], Any], function: Callable[[CallbackArgs], None]) -> None:
-    callback = _Callback(function)
-    weakref.finalize(callback, _register_for_good, register, function).atexit = False
-    register(callback)
+def _register_for_good(name: str, callback: Callable[[CallbackArgs], None]) -> None:
+    callbacks = getattr(callback_handler, name)
+    if not isinstance(callbacks, _Callbacks):
+        callbacks = _Callbacks(callbacks)
+        setattr(callback_handler, name, callbacks)
+    callbacks.keep(callback)
 
 
 _scopes: list[_Scope] = []
@@ -336,8 +343,8 @@ def install_while_tracing(backend: Backend, entries: Entries) -> None:
         return
     scope = _Scope(backend, entries)
     _scopes.append(scope)
-    _register_for_good(callback_handler.register_start_callback, scope.start)
-    _register_for_good(callback_handler.register_end_callback, scope.end)
+    _register_for_good("start_callbacks", scope.start)
+    _register_for_good("end_callbacks", scope.end)
 
 
 def installed_backends() -> list[Backend]:

@@ -93,7 +93,7 @@ def built_library(name: str, main: pathlib.Path, libraries: Sequence[str]) -> pa
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with open(target.with_suffix(".lock"), "w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of ranks that start together one builds
         if not target.exists():
             log.info("building %s", target)

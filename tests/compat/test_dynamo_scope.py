@@ -1,6 +1,7 @@
 """Our trackers are in place while Dynamo traces for our backend, and torch is as it was at all other times."""
 
 import functools
+import gc
 import json
 import pathlib
 import subprocess
@@ -128,6 +129,16 @@ def test_trackers_survive_a_reset_of_dynamo_once_each():
         run(torch.eye(2), make_mesh((1,)))
         assert [ours for _, _, ours in seen] == [True]
         assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == callbacks
+
+
+@on_ranks(1)
+def test_trackers_survive_a_reset_while_all_objects_are_held():
+    run = torch.compile(_program, backend="dtensor", fullgraph=True)
+    held = gc.get_objects()  # as a debugger or a leak test does
+    torch._dynamo.reset()
+    seen.clear()
+    run(torch.eye(2), make_mesh((1,)))
+    assert [ours for _, _, ours in seen] == [True] and held
 
 
 @on_ranks(1)
