@@ -3,6 +3,7 @@
     python tools/torch_matrix.py --python python3.11                  # all of it; in ~/.cache/dtensor_compile/releases
     python tools/torch_matrix.py --environments /data/releases --releases 2.14.1 --tests tests/capture tests/lowering
     python tools/torch_matrix.py --existing 2.13.0=.venv              # takes an environment that is there
+    python tools/torch_matrix.py --runs 2.14.1=run.json               # and a finished run of the catalogue
 
 An environment is made by ``python -m venv`` and ``pip install`` from the index that pip is configured for; torch for CUDA takes
 several GB. What each release gave is kept in a file beside its environment, so that a release can be run again by itself: the
@@ -12,7 +13,7 @@ table is made of all that is there. The catalogue is run where ``../shared/corpu
 from __future__ import annotations
 
 import argparse
-import ast
+import collections
 import datetime
 import json
 import os
@@ -31,13 +32,17 @@ NEEDED = (
     "setuptools", "wheel", "numpy", "sympy", "networkx>=3", "rich>=13", "jinja2>=3", "pytest>=8", "pytest-timeout", "pytest-xdist",
     "expecttest", "hypothesis", "jsonschema",
 )  # fmt: skip
+#: Of the catalogue, the one to have first.
+VERDICTS = ("PASS", "BREAK", "ERROR", "HANG/DIED", "WRONG", "ERROR-BWD", "BOTH-ERR", "LENIENT", "RUNNER")
 #: Looks at every hook of every feature.
 _LOOK = """
-import json, platform, warnings
+import importlib, json, pkgutil, platform, warnings
 warnings.simplefilter("ignore")
 import torch
-import dtensor_compile.backend
+import dtensor_compile.compat
 from dtensor_compile.compat.hooks import FEATURES
+for module in pkgutil.iter_modules(dtensor_compile.compat.__path__, "dtensor_compile.compat."):
+    importlib.import_module(module.name)
 features = {name: of.problems() for name, of in FEATURES.items()}
 print(json.dumps({"torch": torch.__version__, "python": platform.python_version(), "features": features}))
 """
@@ -98,16 +103,27 @@ def run_tests(interpreter: pathlib.Path, environment: Mapping[str, str], path: s
     return {"counts": count_tests(text), "failed": failed}
 
 
-def run_catalogue(
-    interpreter: pathlib.Path, environment: Mapping[str, str], only: str | None, results: pathlib.Path
-) -> dict[str, int]:
-    """Verdict to number of cases, of the catalogue or of those whose names match `only`."""
+def run_catalogue(interpreter: pathlib.Path, environment: Mapping[str, str], only: str | None, results: pathlib.Path) -> None:
+    """Runs the catalogue, or those of its programs whose names match `only`, into the file `results`."""
     command = [str(interpreter), "run_corpus.py", "--compile-backend", "dtensor_aten", "--json", str(results.absolute())]
     subprocess.run([*command, *(["--only", only] if only else [])], cwd=CORPUS, env=environment, check=False, capture_output=True)
-    judged = subprocess.run(
-        [sys.executable, "verdicts.py", str(results.absolute())], cwd=CORPUS, check=True, capture_output=True, text=True
-    )
-    return ast.literal_eval(next(line.split(None, 1)[1] for line in judged.stdout.splitlines() if line.startswith("this ")))
+
+
+def judge(results: pathlib.Path) -> dict[str, list[str]]:
+    """Each program of a run of the catalogue to its verdict, by the catalogue's own judge, and to what was `seen`."""
+    command = [sys.executable, "verdicts.py", str(results.absolute()), "--list", ",".join(VERDICTS)]
+    text = subprocess.run(command, cwd=CORPUS, check=True, capture_output=True, text=True).stdout
+    verdicts = {name: verdict for verdict, name in re.findall(r"^(\S+) +\S+ +(\S+) +stock ", text, re.MULTILINE)}
+    return {of["name"]: [verdicts[of["name"]], seen(of)] for of in json.loads(results.read_text())}
+
+
+def seen(of: Mapping[str, Any]) -> str:
+    """One line about a program of the catalogue that does not pass: a difference, an error or a graph break, without paths."""
+    differs = [text for text in (*(of.get("parity") or ()), of.get("fullgraph_parity")) if text not in ("ok", None)]
+    errors = [of[key]["msg"] for key in ("eager_error", "compile_error", "fullgraph_error") if of.get(key)]
+    lines = [of.get("crash"), *differs, *errors, of.get("eager_bwd_err"), *(of.get("reasons") or ())]
+    text = next((line for line in lines if line and line.strip()), "").strip().splitlines()
+    return re.sub(r"(/[\w.+-]+)+/|0x[0-9a-f]+", "", text[0])[:160].replace("|", "/") if text else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -123,7 +139,7 @@ def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
     """``docs/releases.md``: one column a release.
 
     Args:
-        found: release to what `look`, `run_tests` and `run_catalogue` gave in it.
+        found: release to what `look`, `run_tests` and `judge` gave in it.
         by_hand: what follows `BY_HAND`.
     """
     releases = list(found)
@@ -150,9 +166,18 @@ def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
     rows = [[name, *(cell(release, name) for release in releases)] for name in features]
     paths = sorted({path for of in found.values() for path in of.get("tests", {})})
     tests = [[f"`{path}`", *(outcome(found[release], path) for release in releases)] for path in paths]
-    verdicts = sorted({verdict for of in found.values() for verdict in of.get("catalogue", {})})
-    cases = [[verdict, *(str(found[r]["catalogue"].get(verdict, 0)) if found[r].get("catalogue") else "not run" for r in releases)]
-             for verdict in verdicts]  # fmt: skip
+    judged = {release: of["catalogue"] for release, of in found.items() if of.get("catalogue")}
+    counts = {release: collections.Counter(verdict for verdict, _ in of.values()) for release, of in judged.items()}
+    cases = [
+        [verdict, *(str(counts[release][verdict]) if release in counts else "not run" for release in releases)]
+        for verdict in VERDICTS
+        if any(of[verdict] for of in counts.values())
+    ]
+    differing = []
+    for name in sorted(set.intersection(*map(set, judged.values()))) if judged else ():
+        of_releases, what = zip(*(of[name] for of in judged.values()))
+        if len(set(of_releases)) > 1:
+            differing.append([f"`{name}`", *of_releases, "; ".join(dict.fromkeys(filter(None, what)))])
     failing = [
         f"- {release}: `{name}`" for release, of in found.items() for got in of.get("tests", {}).values() for name in got["failed"]
     ]
@@ -171,16 +196,17 @@ def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
         ("## Tests that pass", table(["tests", *releases], tests) if tests else ""),
         ("## Tests that do not", "\n".join(failing)),
         ("## Catalogue of programs", table(["verdict", *releases], cases) if cases else ""),
+        ("## Programs with another verdict", table(["program", *judged, "what was seen"], differing) if differing else ""),
     ):
         if text:
             parts += [title, text]
     return "\n\n".join([*parts, BY_HAND + by_hand]).rstrip() + "\n"
 
 
-def _existing(text: str) -> tuple[str, str]:
+def _of_release(text: str) -> tuple[str, str]:
     release, separator, folder = text.partition("=")
     if not separator:
-        raise argparse.ArgumentTypeError(f"{text!r} is not RELEASE=FOLDER")
+        raise argparse.ArgumentTypeError(f"{text!r} is not RELEASE=PATH")
     return release, folder
 
 
@@ -189,15 +215,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     default = pathlib.Path.home() / ".cache" / "dtensor_compile" / "releases"
     parser.add_argument("--releases", nargs="+", default=list(RELEASES))
     parser.add_argument("--environments", type=pathlib.Path, default=default, help="folder of the environments, outside of the tree")
-    parser.add_argument("--existing", nargs="*", type=_existing, default=[], metavar="RELEASE=FOLDER", help="environments that are there")
+    parser.add_argument("--existing", nargs="*", type=_of_release, default=[], metavar="RELEASE=FOLDER", help="environments that are there")
     parser.add_argument("--python", default=sys.executable, help="makes the environments")
     parser.add_argument("--tests", nargs="*", default=["tests"])
     parser.add_argument("--only", help="of the catalogue, the cases whose names match")
-    parser.add_argument("--no-catalogue", action="store_true")
+    parser.add_argument("--no-catalogue", action="store_true", help="what an earlier run found of it stays")
+    parser.add_argument("--runs", nargs="*", type=_of_release, default=[], metavar="RELEASE=FILE", help="finished runs of the catalogue")
     parser.add_argument("--seconds", type=float, default=7200, help="for each entry of --tests")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "docs" / "releases.md")
     args = parser.parse_args(argv)
-    existing, found = dict(args.existing), {}
+    existing, runs, found = dict(args.existing), dict(args.runs), {}
     for release in args.releases:
         kept = args.environments / release
         kept.mkdir(parents=True, exist_ok=True)
@@ -211,8 +238,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             of["tests"][path] = run_tests(interpreter, environment, path, args.seconds)
             print(release, path, of["tests"][path]["counts"], flush=True)
         if "error" not in of and not args.no_catalogue and CORPUS.exists():
-            of["catalogue"] = run_catalogue(interpreter, environment, args.only, kept / "catalogue.json")
-            print(release, of["catalogue"], flush=True)
+            run = pathlib.Path(runs.get(release, kept / "catalogue.json"))
+            if release not in runs:
+                run_catalogue(interpreter, environment, args.only, run)
+            of["catalogue"] = judge(run)
+            print(release, dict(collections.Counter(verdict for verdict, _ in of["catalogue"].values())), flush=True)
         results.write_text(json.dumps(of, indent=1))
         found[release] = of
     before = args.output.read_text() if args.output.exists() else ""

@@ -32,9 +32,33 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtensor_compile.compat.hooks import feature, hook
 from dtensor_compile.errors import OfflineError
 from dtensor_compile.runtime.native import built_library
 from dtensor_compile.topology.gpus import Gpu
+
+_GUARDS = "torch._C._dynamo.guards:"
+_GPU = feature(
+    "a GPU that is not there",
+    *(hook(f"torch.cuda:{name}") for name in ("_exchange_device", "_maybe_exchange_device", "_DeviceGuard", "_lazy_init")),
+    hook("torch._C:_ensureCUDADeviceGuardSet"),
+    *(hook(_GUARDS + name) for name in ("_reinterpret_tensor", "assert_alignment", "copy_if_misaligned")),
+    hook("torch._dynamo.device_interface:CudaInterface.Worker"),
+    hook("torch._dynamo.device_interface:device_interfaces"),
+    hook("torch._higher_order_ops.utils:registered_hop_fake_fns"),
+    hook("torch._inductor.async_compile:AsyncCompile.triton", "self kernel_name source_code device_str"),
+    hook("torch._inductor.codecache:PyCodeCache.load_by_key_path", "cls key path ..."),
+    hook("torch._inductor.cudagraph_utils:check_caching_allocator_for_cudagraphs", ""),
+    hook("torch._inductor.fx_passes.joint_graph:UniformValueConstantFolder"),
+    hook("torch._inductor.fx_passes.joint_graph:lazy_init", "input_device"),
+    hook("torch._inductor.runtime.triton_helpers:set_driver_to_gpu", ""),
+    hook("torch._inductor.select_algorithm:AlgorithmSelectorCache.__call__", "self name choices ..."),
+    hook("torch._inductor.select_algorithm:ExternKernelCaller"),
+    hook("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init"),
+    hook("torch._subclasses.fake_tensor:init_gpu_context", "device"),
+    without="programs are looked at on a CPU",
+    essential=True,
+)
 
 #: GPUs that a host seems to have.
 PER_HOST = 8
@@ -88,7 +112,9 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
 
     Raises:
         OfflineError: autograd cannot be told of the device: no C++ compiler, or another emulation is under way.
+        UnsupportedTorchError: the installed torch has not what this takes over.
     """
+    _GPU.works()
     _make_tables()
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_devices)

@@ -5,7 +5,8 @@
     def place_random_states() -> Iterator[None]: ...
 
 Where torch has no such function, or one with other parameters, the scope is not entered: the feature is missing, which one warning
-says, with the name of the hook; the rest works. A feature without which numbers could be wrong is `essential`: nothing compiles then.
+says, with the name of the hook; the rest works. A feature is `essential` where numbers could be wrong without it, or where a program
+asks for it by name: what would use it is an error then.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any, ParamSpec
 
 import torch
 
+from torch.utils._config_module import ConfigModule
+
 from dtensor_compile.errors import UnsupportedTorchError
 
 P = ParamSpec("P")
@@ -37,7 +40,7 @@ class Hook:
     """One function, method, class or table of torch's.
 
     Attributes:
-        place: ``module:name`` or ``module:Class.name``.
+        place: ``module:name`` or ``module:Class.name``; in a module of settings the name of one.
         takes: parameter lists that we know how to call, names with blanks between; ``...`` at the end allows more of them. None: it
             is enough that the name is there.
     """
@@ -51,8 +54,8 @@ class Hook:
         try:
             found: Any = importlib.import_module(module)
             for name in path.split("."):
-                found = inspect.getattr_static(found, name)
-        except (ImportError, AttributeError):
+                found = found._config[name] if isinstance(found, ConfigModule) else inspect.getattr_static(found, name)
+        except (ImportError, AttributeError, KeyError):
             return f"has no {self.place}"
         if not self.takes:
             return None
@@ -84,7 +87,7 @@ class Feature:
         name: what it is, as a row of a table.
         hooks: all that it needs.
         without: what happens where one is missing.
-        essential: whether nothing compiles then.
+        essential: whether that is an error.
     """
 
     name: str

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.compat.cache_keys import meshes_by_layout
+from dtensor_compile.compat.hooks import feature, hook
 from dtensor_compile.compat.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.libraries import rebuild_damaged_libraries
 from dtensor_compile.compat.uncompiled_kernels import LoweredGraph, run_uncompiled
@@ -29,6 +30,34 @@ GraphFunction = Callable[[torch.fx.Graph], None]
 EAGER_NUMBERS: Mapping[str, Any] = {"emulate_precision_casts": True, "fallback_random": True}
 
 log = logging.getLogger("dtensor_compile")
+
+_PASSES = feature(
+    "passes of ours inside of Inductor",
+    hook("torch._inductor.config:joint_custom_pre_pass"),
+    hook("torch._inductor.config:post_grad_custom_pre_pass"),
+    hook("torch._inductor.config:emulate_precision_casts"),
+    hook("torch._inductor.config:fallback_random"),
+    hook("torch._inductor.compile_fx:compile_fx", "model_ example_inputs_ inner_compile config_patches ..."),
+    without='redistributions would stay in the graph; `options={"kernels": "aten"}` does without Inductor',
+    essential=True,
+)
+_CACHEABLE = feature(
+    "functions of ours in graphs that caches keep",
+    hook("torch._inductor.config:unsafe_marked_cacheable_functions"),
+    without="graphs that call them are compiled again in each process",
+)
+_DRAWS = feature(
+    "random numbers of ours and of Inductor's in the order of the program",
+    hook("torch._inductor.fx_passes.control_dependencies:preserve_node_ordering", "graph additional_deps_map ..."),
+    without="a graph that draws both could draw other numbers than eager",
+    essential=True,
+)
+_REFUSALS = feature(
+    "why a graph is not kept in caches, in the report",
+    hook("torch._functorch._aot_autograd.autograd_cache:BypassAOTAutogradCache"),
+    hook("torch._functorch._aot_autograd.autograd_cache:check_cacheable", "gm"),
+    without="the report does not tell",
+)
 
 
 @functools.cache
@@ -123,6 +152,9 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    from dtensor_compile.compat.scheduler import ORDER, SchedulerPass, loosen
+
+    _PASSES.works()
     lowered = LoweredGraph()
 
     def lower(graph: torch.fx.Graph) -> None:
@@ -133,12 +165,11 @@ def compile_with_inductor(
         _keep_draws_in_order(graph)
 
     patches = {**EAGER_NUMBERS, **settings}
-    patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
+    if _CACHEABLE.works():
+        patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
     patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
-    if kernel_pass is not None:
-        from dtensor_compile.compat.scheduler import SchedulerPass, loosen
-
+    if kernel_pass is not None and ORDER.works():
         for place, run in (("_pre_fusion_custom_pass", loosen), ("_post_fusion_custom_pass", kernel_pass)):
             patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
@@ -193,11 +224,11 @@ def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
 
     Inductor takes operators without a common tensor for independent.
     """
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    from torch.utils._ordered_set import OrderedSet
-
     draws = [n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
-    if any(node.target.namespace == "dtensor_compile" for node in draws):
+    if any(node.target.namespace == "dtensor_compile" for node in draws) and _DRAWS.works():
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+        from torch.utils._ordered_set import OrderedSet
+
         preserve_node_ordering(graph, {later: OrderedSet([node]) for node, later in itertools.pairwise(draws)})
 
 
@@ -216,11 +247,14 @@ def _configured(settings: Mapping[str, Any], key: str) -> Any:
 
 def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., Any]] = ()) -> str:
     """Why AOTAutograd keeps a Dynamo graph out of its cache on disk, calls of `cacheable` aside; empty where it does not."""
+    if not _REFUSALS.works():
+        return ""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
     from torch._inductor import config
 
+    known = {"unsafe_marked_cacheable_functions": _cacheable(cacheable, {})} if _CACHEABLE.works() else {}
     try:
-        with config.patch(unsafe_marked_cacheable_functions=_cacheable(cacheable, {})):
+        with config.patch(known):
             check_cacheable(gm)
     except BypassAOTAutogradCache as refusal:
         return " ".join(str(refusal).split())

@@ -17,9 +17,19 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.sharding import forget_decisions
 
 
+@needs(
+    "what local tensors are globally, between redistributions",
+    hook("torch.fx.experimental.proxy_tensor:ProxyTorchDispatchMode.__enter__", "self"),
+    hook("torch.distributed.tensor._dispatch:OpDispatcher.unwrap_to_op_info", "self op_call args kwargs"),
+    hook("torch.distributed.tensor:DTensor.__tensor_flatten__", "self"),
+    hook("torch.distributed.tensor:DTensor.__tensor_unflatten__", "inner_tensors flatten_spec outer_size outer_stride"),
+    hook("torch.distributed.tensor._api:_ToTorchTensor.forward", "ctx input grad_placements ..."),
+    without="passes move fewer redistributions, and more bytes are sent",
+)
 @contextlib.contextmanager
 def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[None]:
     """While it is entered, ``tell(local, spec)`` hears of DTensors that this thread hands to operators or takes apart.

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.errors import NoProcessGroupError
 
 
@@ -130,6 +131,12 @@ class _Made:
     counts: Counter[tuple[int, ...]] = Counter()
 
 
+@needs(
+    "groups that the ranks of a mesh make alone",
+    hook("torch.distributed.distributed_c10d:_hash_ranks_to_str", "ranks"),
+    without="ranks of which one has made more groups than another could wait for each other",
+    essential=True,
+)
 @contextlib.contextmanager
 def _named_by_members() -> Iterator[None]:
     """While it is entered, a group that its members make alone is named by them and by how many groups they made together.

@@ -24,6 +24,7 @@ from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompil
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from dtensor_compile.compat.hooks import feature, hook, needs
 from dtensor_compile.compat.inductor import GraphPass
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>\w+)_at_\d+")
@@ -90,6 +91,14 @@ def current_compilation() -> Compilation | None:
     return under_way[-1] if under_way else None
 
 
+@needs(
+    "compilations and graph breaks, in the report",
+    hook("torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."),
+    hook("torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons"),
+    hook("torch._dynamo.symbolic_convert:InstructionTranslatorBase.log_graph_break", "self code_options reason exc"),
+    hook("torch._dynamo.callback:CallbackTrigger.LAZY_BACKWARD"),
+    without="the report tells of no graph break, no recompilation and no time of a compilation",
+)
 @contextlib.contextmanager
 def watch_dynamo(watcher: Watcher) -> Iterator[None]:
     """While it is entered, `watcher` is told of every compilation and every graph break in this process."""
@@ -174,9 +183,19 @@ def _break(event: Exception, compilation: Compilation | None, *, error: bool) ->
 # ---- redistributions ---------------------------------------------------------------------------------------------------------
 
 
+_FORCING = feature(
+    "the operator that forced a redistribution, in the report",
+    hook(
+        "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
+        "op_info suggested_input_schema use_val_from_redistribute_schema",
+    ),
+    without="the report names the line alone",
+)
+
+
 def forcing_operator() -> str:
     """The operator whose inputs DTensor redistributes on this thread right now (``aten.add.Tensor``); empty where none does."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1) if _FORCING.works() else None
     while frame is not None:
         if frame.f_code.co_name == "redistribute_local_args" and frame.f_globals is vars(_dispatch):
             info = frame.f_locals.get("op_info")
@@ -208,6 +227,12 @@ def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
 Graphs = Callable[[torch.fx.Graph], None]
 
 
+@needs(
+    "graphs of other backends, in the report",
+    hook("torch._dynamo.backends.common:aot_module_simplified", "mod args fw_compiler ..."),
+    hook("torch._inductor.config:post_grad_custom_post_pass"),
+    without="the report has nothing of stock torch beside it",
+)
 @contextlib.contextmanager
 def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
     """While it is entered, `tell` sees every forward and backward graph that another backend than ours gets from AOTAutograd.

@@ -27,6 +27,26 @@ from torch._dynamo import pgo
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from dtensor_compile.compat.hooks import feature, hook
+
+_THREADED = f"{threaded.__name__}:"
+_THREADS = feature(
+    "ranks as threads of one process",
+    hook("torch._dynamo.pgo:_CODE_STATE"),
+    hook("torch._dynamo.pgo:_INIT_CODE_STATE"),
+    hook(_THREADED + "AllReduce.work", "self data"),
+    hook(_THREADED + "ReduceScatter.work", "self data"),
+    hook(_THREADED + "ProcessLocalGroup._start_coll", "cls collective pg"),
+    hook(_THREADED + "ProcessLocalGroup._end_coll", "cls collective pg"),
+    hook(_THREADED + "ThreadLocalWorld"),
+    hook(_THREADED + "_store_based_barrier"),
+    hook(_THREADED + "ret_work", "ret"),
+    hook("torch.distributed.distributed_c10d:_world"),
+    hook("torch._C._distributed_c10d:_set_thread_isolation_mode"),
+    without="programs are compared on ranks that are processes (without `local`)",
+    essential=True,
+)
+
 #: The name that torch compares with to tell meshes of one thread from those of another.
 _BACKEND = "threaded"
 
@@ -208,9 +228,11 @@ def run_in_threads(
     Raises:
         DeadlockError: no rank can go on.
         MismatchError: ranks of a group call different collectives.
+        UnsupportedTorchError: the installed torch has no such threads.
         Exception: what the first rank that failed raised, with its rank as a note.
     """
     global _turns
+    _THREADS.works()
     if dist.is_initialized():
         raise RuntimeError("this process has a process group of its own: ranks in threads need one that has none")
     store, results, errors = dist.HashStore(), [None] * world, {}

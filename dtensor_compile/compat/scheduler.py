@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor import custom_graph_pass
 
+from dtensor_compile.compat.hooks import feature, hook
 from dtensor_compile.lowering.least_time import least_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
@@ -24,8 +25,23 @@ from dtensor_compile.topology.links import Cluster, compute_seconds
 
 Nodes = list[Any]
 
+ORDER = feature(
+    "an order of Inductor's kernels in which collectives run beside compute",
+    hook("torch._inductor.custom_graph_pass:CustomSchedulerPass"),
+    hook("torch._inductor.config:_pre_fusion_custom_pass"),
+    hook("torch._inductor.config:_post_fusion_custom_pass"),
+    hook("torch._inductor.config:reorder_for_peak_memory"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    hook("torch._inductor.memory:reorder_for_peak_memory", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs ..."),
+    hook("torch._inductor.memory:prepare_planning_info", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs"),
+    hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
+    hook("torch._inductor.utils:contains_collective", "snode ..."),
+    hook("torch._inductor.utils:contains_wait", "snode"),
+    without="Inductor's own order stays",
+)
 
-class SchedulerPass(CustomSchedulerPass):
+
+class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]
     """A function on scheduler nodes that Inductor calls.
 
     Args:
