@@ -142,10 +142,22 @@ class _Device:
 
 def simulate(tasks: Sequence[Task], order: Sequence[int]) -> Simulation:
     """What happens when `tasks` run in `order`."""
-    device = _Device(tasks)
+    return _replay(tasks, order, math.inf)[0]
+
+
+def _replay(tasks: Sequence[Task], order: Sequence[int], bound: float) -> tuple[Simulation, dict[int, float]]:
+    """What happens in `order`; and of each stretch of it that is over the bound, the task at its peak and the bytes over it."""
+    device, missing, at = _Device(tasks), dict[int, float](), None
     for index in order:
+        over = device.live + tasks[index].bytes - bound
         device.run(index)
-    return device.result()
+        if over <= 0:
+            at = None
+        elif at is None or over > missing[at]:
+            if at is not None:
+                del missing[at]
+            at, missing[index] = index, over
+    return device.result(), missing
 
 
 def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
@@ -168,7 +180,7 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
             if seconds <= least * (1.0 + ALIKE) < math.inf:
                 return best
             order = _Arrangement(tasks, tried * bound, longest, kept_back).run()
-            found, missing = simulate(tasks, order), _missing(tasks, order, bound)
+            found, missing = _replay(tasks, order, bound)
             least = min(least, found.seconds)
             if not missing:
                 if found.seconds < seconds * (1.0 - ALIKE):
@@ -177,22 +189,6 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
             for index, size in missing.items():
                 kept_back[index] = math.inf if index in kept_back else size
     return best
-
-
-def _missing(tasks: Sequence[Task], order: Sequence[int], bound: float) -> dict[int, float]:
-    """Of each stretch of `order` that is over the bound, the task at its peak and the bytes over it."""
-    device, missing, at = _Device(tasks), dict[int, float](), None
-    for index in order:
-        device.peak = 0
-        device.run(index)
-        over = device.peak - bound
-        if over <= 0:
-            at = None
-        elif at is None or over > missing[at]:
-            if at is not None:
-                del missing[at]
-            at, missing[index] = index, over
-    return missing
 
 
 class _Arrangement:
