@@ -3,12 +3,14 @@
 `install_while_tracing` puts trackers of ours in place while Dynamo traces for one backend, and takes them out again. Three
 things about it are not obvious:
 
-- *When.* ``torch.compile`` drops the ``backend_ctx_ctor`` of a backend that is given by name, so the scope comes from Dynamo's
-  compile callbacks. ``torch._dynamo.reset()`` clears their lists, which keep those of ours: `_Callbacks`.
-- *For whom.* A callback is not told which backend the compilation is for. It is in the local variable ``compiler_fn`` of
-  Dynamo's function ``_compile``, further up the stack.
-- *Nested.* Callbacks run for the outermost compilation only, and one that is still pending on another thread delays the end. So
-  every entry asks once more, of the frame that is being traced, for whom it is, and hands over to torch where it is not for us.
+- *When.* ``torch.compile`` drops the ``backend_ctx_ctor`` of a backend that is given by name. So the scope is entered where Dynamo
+  enters ``callback_handler.install_callbacks``, around each compilation. Its callbacks themselves will not do: ``torch._dynamo.reset()``
+  drops them, and they do not run for a compilation that starts while another one is under way, of a backward pass on another thread
+  for instance.
+- *For whom.* Nobody says there which backend the compilation is for. It is in the local variable ``compiler_fn`` of Dynamo's
+  function ``_compile``, further up the stack.
+- *Nested.* A compilation for another backend may run within one for ours. So every entry asks once more, of the frame that is being
+  traced, for whom it is, and hands over to torch where it is not for us.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -27,7 +29,7 @@ from unittest import mock
 import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, set_code_exec_strategy, skip_code
 from torch._dynamo.exc import raise_observed_exception, unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
@@ -152,8 +154,7 @@ _TRACKERS = feature(
     hook(_BUILDER + "VariableBuilder._wrap", "self value"),
     hook(_BUILDER + "SourcelessBuilder._type_handlers"),
     hook("torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."),
-    hook("torch._dynamo.callback:callback_handler.start_callbacks"),
-    hook("torch._dynamo.callback:callback_handler.end_callbacks"),
+    hook("torch._dynamo.callback:callback_handler.install_callbacks", "self trigger compile_id", "trigger compile_id"),
     without="most programs with them break, and guards would be missing",
     essential=True,
 )
@@ -217,18 +218,25 @@ def options_on_stack() -> Mapping[str, Any]:
 
 @dataclass
 class _Scope:
-    """Entries of one backend, in place from `start` to `end`."""
+    """Entries of one backend, in place while `depth` compilations for it are under way."""
 
     backend: Backend
     entries: Entries
     undo: list[Callable[[], None]] = field(default_factory=list)
+    depth: int = 0
 
-    def start(self, args: CallbackArgs) -> None:
-        if args.callback_trigger is CallbackTrigger.DYNAMO and backend_on_stack() is self.backend:
-            self.install()
-
-    def end(self, args: CallbackArgs) -> None:
-        self.remove()
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around one compilation for the backend. Dynamo compiles on one thread at a time, one within the other or one by one."""
+        self.depth += 1
+        try:
+            if self.depth == 1:
+                self.install()
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self.remove()
 
     def serves(self, tx: Translator | None) -> bool:
         """Whether the frame that `tx` traces is compiled by our backend."""
@@ -311,29 +319,6 @@ class _Scope:
         self.undo.append(lambda: table.pop(key))
 
 
-class _Callbacks(list[Callable[[CallbackArgs], None]]):
-    """A list of Dynamo's callbacks that keeps those of our scopes when ``torch._dynamo.reset()`` clears it."""
-
-    def __init__(self, before: Iterable[Callable[[CallbackArgs], None]]) -> None:
-        super().__init__(before)
-        self.kept: list[Callable[[CallbackArgs], None]] = []
-
-    def keep(self, callback: Callable[[CallbackArgs], None]) -> None:
-        self.kept.append(callback)
-        self.append(callback)
-
-    def clear(self) -> None:
-        self[:] = self.kept
-
-
-def _register_for_good(name: str, callback: Callable[[CallbackArgs], None]) -> None:
-    callbacks = getattr(callback_handler, name)
-    if not isinstance(callbacks, _Callbacks):
-        callbacks = _Callbacks(callbacks)
-        setattr(callback_handler, name, callbacks)
-    callbacks.keep(callback)
-
-
 _scopes: list[_Scope] = []
 
 
@@ -341,10 +326,22 @@ def install_while_tracing(backend: Backend, entries: Entries) -> None:
     """From now on, `entries` are in place whenever Dynamo traces for `backend`, and at no other time. Once per backend."""
     if any(scope.backend is backend for scope in _scopes):
         return
-    scope = _Scope(backend, entries)
-    _scopes.append(scope)
-    _register_for_good("start_callbacks", scope.start)
-    _register_for_good("end_callbacks", scope.end)
+    _scopes.append(_Scope(backend, entries))
+    if "install_callbacks" not in vars(callback_handler):
+        callback_handler.install_callbacks = _around_compilation(callback_handler.install_callbacks)
+
+
+def _around_compilation(stock: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+    """``install_callbacks(trigger, compile_id)`` with the scope of the backend inside, where one of ours compiles."""
+
+    @contextmanager
+    def install_callbacks(trigger: CallbackTrigger, *args: Any, **kwargs: Any) -> Iterator[None]:
+        backend = backend_on_stack() if trigger is CallbackTrigger.DYNAMO else None
+        scope = next((scope for scope in _scopes if scope.backend is backend), None)
+        with stock(trigger, *args, **kwargs), scope.around() if scope is not None else nullcontext():
+            yield
+
+    return install_callbacks
 
 
 def installed_backends() -> list[Backend]:

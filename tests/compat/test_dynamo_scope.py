@@ -6,10 +6,13 @@ import json
 import pathlib
 import subprocess
 import sys
+import threading
 from unittest import mock
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
@@ -120,33 +123,46 @@ def test_an_error_while_tracing_takes_the_trackers_out():
 
 
 @on_ranks(1)
-def test_trackers_survive_a_reset_of_dynamo_once_each():
+def test_trackers_survive_a_reset_of_dynamo():
     run = torch.compile(_program, backend="dtensor", fullgraph=True)
-    callbacks = len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)
     for _ in range(3):
+        held = gc.get_objects()  # as a debugger or a leak test does
         torch._dynamo.reset()
         seen.clear()
         run(torch.eye(2), make_mesh((1,)))
-        assert [ours for _, _, ours in seen] == [True]
-        assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == callbacks
+        assert [ours for _, _, ours in seen] == [True] and held
 
 
 @on_ranks(1)
-def test_trackers_survive_a_reset_while_all_objects_are_held():
-    run = torch.compile(_program, backend="dtensor", fullgraph=True)
-    held = gc.get_objects()  # as a debugger or a leak test does
-    torch._dynamo.reset()
-    seen.clear()
-    run(torch.eye(2), make_mesh((1,)))
-    assert [ours for _, _, ours in seen] == [True] and held
+def test_trackers_are_in_place_while_another_thread_compiles_a_backward():
+    begun, end = threading.Event(), threading.Event()
+
+    def compile_backward(graph, inputs):
+        begun.set()
+        assert end.wait(60)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=compile_backward)
+    x = torch.ones(2, requires_grad=True)
+    other = threading.Thread(target=lambda: torch.compile(lambda x: x.sin().sum(), backend=backend)(x).backward())
+    other.start()
+    try:
+        assert begun.wait(60)
+        seen.clear()
+        torch.compile(_program, backend="dtensor", fullgraph=True)(torch.eye(2), make_mesh((1,)))
+        assert [ours for _, _, ours in seen] == [True] and not installed_backends()
+    finally:
+        end.set()
+        other.join()
+    assert torch.equal(x.grad, torch.ones(2).cos())
 
 
 @on_ranks(1)
 def test_installing_again_changes_nothing():
-    callbacks = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
+    around = callback_handler.install_callbacks
     install_trackers(dtensor)
     install_while_tracing(dtensor, Entries({}, {}, ()))
-    assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == callbacks
+    assert callback_handler.install_callbacks is around
 
 
 # ---- processes of their own: what a process looks like before and after us ---------------------------------------------------
