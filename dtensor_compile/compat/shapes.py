@@ -87,6 +87,7 @@ def _nary_mul(*sizes: Any) -> Any:
     "sizes that sharding propagation computes",
     hook("torch.fx.experimental.proxy_tensor:_sym_register", "tracer func args out"),
     hook("torch.fx.experimental.proxy_tensor:_sympy_handlers"),
+    hook("torch.fx.experimental.proxy_tensor:_extract_tensor_metadata", "result ..."),
     without="strides could be wrong",
     essential=True,
 )
@@ -100,6 +101,8 @@ def sizes_from_expressions() -> Iterator[None]:
     - It writes a product of three as ``operator.mul(a, b, c)``, of which the text of a graph keeps ``a * b``: strides were wrong.
     - It rebuilds a size when a node first needs it, from a node with the same expression where there is one. That one may have been
       computed from the size itself (``1 + (x - 1)``), and tracing never ended. Here a size is rebuilt before anything is computed from it.
+    - It notes of each node in which format its value is contiguous, with guards. ``s - 2`` rows are contiguous in any format where `s` is 3,
+      and `s` became 3 in a graph that torch had already planned to return `s`. Here the note is made without guards.
     """
     stock = proxy_tensor._sym_register
 
@@ -111,8 +114,19 @@ def sizes_from_expressions() -> Iterator[None]:
                     tracer.symnode_tracker[size] = known
         stock(tracer, function, args, out)
 
+    note = proxy_tensor._extract_tensor_metadata
+
+    def note_without_guards(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        env = getattr(getattr(result, "fake_mode", None), "shape_env", None)
+        with env.suppress_guards() if env is not None else contextlib.nullcontext():
+            return note(result, *args, **kwargs)
+
     handlers = {sympy.Pow: operator.pow, sympy.Mul: _nary_mul}
-    with mock.patch.dict(proxy_tensor._sympy_handlers(), handlers), mock.patch.object(proxy_tensor, "_sym_register", register):
+    with (
+        mock.patch.dict(proxy_tensor._sympy_handlers(), handlers),
+        mock.patch.object(proxy_tensor, "_sym_register", register),
+        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", note_without_guards),
+    ):
         yield
 
 

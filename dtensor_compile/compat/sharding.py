@@ -7,6 +7,7 @@
 - A slice that takes all of a dim is one also where the size of the dim is symbolic (`x[:, 1:3]` slices dim 0 up to ``sys.maxsize``).
 - A flattened sharded dim fixes the sizes before it, as its strided shard needs a number.
 - A symbolic number stays symbolic when an operator looks for its rule.
+- A spec of which a stride alone is symbolic (some columns of a matrix, the number of which varies) is looked up by what object it is.
 - ``one_hot`` compares with numbers that are the same on every rank.
 - An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
 - A row-wise lookup has a mask of its own.
@@ -293,6 +294,19 @@ def _hash(stock: Callable[..., int], self: OpSchema) -> int:
     return stock(self)
 
 
+def _spec_hash(stock: Callable[..., int], self: DTensorSpec) -> int:
+    """The hash of a spec, of one with a symbolic stride by its identity.
+
+    Where a size is symbolic torch does not look into its cache; of strides it does not ask, and a symbolic number has no hash. What is
+    decided for such a spec is then in the cache and never found again, until the scope ends.
+    """
+    try:
+        return stock(self)
+    except TypeError:
+        _thread.decided = True
+        return object.__hash__(self)
+
+
 def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_values: bool) -> Any:
     """The arguments of a row-wise lookup are cut with a mask of its own.
 
@@ -456,6 +470,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
     ),
     hook("torch.distributed.tensor:DTensor.__tensor_unflatten__", "inner_tensors flatten_spec outer_size outer_stride"),
     hook("torch.distributed.tensor._op_schema:OpSchema.__hash__", "self"),
+    hook("torch.distributed.tensor._dtensor_spec:DTensorSpec._hash_impl", "self"),
     hook("torch.distributed.device_mesh:DeviceMesh._is_current_rank_part_of_mesh", "self"),
     hook(
         "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
@@ -491,6 +506,7 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
         (OpDispatcher, "redistribute_local_args", _own_mask),
         (DTensor, "__tensor_unflatten__", _unflatten),
         (OpSchema, "__hash__", _hash),
+        (DTensorSpec, "_hash_impl", _spec_hash),
         (DeviceMesh, "_is_current_rank_part_of_mesh", _is_part_of_mesh),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
         (op_utils, "redistribute_cost", _known_cost),

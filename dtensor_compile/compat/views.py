@@ -26,6 +26,7 @@ from dtensor_compile.compat.tangents import expected_placements
     "results that are views of DTensors",
     hook("torch._functorch._aot_autograd.runtime_wrappers:gen_alias_from_base"),
     hook("torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper"),
+    hook("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self"),
     hook("torch._functorch.aot_autograd:run_functionalized_fw_and_collect_metadata", "f ..."),
     without="values of views could be wrong",
     essential=True,
@@ -39,9 +40,14 @@ def views_of_dtensors() -> Iterator[None]:
 
     And a result of a view operator for which DTensor redistributed the argument (``x.narrow(1, 2, 1)`` of `x` in shards of dim 1) is one of
     the graph: its values are not in the memory of `x`, an input or another result, though DTensor gives both one storage.
+
+    A result that is the only view of its base comes out of the graph as it is. torch calls ``_unsafe_view`` on it first, so that autograd
+    does not take it for a view: a DTensor that was just made is none, and an empty one has no view in shards.
     """
     owner, build = threading.get_ident(), runtime_wrappers._create_runtime_wrapper
     analyze = aot_autograd.run_functionalized_fw_and_collect_metadata
+    factory = runtime_wrappers._AOTDispatchAutogradFunctionFactory
+    build_function = factory.build
     ours = functools.partial(_alias, runtime_wrappers.gen_alias_from_base)
 
     def build_ours(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -53,8 +59,17 @@ def views_of_dtensors() -> Iterator[None]:
     def analyze_ours(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
         return analyze(_without_false_views(function) if threading.get_ident() == owner else function, **kwargs)
 
+    def build_function_ours(self: Any) -> type[torch.autograd.Function]:
+        if threading.get_ident() == owner:
+            metadata = self.spec.fw_metadata
+            kinds = metadata.output_info
+            metadata.unsafe_view_out_indices = [i for i in metadata.unsafe_view_out_indices if kinds[i].raw_type is not DTensor]
+            metadata.num_unsafe_view_outputs = len(metadata.unsafe_view_out_indices)
+        return build_function(self)
+
     with (
         mock.patch.object(runtime_wrappers, "_create_runtime_wrapper", build_ours),
+        mock.patch.object(factory, "build", build_function_ours),
         mock.patch.object(aot_autograd, "run_functionalized_fw_and_collect_metadata", analyze_ours),
     ):
         yield

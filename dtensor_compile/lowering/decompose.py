@@ -156,10 +156,10 @@ def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
         return None
     pair = Pair(start, wait, tuple(products), whole=whole)
     x, n = start.args[0].meta["val"], pair.ranks  # type: ignore[union-attr]
-    lefts = {tuple(product.args[0].meta["val"].shape) for product in products}  # type: ignore[union-attr]
+    lefts = [tuple(product.args[0].meta["val"].shape) for product in products]  # type: ignore[union-attr]
     if not _fixed(x.shape, *lefts):
         pair.why_not = "sizes vary"
-    elif len(lefts) > 1 or x.numel() * n != math.prod(shape := lefts.pop()) or shape[0] % n or not x.is_contiguous():
+    elif len(set(lefts)) > 1 or x.numel() * n != math.prod(shape := lefts.pop()) or shape[0] % n or not x.is_contiguous():
         pair.why_not = "its rows are no rows of the product"
     else:
         pair.rows = shape[0] // n

@@ -118,3 +118,26 @@ def test_a_redistribution_there_and_back_of_symbolic_sizes():
     x = "tensor(mesh, 0, [1, 7, 6, 4], torch.float32, [Shard(3)], False)"
     lines = ("v0 = a0.redistribute(placements=[Shard(2)])", "v1 = v0.redistribute(placements=[Shard(3)])")
     check(Program((2,), (x,), lines, ("v0", "v1"), True))
+
+
+def test_a_stride_that_is_symbolic_where_no_size_is():
+    x = "tensor(mesh, 2, [1, 8], torch.float32, [Replicate()], True)"
+    y = "tensor(mesh, 1, [6, 4, 8], torch.float32, [Shard(0)], True)"
+    lines = ("v0 = a0.narrow(1, 4, 2)", "v1 = v0 + v0", "v2 = a1.redistribute(placements=[Replicate()])", "v3 = F.linear(v2, a0)")
+    check(Program((2,), (x, y), lines, ("v1", "v3"), True))
+    z = "tensor(mesh, 1, [6, 4, 6], torch.float32, [Shard(0), Shard(0)], True)"
+    lines = ("v0 = torch.split(a0, 2, 1)[0]", "v1 = v0.expand([2, 6, 2, 6])", "v2 = F.rms_norm(v0, v0.shape[-1:])")
+    check(Program((1, 2), (z,), lines, ("v1", "v2"), True))
+
+
+def test_a_size_that_a_note_about_strides_would_fix_after_results_were_planned():
+    x = "tensor(mesh, 0, [3, 3], torch.float32, [Replicate(), Shard(1)], {grad})"
+    lines = ("v0 = torch.maximum(a0, a0)", "v1 = v0.redistribute(placements=[Replicate(), Shard(0)])", "v2 = torch.split(v1, 2, 0)[0]")
+    for grad in (False, True):
+        check(Program((2, 1), (x.format(grad=grad),), lines, ("v1", "v2"), True))
+
+
+def test_a_view_of_an_empty_result():
+    x = "tensor(mesh, 2, [0, 4], torch.float32, [Shard(1)], True)"
+    lines = ("v0 = a0 * 3", "v1 = v0.redistribute(placements=[Shard(0)])", "v2 = v1.transpose(1, 1)")
+    check(Program((2,), (x,), lines, ("v2",)))
