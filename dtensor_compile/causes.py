@@ -216,6 +216,13 @@ _ALL = (
         "for _ in range(int(x.sum().item())): x = x + 1\n# instead\nx = x + x.sum().long()",
     ),
     Cause(
+        "packed-sequence",
+        "recurrent layer on a packed sequence",
+        "How many steps each sequence has is in the data, and a graph has one number of steps for all.",
+        "Pad the sequences and pass them as one tensor, or accept that the layer runs outside of the graph.",
+        "y, h = lstm(torch.nn.utils.rnn.pack_padded_sequence(x, lengths))\n# instead\ny, h = lstm(x)",
+    ),
+    Cause(
         "symbolic-spec",
         "spec of an intermediate DTensor with symbolic sizes",
         "backend='dtensor' makes a constant of the spec of a DTensor that the program computes; its sizes must be fixed.",

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from dtensor_compile.capture.mesh import MeshLayout, merged_group_name, parse_mesh
 from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat.mesh import my_rank
 from dtensor_compile.compat.shapes import divisors, size_hints
 from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.lowering.expand import Place, canonical, expand, local_shape
@@ -59,7 +60,7 @@ def _my_rank() -> int:
             "dtensor_compile::redistribute needs torch.distributed: call torch.distributed.init_process_group() first "
             "(torchrun sets the environment for it)"
         )
-    return dist.get_rank()
+    return my_rank()
 
 
 def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -95,9 +96,30 @@ def is_whole_job(ranks: Sequence[int]) -> bool:
     return len(ranks) == dist.get_world_size()
 
 
+_other_rank: contextvars.ContextVar[int | None] = contextvars.ContextVar("dtensor_compile_other_rank", default=None)
+
+
 def my_rank() -> int:
-    """The global rank of this process."""
-    return dist.get_rank()
+    """The global rank of this process; in `seen_by` the other one."""
+    other = _other_rank.get()
+    return dist.get_rank() if other is None else other
+
+
+@contextlib.contextmanager
+def seen_by(rank: int, coordinates: Sequence[tuple[DeviceMesh, tuple[int, ...]]]) -> Iterator[None]:
+    """While it is entered, shapes of local tensors are on this thread what they are on another rank. Nothing may be sent meanwhile.
+
+    Args:
+        coordinates: the meshes that matter, and where that rank is in each.
+    """
+    token = _other_rank.set(rank)
+    try:
+        with contextlib.ExitStack() as stack:
+            for mesh, coordinate in coordinates:
+                stack.enter_context(mock.patch.object(real_mesh(mesh), "_coordinate_on_dim", coordinate))
+            yield
+    finally:
+        _other_rank.reset(token)
 
 
 def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -126,6 +127,24 @@ def fake_like(mode: FakeTensorMode, value: Any) -> Any:
     return made.requires_grad_(value.requires_grad)
 
 
+def checkpointed(node: torch.fx.Node) -> torch.fx.GraphModule | None:
+    """The graph that a node of a Dynamo graph runs as a checkpointed region, on ``node.args[1:]``; None for other nodes."""
+    if node.op != "call_function" or node.target is not tag_activation_checkpoint:
+        return None
+    held, owner = node.args[0], node.graph.owning_module
+    assert isinstance(held, torch.fx.Node) and owner is not None  # as Dynamo writes it
+    return owner.get_submodule(str(held.target))
+
+
+def graphs_in(gm: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
+    """A Dynamo graph, and behind it those of its checkpointed regions, in any depth."""
+    yield gm
+    for node in gm.graph.nodes:
+        inside = checkpointed(node)
+        if inside is not None:
+            yield from graphs_in(inside)
+
+
 class DrawsOnShards(Exception):
     """An operator that draws random numbers was given a DTensor: it would draw those of a shard."""
 
@@ -154,6 +173,6 @@ def run_node(gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torc
 
 
 __all__ = [
-    "DrawsOnShards", "Operator", "Program", "fake_like", "fake_mode", "global_fake", "record_module", "recording_operators", "refusing_draws",
-    "run_node", "tracing_mode",
+    "DrawsOnShards", "Operator", "Program", "checkpointed", "fake_like", "fake_mode", "global_fake", "graphs_in", "record_module",
+    "recording_operators", "refusing_draws", "run_node", "tag_activation_checkpoint", "tracing_mode",
 ]  # fmt: skip

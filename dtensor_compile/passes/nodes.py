@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -192,7 +193,8 @@ def redistribute(this: Redistribution, *, like: torch.fx.Node, before: torch.fx.
     return call(redistribute_op, (this.local, *this[1:4], list(this.shape)), like=like, before=before)
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+#: Frames that stand between the user's line and a node: torch's, and those of annotations (`spmd`).
+_BETWEEN = (os.path.dirname(torch.__file__) + os.sep, str(pathlib.Path(__file__).parents[1] / "spmd") + os.sep)
 
 
 def source_line(node: torch.fx.Node) -> str:
@@ -200,6 +202,6 @@ def source_line(node: torch.fx.Node) -> str:
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return ""
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    own = [frame for frame in frames if not frame[0].startswith(_BETWEEN)]
     file, line, code = (own or frames)[-1]
     return f"{file}:{line}: {code.strip()}"

@@ -5,6 +5,7 @@
 - ``loader``: specs for many tensors, and data loaders; ``nd_linear``: linear layers that keep the dims of their input.
 - ``manual``: regions that work on what each device has; ``barrier``: a module's backward stays apart.
 - ``annotate``: `mark_sharding` and its family; ``shard_module``: storage as marked; ``propagate``: what follows for other tensors.
+- ``spread`` and ``rewrite``: annotations in a graph; ``other_ranks``: what holds on all of them; ``recurrent``: layers of many steps.
 """
 
 from dtensor_compile.spmd.annotate import (

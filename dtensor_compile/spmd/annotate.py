@@ -63,6 +63,11 @@ def note(t: torch.Tensor, mesh: Mesh, mark: Mark) -> None:
     setattr(t, _NOTE, MarkOn(mesh, mark))
 
 
+def anything_is_marked() -> bool:
+    """Whether something was marked in this process, so that programs may have annotations."""
+    return bool(_marked_meshes)
+
+
 def plain_tensors_are_replicated() -> contextlib.AbstractContextManager[None]:
     """For the time of tracing: operators take plain tensors beside DTensors, if anything was marked in this process."""
     return implicit_replication() if _marked_meshes else contextlib.nullcontext()
@@ -100,10 +105,13 @@ def mark_sharding(
 def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
     """In a compiled function: the value is cut along mesh axes on its way forward, and its gradient on its way back.
 
-    Use the result. Outside of a compiled function it is the value itself.
+    Use the result. Outside of a compiled function it is the value itself, with a mark.
     """
     axes = mesh.axes(partition_spec, t.dim())
-    return constrain(t, mesh_text_in_program(mesh, t), axes, True)
+    made = constrain(t, mesh_text_in_program(mesh, t), axes, True)
+    if not torch.compiler.is_compiling():
+        note(made, mesh, Mark(axes))
+    return made
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ A plain tensor means the same value on all ranks, and stays that: to Dynamo, to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from dtensor_compile.capture.mesh import parse_mesh
-from dtensor_compile.spmd.mesh import device_mesh_of
+from dtensor_compile.errors import ManualRegionError
+from dtensor_compile.spmd.mesh import axis_name, device_mesh_of, dims_in, sub_mesh
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
 
 
@@ -36,12 +38,20 @@ class _PlacedBothWays(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def constrain(x: torch.Tensor, mesh_text: str, axes: Axes, gradients: bool) -> torch.Tensor:
-    """`x` cut along `axes` of a mesh (per tensor dim), with `gradients` also its gradient."""
+    """`x` cut along `axes` of a mesh (per tensor dim), with `gradients` also its gradient.
+
+    Raises:
+        ManualRegionError: `x` is of a manual region, along one of these axes.
+    """
     if not isinstance(x, DTensor):
         return x.view_as(x)
     mesh = device_mesh_of(mesh_text)
-    placements = axes_to_placements(axes, parse_mesh(mesh_text).shape)
-    return _PlacedBothWays.apply(x, mesh, placements) if gradients else x.redistribute(mesh, placements)
+    placements, here = axes_to_placements(axes, parse_mesh(mesh_text).shape), dims_in(mesh, x.device_mesh)
+    for dim, placement in enumerate(placements):
+        if dim not in here and not placement.is_replicate():
+            raise ManualRegionError(f"mesh axis {axis_name(mesh, dim)!r} is manual here: a mark in the region cuts along other axes alone")
+    where = x.device_mesh, tuple([placements[i] for i in here])
+    return _PlacedBothWays.apply(x, *where) if gradients else x.redistribute(*where)
 
 
 @torch.compiler.allow_in_graph
@@ -58,9 +68,10 @@ def as_dtensor(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def replicated(x: torch.Tensor, mesh_text: str) -> DTensor:
-    """`as_dtensor` as a node of a graph."""
-    return as_dtensor(x, device_mesh_of(mesh_text))
+def replicated(x: torch.Tensor, mesh_text: str, dims: Sequence[int] | None = None) -> DTensor:
+    """`as_dtensor` as a node of a graph, over the whole mesh or these dims of it (in a region that is manual along the others)."""
+    mesh = device_mesh_of(mesh_text)
+    return as_dtensor(x, mesh if dims is None else sub_mesh(mesh, dims))
 
 
 def whole(x: DTensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dtensor_compile.capture.sharding_rules import rules_anywhere
 from dtensor_compile.compat.factors import Factor, operator_factors
 from dtensor_compile.compat.record import Operator
 from dtensor_compile.spmd.constraint import agree
+from dtensor_compile.spmd.recurrent import batch_factor, recurrent_op
 
 
 class FactorCache:
@@ -31,6 +32,8 @@ class FactorCache:
         if operator.op is agree:
             n = len(operator.args)
             return [Factor((dim,) * n, (dim,) * n, False) for dim in range(operator.args[0].ndim)]
+        if operator.op is recurrent_op:
+            return batch_factor(operator.args)
         key = (operator.op, size, _facts(operator.args), _facts(operator.kwargs))
         if key not in self._found:
             with rules_anywhere():

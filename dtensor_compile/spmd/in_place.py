@@ -13,10 +13,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.capture.aliased_inputs import writes_in_place
-from dtensor_compile.compat.dtensor import storage_of
+from dtensor_compile.compat.dtensor import local_and_spec, storage_of
+from dtensor_compile.compat.record import checkpointed
 
 #: Functions that write to inputs (running statistics) besides the first, whose names do not say it.
 _KEEP_STATISTICS = frozenset({"batch_norm", "instance_norm"})
+
+
+def function_name(node: torch.fx.Node) -> str:
+    """Name of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def written_argument(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -31,11 +37,17 @@ def stay_whole(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """The nodes whose values must not be copied (module docstring): of each memory the first that has it."""
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    memory = {node: _memory(node) for node in nodes}
+    memory = {node: memory_of(node) for node in nodes}
     found = set()
     for node in nodes:
-        if node.target is not None and getattr(node.target, "__name__", "") in _KEEP_STATISTICS:
+        if function_name(node) in _KEEP_STATISTICS:
             found |= {used for used in node.all_input_nodes[1:] if used.op == "placeholder" and not _needs_gradient(used)}
+        inside = checkpointed(node)
+        if inside is not None:
+            written_inside = stay_whole(inside.graph)
+            for inner, used in zip(inside.graph.find_nodes(op="placeholder"), node.args[1:]):
+                if inner in written_inside and isinstance(used, torch.fx.Node):
+                    found.add(next((other for other in nodes if memory[other] == memory[used] is not None), used))
         written = written_argument(node)
         if written is None or memory[written] is None:
             continue
@@ -53,11 +65,12 @@ def _itself(node: torch.fx.Node) -> torch.fx.Node:
     return node if written is None else _itself(written)
 
 
-def _memory(node: torch.fx.Node) -> int | None:
+def memory_of(node: torch.fx.Node) -> int | None:
+    """What tells whether two nodes have their values in the same memory; None for what is no tensor."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor):
         return None
-    return storage_of(value.to_local() if isinstance(value, DTensor) else value)
+    return storage_of(local_and_spec(value)[0] if isinstance(value, DTensor) else value)
 
 
 def _needs_gradient(node: torch.fx.Node) -> bool:

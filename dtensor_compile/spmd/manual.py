@@ -25,13 +25,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from dtensor_compile.capture.mesh import mesh_text
 from dtensor_compile.errors import ManualRegionError, MeshError
 from dtensor_compile.spmd.annotate import mesh_text_in_program
 from dtensor_compile.spmd.constraint import as_dtensor, whole
-from dtensor_compile.spmd.mesh import Mesh, device_mesh_of, get_global_mesh
+from dtensor_compile.spmd.mesh import Mesh, axis_name, device_mesh_of, dims_in, get_global_mesh, sub_mesh
 from dtensor_compile.spmd.partition_spec import Axes, PartitionSpec, axes_to_placements
 
 #: Mesh axes by index.
@@ -55,7 +54,7 @@ def enable_manual_sharding(
     """
     mesh, cut, manual = _arguments(partition_spec, mesh, axes, t.dim())
     for dim, entry in enumerate(cut):
-        pieces = math.prod([mesh.mesh_shape[a] for a in entry])
+        pieces = _pieces(entry, manual, mesh.mesh_shape)
         if t.shape[dim] % pieces:
             raise ManualRegionError(f"dim {dim} of size {t.shape[dim]} cannot be cut in {pieces} equal pieces for a manual region")
         if [a in manual for a in entry] != sorted([a in manual for a in entry], reverse=True):
@@ -74,11 +73,11 @@ def disable_manual_sharding(
     """The global tensor of which each device has `t`: the other way round, with the same `mesh` and `axes`.
 
     Raises:
-        ManualRegionError: the pieces do not make up `full_shape`.
+        ManualRegionError: the pieces do not make up `full_shape`, or an axis is not manual here.
         MeshError, PlacementError: as for `enable_manual_sharding`.
     """
     mesh, cut, manual = _arguments(partition_spec, mesh, axes, t.dim())
-    made = [size * math.prod([mesh.mesh_shape[a] for a in entry if a in manual]) for size, entry in zip(t.shape, cut)]
+    made = [size * _pieces(entry, manual, mesh.mesh_shape) for size, entry in zip(t.shape, cut)]
     if list(full_shape) != made:
         raise ManualRegionError(f"pieces of shape {list(t.shape)} make {made} with {tuple(partition_spec)}, not {list(full_shape)}")
     return from_manual(t, mesh_text_in_program(mesh, t), cut, manual)
@@ -150,17 +149,19 @@ class _Share(torch.autograd.Function):
 def to_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.Tensor:
     """What this device has of `t` along the manual axes; a DTensor over the others, where there are others."""
     mesh = device_mesh_of(text)
-    here = [i for i in range(mesh.ndim)] if not isinstance(t, DTensor) else _dims_in(mesh, t.device_mesh)
-    own = as_dtensor(t, mesh if len(here) == mesh.ndim else _sub_mesh(mesh, here)).redistribute(
-        placements=_placements(axes, mesh, here)
-    )
+    here = [i for i in range(mesh.ndim)] if not isinstance(t, DTensor) else dims_in(mesh, t.device_mesh)
+    for i in manual:
+        if i not in here:
+            raise ManualRegionError(f"mesh axis {axis_name(mesh, i)!r} is manual already: a region inside of one takes other axes")
+    own = as_dtensor(t, sub_mesh(mesh, here)).redistribute(placements=_placements(axes, mesh, here))
     rest = [i for i in here if i not in manual]
     back = [Partial() if p.is_replicate() and i in manual else p for i, p in zip(here, own.placements)]
     local = own.to_local(grad_placements=back)
     if not rest:
         return local
-    kept = [p for i, p in zip(here, own.placements) if i in rest]
-    return DTensor.from_local(local, _sub_mesh(mesh, rest), kept, run_check=False)
+    kept = _rest_of(axes, manual, mesh, rest)
+    shape = [size // _pieces(entry, manual, mesh.shape) for size, entry in zip(t.shape, axes)]
+    return _of_shape(local, sub_mesh(mesh, rest), kept, shape)
 
 
 @torch.compiler.allow_in_graph
@@ -173,39 +174,43 @@ def from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torc
 def placed_from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> DTensor:
     """`from_manual`, a DTensor in any case: what stands in a graph in its place."""
     mesh = device_mesh_of(text)
-    rest = _dims_in(mesh, t.device_mesh) if isinstance(t, DTensor) else []
+    rest = dims_in(mesh, t.device_mesh) if isinstance(t, DTensor) else []
+    for i in manual:
+        if i in rest:
+            raise ManualRegionError(
+                f"mesh axis {axis_name(mesh, i)!r} is not manual here: close a region along the axes that it was opened with"
+            )
     here = sorted({*manual, *rest})
     placed = dict(zip(here, _placements(axes, mesh, here)))
     used = {axis for entry in axes for axis in entry}
     copies = math.prod(mesh.size(i) for i in manual if i not in used)
+    shape = [size * _pieces(entry, manual, mesh.shape) for size, entry in zip(t.shape, axes)]
     if isinstance(t, DTensor):
-        t = t.redistribute(placements=[placed[i] for i in rest]).to_local()
+        t = t.redistribute(placements=_rest_of(axes, manual, mesh, rest)).to_local()
     local = _Share.apply(t, 1 / copies) if copies > 1 else t
-    return DTensor.from_local(local, _sub_mesh(mesh, here), list(placed.values()), run_check=False)
+    return _of_shape(local, sub_mesh(mesh, here), list(placed.values()), shape)
 
 
-def _sub_mesh(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
-    if len(dims) == mesh.ndim:
-        return mesh
-    names = mesh.mesh_dim_names
-    assert names is not None  # meshes of `spmd.mesh.Mesh` have names
-    return mesh[tuple(names[i] for i in dims)]
+def _of_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """The DTensor of that global shape: axes that are not manual may cut it unevenly."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
 
 
-def _dims_in(mesh: DeviceMesh, part: DeviceMesh) -> list[int]:
-    """Which dims of the mesh a slice of it has."""
-    names, of_part = mesh.mesh_dim_names or (), part.mesh_dim_names or ()
-    if not set(of_part) <= set(names):
-        raise ManualRegionError(f"a tensor over {mesh_text(part)} is no part of a manual region over {mesh_text(mesh)}")
-    return [names.index(name) for name in of_part]
+def _pieces(entry: Sequence[int], manual: Indices, mesh_shape: Sequence[int]) -> int:
+    """In how many pieces the manual ones of these axes cut a dim."""
+    return math.prod([mesh_shape[axis] for axis in entry if axis in manual])
 
 
 def _placements(axes: Axes, mesh: DeviceMesh, here: Sequence[int]) -> list[Placement]:
     placements = axes_to_placements(axes, tuple(mesh.shape))
     unknown = [i for i, p in enumerate(placements) if not isinstance(p, Replicate) and i not in here]
     if unknown:
-        raise ManualRegionError(f"mesh axis {unknown[0]} is manual outside already: this tensor is not cut along it")
-    strided = [p for p in placements if not isinstance(p, (Replicate, Shard))]
-    if strided:
-        raise ManualRegionError("in a manual region the axes of one dim cut it in the order of the mesh")
+        raise ManualRegionError(f"mesh axis {axis_name(mesh, unknown[0])!r} is manual already: inside, a tensor is not cut along it")
     return [placements[i] for i in here]
+
+
+def _rest_of(axes: Axes, manual: Indices, mesh: DeviceMesh, rest: Sequence[int]) -> list[Placement]:
+    """How the axes that are not manual cut what the manual ones have left."""
+    left = tuple(tuple(axis for axis in entry if axis not in manual) for entry in axes)
+    return [axes_to_placements(left, tuple(mesh.shape))[i] for i in rest]

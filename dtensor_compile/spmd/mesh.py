@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.capture.mesh import groups_in_mesh_order, mesh_in_its_order, mesh_layout, mesh_text
-from dtensor_compile.errors import MeshError
+from dtensor_compile.errors import ManualRegionError, MeshError
 from dtensor_compile.spmd.op_sharding import DeviceShard, OpSharding, device_shards, op_sharding
 from dtensor_compile.spmd.partition_spec import Axes, check_rank, spec_axes
 
@@ -152,6 +152,32 @@ def device_mesh_of(text: str) -> DeviceMesh:
     if text not in _device_meshes:
         raise MeshError(f"no Mesh of this process is {text}: make one, and its torch mesh (to_device_mesh)")
     return _device_meshes[text]
+
+
+def axis_name(mesh: DeviceMesh, dim: int) -> str:
+    """The name of a dim of a mesh, for messages."""
+    return mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim)
+
+
+def sub_mesh(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh:
+    """The slice of a mesh that has these of its dims; itself where it has all."""
+    if len(dims) == mesh.ndim:
+        return mesh
+    names = mesh.mesh_dim_names
+    assert names is not None  # meshes of `Mesh` have names
+    return mesh[tuple(names[i] for i in dims)]
+
+
+def dims_in(mesh: DeviceMesh, part: DeviceMesh) -> list[int]:
+    """Which dims of the mesh a slice of it has.
+
+    Raises:
+        ManualRegionError: it is no slice of that mesh.
+    """
+    names, of_part = mesh.mesh_dim_names or (), part.mesh_dim_names or ()
+    if not set(of_part) <= set(names):
+        raise ManualRegionError(f"a tensor over {mesh_text(part)} is no part of a manual region over {mesh_text(mesh)}")
+    return [names.index(name) for name in of_part]
 
 
 _global_mesh: Mesh | None = None

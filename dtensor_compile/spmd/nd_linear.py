@@ -13,6 +13,7 @@ on the local tensor. (DTensor of torch 2.13 follows the strided shard through a 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -26,11 +27,16 @@ _library.define("linear_nd_weight(Tensor g, Tensor x) -> Tensor", tags=(torch.Ta
 
 
 def _linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return (x.reshape(-1, x.shape[-1]) @ w.t()).reshape(*x.shape[:-1], w.shape[0])
+    return (_rows(x) @ w.t()).reshape(*x.shape[:-1], w.shape[0])
 
 
 def _weight(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return g.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return _rows(g).t() @ _rows(x)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """All dims but the last as one; that may have no elements on some ranks."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 _library.impl("linear_nd", _linear, "CompositeExplicitAutograd")

@@ -39,6 +39,25 @@ class ShardingType(enum.IntEnum):
 
 
 @dataclass(frozen=True)
+class IotaTiles:
+    """A tiling as XLA writes it short (its "V2" form): which places of the mesh hold which tile.
+
+        numpy.arange(n).reshape(reshape_dims).transpose(transpose_perm).reshape(tile_assignment_dims)
+
+    Attributes:
+        tile_assignment_dims: pieces per tensor dim, and behind them the number of copies where there are several.
+        reshape_dims: shape of the mesh.
+        transpose_perm: mesh axes in the order in which the spec names them, the others behind.
+        subgroup_types: ``[0]`` (replicated) where the last tile dim counts copies.
+    """
+
+    tile_assignment_dims: list[int]
+    reshape_dims: list[int]
+    transpose_perm: list[int]
+    subgroup_types: list[int]
+
+
+@dataclass(frozen=True)
 class OpSharding:
     """
     Attributes:
@@ -46,6 +65,7 @@ class OpSharding:
             The latter two are empty where no device is left over.
         sharding_type: see `ShardingType`.
         tile_dims: pieces per tensor dim.
+        v2: the same as `IotaTiles`, in places of the mesh's list of device ids; None where every dim is whole.
     """
 
     tile_assignment: list[Any]
@@ -53,6 +73,7 @@ class OpSharding:
     replication_groups: list[list[int]]
     sharding_type: ShardingType
     tile_dims: tuple[int, ...] = ()
+    v2: IotaTiles | None = None
 
     def __str__(self) -> str:
         """As XLA writes a sharding: ``{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}``."""
@@ -75,14 +96,17 @@ def op_sharding(device_ids: np.ndarray, axes: Axes) -> OpSharding:
     tile_dims = tuple(math.prod(shape[axis] for axis in entry) for entry in axes)
     if device_ids.size == 1 or (not used and len(axes) >= device_ids.ndim):
         return OpSharding(device_ids.tolist(), [], [], ShardingType.REPLICATED, tile_dims)
+    copies = math.prod(shape[axis] for axis in unused)
+    last = [copies] if copies > 1 else []
+    v2 = IotaTiles([*tile_dims, *last], list(shape), used + unused, [0] * len(last)) if used else None
     ordered = device_ids.transpose(used + unused)
     cut = [size for size, entry in zip(tile_dims, axes) if entry]
     tiles = ordered.reshape(cut + [shape[axis] for axis in unused]).tolist()
     if not unused and all(axes):
-        return OpSharding(tiles, [], [], ShardingType.TILED, tile_dims)
+        return OpSharding(tiles, [], [], ShardingType.TILED, tile_dims, v2)
     groups = ordered.reshape(math.prod(tile_dims), -1)
     numbers = np.arange(len(groups)).reshape(tile_dims).tolist() if axes else []
-    return OpSharding(tiles, numbers, groups.tolist(), ShardingType.PARTIAL, tile_dims)
+    return OpSharding(tiles, numbers, groups.tolist(), ShardingType.PARTIAL, tile_dims, v2)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,17 @@ that its gradient is the sum of what the devices did with it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.record import checkpointed, graphs_in
 from dtensor_compile.errors import ManualRegionError
 from dtensor_compile.passes.nodes import source_line
+from dtensor_compile.spmd.constraint import constrain
+from dtensor_compile.spmd.in_place import memory_of, written_argument
 from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manual
 
 
@@ -26,21 +30,28 @@ class Region(NamedTuple):
     axes: frozenset[int]
 
 
-def enter_regions(graph: torch.fx.Graph) -> None:
-    """Rewrites the graph as the module says.
+def enter_regions(gm: torch.fx.GraphModule) -> None:
+    """Rewrites a graph, and those of its checkpointed regions, as the module says.
 
     Raises:
-        ManualRegionError: a tensor of a region is returned, meets one of another region, or a DTensor of global shape.
+        ManualRegionError: a tensor of a region is returned, meets one of another region or a DTensor of global shape, or is written to
+            a tensor from outside.
     """
-    if not graph.find_nodes(op="call_function", target=to_manual):
-        return
-    inside: dict[torch.fx.Node, Region] = {}
+    if any(part.graph.find_nodes(op="call_function", target=to_manual) for part in graphs_in(gm)):
+        _enter_graph(gm.graph, {})
+
+
+def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, Region]) -> None:
+    """A graph whose inputs are in the regions `given`; its results are in the same one, or outside where none are given."""
+    inside = dict(given)
     for node in list(graph.nodes):
         here = {inside[used] for used in node.all_input_nodes if used in inside}
         if node.op == "output":
-            _refuse_results(node, inside)
+            _refuse_results(node, inside, given)
         elif node.target is to_manual:
             outer = inside.get(node.args[0])
+            if outer and outer.axes & set(node.args[3]):
+                raise ManualRegionError(f"a manual region is entered twice along an axis ({source_line(node)}): an inner one takes others")
             inside[node] = Region(str(node.args[1]), frozenset(node.args[3]) | (outer.axes if outer else frozenset()))
         elif node.target is from_manual:
             node.target = placed_from_manual
@@ -53,8 +64,18 @@ def enter_regions(graph: torch.fx.Graph) -> None:
             raise ManualRegionError(f"tensors of several manual regions meet: {names} ({source_line(node)}); close one region first")
         elif here:
             (region,) = here
+            _refuse_marks(node, region)
+            _refuse_writes(node, inside)
             _enter(graph, node, region, inside)
             inside[node] = region
+        _enter_checkpoint(node, inside)
+
+
+def _enter_checkpoint(node: torch.fx.Node, inside: Mapping[torch.fx.Node, Region]) -> None:
+    part = checkpointed(node)
+    if part is not None:
+        pairs = zip(part.graph.find_nodes(op="placeholder"), node.args[1:])
+        _enter_graph(part.graph, {inner: inside[used] for inner, used in pairs if used in inside})
 
 
 def _enter(graph: torch.fx.Graph, node: torch.fx.Node, region: Region, inside: dict[torch.fx.Node, Region]) -> None:
@@ -75,8 +96,33 @@ def _enter(graph: torch.fx.Graph, node: torch.fx.Node, region: Region, inside: d
         inside[entered] = region
 
 
-def _refuse_results(output: torch.fx.Node, inside: dict[torch.fx.Node, Region]) -> None:
-    unclosed = [node for node in output.all_input_nodes if node in inside]
-    if unclosed:
-        names = "; ".join(f"{node.name} of shape {list(node.meta['example_value'].shape)} ({source_line(node)})" for node in unclosed)
+def _refuse_marks(node: torch.fx.Node, region: Region) -> None:
+    if node.target is constrain and region.axes & {axis for entry in node.args[2] for axis in entry}:
+        raise ManualRegionError(
+            f"a mark names an axis along which its tensor is manual already ({source_line(node)}): in a manual region a mark cuts "
+            "along other axes alone"
+        )
+
+
+def _refuse_writes(node: torch.fx.Node, inside: Mapping[torch.fx.Node, Region]) -> None:
+    """What a region writes to a tensor from outside would differ from device to device."""
+    written = written_argument(node)
+    if written is not None and written not in inside and memory_of(written) is not None:
+        raise ManualRegionError(
+            f"{written.name} is a tensor from outside, and a manual region writes to it ({source_line(node)}): "
+            "close the region first, and write what disable_manual_sharding gives"
+        )
+
+
+def _refuse_results(
+    output: torch.fx.Node, inside: Mapping[torch.fx.Node, Region], given: Mapping[torch.fx.Node, Region]
+) -> None:
+    """Results are outside of regions; those of a checkpointed region that is given tensors of one are in that."""
+    wanted = next(iter(given.values()), None)
+    wrong = [node for node in output.all_input_nodes if inside.get(node) != wanted and memory_of(node) is not None]
+    if wrong and wanted is None:
+        names = "; ".join(f"{node.name} of shape {list(node.meta['example_value'].shape)} ({source_line(node)})" for node in wrong)
         raise ManualRegionError(f"tensors leave a manual region unclosed: {names}. Close them with disable_manual_sharding")
+    if wrong:
+        where = f"{wrong[0].name} ({source_line(wrong[0])})"
+        raise ManualRegionError(f"a checkpointed region closes or opens a manual region around it: {where}")

@@ -14,6 +14,7 @@ that every rank has sends nothing; making its gradient whole sends it once, whic
 - Random numbers are those of the plain program: every rank draws them for the whole tensor. Dropout is a product with such numbers, and
   sends nothing.
 - What is written in place and seen through another view stays whole (``in_place.py``).
+- A checkpointed region is rewritten as the graph around it is.
 
     before   y = conv2d(x, w)                       x: S(0)R, w: RS(0)
     after    v = constrain(w, whole); y = conv2d(x, v)
@@ -22,7 +23,7 @@ that every rank has sends nothing; making its gradient whole sends it once, whic
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,20 +33,23 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from dtensor_compile.capture.mesh import mesh_text
 from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.compat.dtensor import StridedShard
-from dtensor_compile.compat.record import DrawsOnShards, fake_like, refusing_draws, run_node, tracing_mode
+from dtensor_compile.compat.record import DrawsOnShards, checkpointed, fake_like, refusing_draws, run_node, tracing_mode
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.nodes import source_line
 from dtensor_compile.spmd.constraint import constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
-from dtensor_compile.spmd.in_place import stay_whole, written_argument
+from dtensor_compile.spmd.in_place import function_name, stay_whole, written_argument
+from dtensor_compile.spmd.mesh import dims_in
+from dtensor_compile.spmd.other_ranks import fails_on_some_rank
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
 from dtensor_compile.spmd.propagate import Sharding
+from dtensor_compile.spmd.recurrent import recurrent_layer
 
 
 class Rewrite:
     """Runs the graph once more, now over fake DTensors, and puts in what has to stand between its nodes."""
 
     def __init__(self, gm: torch.fx.GraphModule, mesh: DeviceMesh, wanted: dict[torch.fx.Node, Sharding], fall_back: bool) -> None:
-        self.gm, self.graph, self.wanted, self.fall_back = gm, gm.graph, wanted, fall_back
+        self.gm, self.graph, self.mesh, self.wanted, self.fall_back = gm, gm.graph, mesh, wanted, fall_back
         self.decisions: list[Decision] = []
         self.mesh_shape, self.text = tuple(mesh.shape), mesh_text(mesh)
         self.values: dict[torch.fx.Node, Any] = {}
@@ -64,30 +68,52 @@ class Rewrite:
             for node in nodes[len(placeholders) :]:
                 if node.op == "output":
                     self._make_results_plain(node)
-                    continue
-                self._compute(node)
-                if node not in self.stay_whole:
-                    self._place(node)
-                elif isinstance(self.values[node], DTensor):
-                    self._insert(node, node, whole_copy)
+                else:
+                    self._rewrite(node)
+
+    def run_inside(self, around: Rewrite, arguments: Sequence[Any]) -> Any:
+        """Rewrites the graph of a checkpointed region, and gives its results, placed as they are made.
+
+        Args:
+            around: the rewrite of the graph that runs the region, on these arguments.
+        """
+        self.decisions = around.decisions
+        nodes = list(self.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        self.values.update(zip(placeholders, arguments, strict=True))
+        for node in nodes[len(placeholders) : -1]:
+            self._rewrite(node)
+        return torch.fx.map_arg(nodes[-1].args[0], lambda node: self.values[node])
+
+    def _rewrite(self, node: torch.fx.Node) -> None:
+        self._compute(node)
+        if node not in self.stay_whole:
+            self._place(node)
+        elif isinstance(self.values[node], DTensor):
+            self._insert(node, node, whole_copy)
 
     def _compute(self, node: torch.fx.Node) -> None:
         if function_name(node).startswith("conv"):
             self._cut_batch_alone(node)
         elif node.target is torch.nn.functional.batch_norm:
             self._keep_statistics(node)
+        elif node.target is recurrent_layer:
+            self._tell_what_is_gathered(node)
         written = written_argument(node)
         if function_name(node) in ("setitem", "__setitem__") and self._is_cut(written):
             self._take_whole(node, "what is assigned to may be a shard of another rank")
         self._mix(node, written)
+        as_it_is = node.target in _PLACING or checkpointed(node) is not None
         try:
-            with refusing_draws():
-                value = run_node(self.gm, node, self.values)
+            failed = None if as_it_is else fails_on_some_rank(self.gm, node, self.values)
+            if failed is not None:
+                raise failed
+            value = self._run(node)
         except DrawsOnShards:
             value = self._draw_whole(node)
         except Exception as error:
             given = any(isinstance(self.values[used], DTensor) for used in node.all_input_nodes)
-            if not self.fall_back or not given or node.target in _PLACING:
+            if not self.fall_back or not given or as_it_is:
                 raise
             self._take_whole(node, next(iter(str(error).splitlines()), type(error).__name__))
             value = run_node(self.gm, node, self.values)
@@ -95,8 +121,20 @@ class Rewrite:
         copy = written_argument(node)
         if written is not None and copy is not None and copy is not written:
             self._write_back(node, written, copy)
+        was = node.meta.get("example_value")
         if isinstance(value, torch.Tensor):
             node.meta["example_value"] = value
+            if isinstance(was, DTensor) and not isinstance(value, DTensor) and node.target not in _PLACING:
+                # It fell back to whole tensors, and is a DTensor to the program: over axes that are not manual, in a manual region.
+                self._insert(node, node, replicated, self.text, tuple(dims_in(self.mesh, was.device_mesh)))
+
+    def _run(self, node: torch.fx.Node) -> Any:
+        inside = checkpointed(node)
+        if inside is not None:
+            given = [self.values[x] if isinstance(x, torch.fx.Node) else x for x in node.args[1:]]
+            return Rewrite(inside, self.mesh, self.wanted, self.fall_back).run_inside(self, given)
+        with refusing_draws():
+            return run_node(self.gm, node, self.values)
 
     def _mix(self, node: torch.fx.Node, written: torch.fx.Node | None) -> None:
         """Plain and DTensor arguments of one node, made fit for its backward: a plain tensor with a gradient gets that as a plain one.
@@ -125,11 +163,25 @@ class Rewrite:
             if not isinstance(value, DTensor):
                 self._replace_argument(node, used, replicated, self.text)
                 continue
-            keep = [p if batched and p == Shard(0) else Replicate() for p in value.placements]
+            keep: list[Placement] = [p if batched and p == Shard(0) else Replicate() for p in value.placements]
             gathered += int(value.numel()) * value.element_size() if tuple(keep) != value.placements else 0
+            keep = self._over_mesh(keep, dims_in(self.mesh, value.device_mesh))
             self._replace_argument(node, used, constrain, self.text, placements_to_axes(keep, self.mesh_shape, value.dim()), False)
         if gathered:
             why = f"{function_name(node)} runs on shards of the batch, with {gathered:,} bytes of other shards gathered"
+            self.decisions.append(Decision("replicate_fallback", source_line(node), why))
+
+    def _tell_what_is_gathered(self, node: torch.fx.Node) -> None:
+        """A decision with the bytes that a recurrent layer takes from other shards than those of the batch."""
+        gathered = 0
+        for used in node.all_input_nodes:
+            value = self.values[used]
+            if isinstance(value, DTensor):
+                batch = (0 if node.args[7] else 1) if used is node.args[1] else 1 if used in node.args[2] else None
+                whole_or_batch = all(p.is_replicate() or batch is not None and p == Shard(batch) for p in value.placements)
+                gathered += 0 if whole_or_batch else int(value.numel()) * value.element_size()
+        if gathered:
+            why = f"{node.args[0]} runs on shards of the batch, with {gathered:,} bytes of other shards gathered"
             self.decisions.append(Decision("replicate_fallback", source_line(node), why))
 
     def _keep_statistics(self, node: torch.fx.Node) -> None:
@@ -238,11 +290,30 @@ class Rewrite:
         value, sharding = self.values[node], self.wanted.get(node)
         if not isinstance(value, DTensor) or sharding is None or node.target is constrain:
             return
-        axes = _other_axes(value, sharding, self.mesh_shape)
+        here = dims_in(self.mesh, value.device_mesh)
+        axes = self._other_axes(value, sharding, here)
         gradient = value.requires_grad and any(self._adds_axes(user, sharding) for user in node.users)
-        if axes is not None or gradient:
-            here = axes if axes is not None else placements_to_axes(value.placements, self.mesh_shape, value.dim())
-            self._insert(node, node, constrain, self.text, here, gradient)
+        if axes is None and gradient:
+            axes = placements_to_axes(self._over_mesh(value.placements, here), self.mesh_shape, value.dim())
+        if axes is not None:
+            self._insert(node, node, constrain, self.text, axes, gradient)
+
+    def _over_mesh(self, placements: Sequence[Placement], here: Sequence[int]) -> list[Placement]:
+        """Placements over these dims of the mesh, as placements over the mesh: the other dims are manual, and nothing is cut there."""
+        made: list[Placement] = [Replicate()] * len(self.mesh_shape)
+        for dim, placement in zip(here, placements):
+            made[dim] = placement
+        return made
+
+    def _other_axes(self, value: DTensor, sharding: Sharding, here: Sequence[int]) -> Axes | None:
+        """The axes for a DTensor over these dims of the mesh that the propagation cuts by an axis that cuts none of it yet, or that owes
+        a sum; None for others. Cuts that DTensor chose stay."""
+        wanted, target, changes = axes_to_placements(sharding.axes, self.mesh_shape), [], False
+        for have, want in zip(value.placements, [wanted[dim] for dim in here]):
+            cut, wants_cut = (isinstance(p, (Shard, StridedShard)) for p in (have, want))
+            changes = changes or have.is_partial() or (wants_cut and not cut)
+            target.append(have if cut else want if wants_cut else Replicate())
+        return placements_to_axes(self._over_mesh(target, here), self.mesh_shape, value.dim()) if changes else None
 
     def _adds_axes(self, user: torch.fx.Node, sharding: Sharding) -> bool:
         """Whether a product is cut along an axis that does not cut this factor of it."""
@@ -273,20 +344,3 @@ _PLACING = frozenset({constrain, ones_of, replicated, update_statistics, whole, 
 #: Functions of (input, p, training, inplace) that multiply by random numbers of the input's shape.
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_", "feature_dropout"})
 
-
-def function_name(node: torch.fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _other_axes(value: DTensor, sharding: Sharding, mesh_shape: tuple[int, ...]) -> Axes | None:
-    """The axes for a DTensor that the propagation cuts by an axis that cuts none of it yet, or that owes a sum; None for others.
-
-    Cuts that DTensor chose stay.
-    """
-    target: list[Placement] = []
-    changes = False
-    for have, want in zip(value.placements, axes_to_placements(sharding.axes, mesh_shape)):
-        cut, wants_cut = (isinstance(p, (Shard, StridedShard)) for p in (have, want))
-        changes = changes or have.is_partial() or (wants_cut and not cut)
-        target.append(have if cut else want if wants_cut else Replicate())
-    return placements_to_axes(target, mesh_shape, value.dim()) if changes else None

@@ -22,13 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.record import record_module
-from dtensor_compile.errors import MeshError, PlacementError
+from dtensor_compile.compat.recurrent import replaced, take_new_weights
+from dtensor_compile.errors import MeshError
 from dtensor_compile.spmd.annotate import mark_of, note
 from dtensor_compile.spmd.constraint import as_dtensor
 from dtensor_compile.spmd.factor_cache import FactorCache
 from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
 from dtensor_compile.spmd.propagate import Mark, propagate
+from dtensor_compile.spmd.recurrent import IN_PROGRAMS
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class ShardedModule:
 
 
 def find_shardings(module: nn.Module, inputs: Sequence[Any], mesh: Mesh) -> dict[str, Axes]:
-    """The axes of each parameter and buffer that follow from the marks on them and on `inputs`. Computes and sends nothing.
+    """The axes of each parameter and buffer that follow from the marks on them, on `inputs`, and on what the module computes.
+
+    Computes and sends nothing.
 
     Raises:
         Whatever the module raises on tensors without values.
@@ -67,7 +71,10 @@ def find_shardings(module: nn.Module, inputs: Sequence[Any], mesh: Mesh) -> dict
         if marked is not None:
             marks.append((fake, marked.mark))
 
-    program, fakes = record_module(module, inputs, given)
+    with replaced(IN_PROGRAMS):
+        program, fakes = record_module(module, inputs, given)
+    for tensor in {id(t): t for operator in program.operators for t in operator.results}.values():
+        given(tensor, tensor)  # what the module marks on its way
     shardings = propagate(program, marks, mesh.mesh_shape, FactorCache(mesh.to_device_mesh()))
     return {name: shardings[id(fake)].axes for name, fake in fakes.items() if id(fake) in shardings}
 
@@ -81,14 +88,7 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
 
     Raises:
         MeshError: nothing is marked and no global mesh is set, or the marks speak of several meshes.
-        PlacementError: the module has a recurrent layer.
     """
-    recurrent = next((name for name, layer in module.named_modules() if isinstance(layer, nn.RNNBase)), None)
-    if recurrent is not None:
-        raise PlacementError(
-            f"{recurrent or 'the module'} is a recurrent layer, which torch leaves out of compiled graphs, and for which it has no rule on "
-            "DTensors: marks work without shard_module, which can be called on parts of the model"
-        )
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     mesh = _mesh_of([*tensors.values(), *example_inputs])
     device_mesh = mesh.to_device_mesh()
@@ -113,6 +113,8 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):
             held.update({name: made[id(tensor)] for name, tensor in held.items() if id(tensor) in made})
+        if isinstance(owner, nn.RNNBase):
+            take_new_weights(owner)
     return ShardedModule(tuple(rows))
 
 

@@ -21,19 +21,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_compile.capture.spec import spec_text
-from dtensor_compile.compat.record import Operator, Program, fake_mode, global_fake, recording_operators
+from dtensor_compile.compat.record import (
+    Operator,
+    Program,
+    fake_mode,
+    global_fake,
+    graphs_in,
+    recording_operators,
+    tag_activation_checkpoint,
+)
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.passes.nodes import source_line
 from dtensor_compile.spmd.annotate import guard_marks, mark_of
 from dtensor_compile.spmd.constraint import agree, constrain
 from dtensor_compile.spmd.factor_cache import FactorCache
+from dtensor_compile.spmd.in_place import function_name
 from dtensor_compile.spmd.manual import placed_from_manual, to_manual
 from dtensor_compile.spmd.mesh import device_mesh_of
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
 from dtensor_compile.spmd.propagate import Mark, Sharding, propagate
 from dtensor_compile.spmd.regions import enter_regions
-from dtensor_compile.spmd.rewrite import Rewrite, function_name
+from dtensor_compile.spmd.rewrite import Rewrite
 
 
 def spread_annotations(
@@ -54,22 +63,28 @@ def spread_annotations(
     mesh = _mesh_of(gm, example_inputs)
     if mesh is None:
         return
-    for node in gm.graph.find_nodes(op="call_function", target=constrain):
-        _constrain_from_here_on(node)
-    enter_regions(gm.graph)
+    for part in graphs_in(gm):
+        for node in part.graph.find_nodes(op="call_function", target=constrain):
+            _constrain_from_here_on(node)
+    enter_regions(gm)
     wanted, made = _propagated(gm, example_inputs, mesh)
     decided(made)
     rewrite = Rewrite(gm, mesh, wanted, fallback == "replicate")
     rewrite.run()
     decided(rewrite.decisions)
-    gm.graph.lint()
-    gm.recompile()
+    for part in graphs_in(gm):
+        part.graph.lint()
+        part.recompile()
 
 
 def _mesh_of(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> DeviceMesh | None:
     """The mesh of the annotations of a graph; None where it has none."""
-    calls = [node for target in (constrain, to_manual) for node in gm.graph.find_nodes(op="call_function", target=target)]
-    meshes = {str(node.args[1]) for node in calls}
+    meshes = {
+        str(node.args[1])
+        for part in graphs_in(gm)
+        for target in (constrain, to_manual)
+        for node in part.graph.find_nodes(op="call_function", target=target)
+    }
     meshes |= {note.mesh.text for note in map(mark_of, example_inputs) if note is not None}
     if len(meshes) > 1:
         raise MeshError(f"the annotations of one program speak of several meshes: {', '.join(sorted(meshes))}; use one")
@@ -172,6 +187,10 @@ class _GlobalRun(torch.fx.Interpreter):
         if target is agree:
             self.program.operators.append(Operator(agree, args, {}, args))
             return args
+        if target is tag_activation_checkpoint:  # what it runs belongs to the program, operator by operator
+            inside = _GlobalRun(args[0], self.mesh_shape)
+            inside.nodes, inside.marks, inside.program = self.nodes, self.marks, self.program
+            return inside.run(*args[1:])
         if target in (to_manual, placed_from_manual):
             return self._border(target is to_manual, *args)
         return super().call_function(target, args, kwargs)
@@ -180,5 +199,6 @@ class _GlobalRun(torch.fx.Interpreter):
         """A tensor on the other side of the border of a manual region: of another shape, and nothing is carried over."""
         pieces = [math.prod(self.mesh_shape[a] for a in entry if a in manual) for entry in axes]
         other = x.new_empty([size // n if enters else size * n for size, n in zip(x.shape, pieces)])
-        self.marks.append((x if enters else other, Mark(axes)))
+        if not enters or all(x is not marked for marked, _ in self.marks):  # what the user said of it goes first
+            self.marks.append((x if enters else other, Mark(axes)))
         return other

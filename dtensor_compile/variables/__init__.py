@@ -36,6 +36,7 @@ from dtensor_compile.variables import (
     optimizer,
     printing,
     random,
+    recurrent,
 )
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import refuse_members, track_spec
@@ -61,6 +62,7 @@ ENTRIES = Entries(
         *comm_debug_mode.OBJECTS,
         *data_dependent.OBJECTS,
         *dense_tensors.OBJECTS,
+        *recurrent.OBJECTS,
         *collectives.OBJECTS,
         *functions.OBJECTS,
     ),
@@ -79,6 +81,7 @@ ENTRIES = Entries(
         *hooks.CONTEXTS,
         *random.CONTEXTS,
         *data_parallel.CONTEXTS,
+        *recurrent.CONTEXTS,
         plain_tensors_are_replicated,
         inputs_in_one_walk,
         local_sizes_follow_global_ones,

@@ -41,7 +41,11 @@ PROGRAMS = {
     "generator-inner": "x = checkpoint(lambda x: x + torch.rand(4, generator=generator), x, use_reentrant=False)",
 }
 #: Causes of our own that other tests trigger, or that need a device that is not there.
-ELSEWHERE = {"data-parallel-setting": "tests/variables/test_data_parallel.py", "generator-of-device": "a GPU"}
+ELSEWHERE = {
+    "data-parallel-setting": "tests/variables/test_data_parallel.py",
+    "generator-of-device": "a GPU",
+    "packed-sequence": "tests/spmd/test_recurrent.py",
+}
 #: Tested by themselves, below.
 NO_EXAMPLE = {"unknown", "error-in-compiler", "recompile-limit"}
 

@@ -111,6 +111,23 @@ def _intermediate(mark):
     assert found == want, found
 
 
+def _marks_inside_place_parameters():
+    """`shard_module` follows what the module marks on its way, too."""
+    mesh = mesh22()
+    mesh.to_device_mesh("cpu")
+
+    def marks(h):
+        mark_sharding(h, mesh, (None, "tp"))
+        return h
+
+    x = mark_sharding(torch.randn(4, 8), mesh, (None, None))
+    for inside in (marks, lambda h: mark_sharding_with_gradients(h, mesh, (None, "tp")) * 2):
+        model = Mlp(inside)
+        rows = {row.name: (row.spec, row.why) for row in shard_module(model, x).placed}
+        assert rows["up.weight"] == ("RS(0)", "follows") and rows["down.weight"] == ("RS(1)", "follows"), rows
+        assert isinstance(model.up.weight, DTensor)
+
+
 def _values_that_agree():
     mesh = mesh22()
 
@@ -174,6 +191,7 @@ def test_marks_in_compiled_programs():
     _uneven_and_other_sizes()
     for mark in ("in place", "result", "both ways"):
         _intermediate(mark)
+    _marks_inside_place_parameters()
     _values_that_agree()
     _closed_and_open_dims()
     _priorities_decide()

@@ -1,6 +1,7 @@
 """Linear layers that keep their dims; sharding specs and the loader."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_compile import record
+from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.errors import PlacementError
 from dtensor_compile.spmd import Mesh, ShardedLoader, ShardingSpec, mark_sharding, with_nd_linear
 from dtensor_compile.spmd.annotate import mark_of
-from dtensor_compile.testing import on_ranks
+from dtensor_compile.testing import captured_graph, on_ranks
 
 
 def test_shares_parameters_and_leaves_the_module_alone():
@@ -63,6 +65,44 @@ def _sequence_shards():
     return sent
 
 
+UNEVEN = [
+    ((4, 5, 8), ("dp", "tp", None), 6),
+    ((3, 3, 8), (("dp", "tp"), None, None), 6),  # one rank has none of the batch
+    ((2, 3, 3), (None, None, ("dp", "tp")), 5),  # and none of the features
+    ((1, 5, 7), ("dp", "tp", None), 3),
+    ((2, 1, 3, 6), (None, "dp", "tp", None), 4),
+]
+
+
+def _uneven_sizes():
+    mesh = Mesh(range(4), (2, 2), ("dp", "tp"))
+    torch.manual_seed(1)
+    for shape, spec, out in UNEVEN:
+        plain = nn.Linear(shape[-1], out)
+        nd, x, results = with_nd_linear(copy.deepcopy(plain)), torch.randn(*shape), []
+        torch._dynamo.reset()
+        for layer, run in ((plain, plain), (nd, torch.compile(nd, backend="dtensor_aten", fullgraph=True))):
+            given = x.clone().requires_grad_()
+            y = run(given if layer is plain else mark_sharding(given, mesh, spec))
+            y.square().sum().backward()
+            results.append([y.detach(), given.grad, *(p.grad for p in layer.parameters())])
+        for want, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4, msg=lambda text: f"{shape} {spec}: {text}")
+
+
+@pytest.mark.parametrize("rank, rows, columns", [(0, 2, 3), (3, 1, 2)])
+def test_graph_keeps_the_dims_of_uneven_shards(rank, rows, columns):
+    """No operator of the forward or the backward sees the leading dims folded into one, also where shards differ."""
+    with simulated_job(4, rank):
+        mesh = Mesh(range(4), (2, 2), ("dp", "cp"))
+        x = mark_sharding(torch.randn(3, 5, 8), mesh, ("dp", "cp", None))
+        nd = with_nd_linear(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+        text = captured_graph(nd, x, options={"kernels": "aten"}, stage="planned")
+    products = re.findall(r"^linear_nd\w*: \[([\d, ]+)\]", text, re.M)
+    assert products == [f"{rows}, {columns}, 16", f"{rows}, {columns}, 8", f"{rows}, {columns}, 16", "8, 16", "16, 8"]
+    assert not re.findall(rf": \[({rows * columns}|15), ", text), text
+
+
 def _specs_and_loader():
     mesh = Mesh(range(4), (2, 2), ("dp", "tp"))
     rank = torch.distributed.get_rank()
@@ -90,4 +130,5 @@ def _specs_and_loader():
 @on_ranks(4, timeout=280)
 def test_layers_and_loaders_on_ranks():
     _specs_and_loader()
+    _uneven_sizes()
     return _sequence_shards()

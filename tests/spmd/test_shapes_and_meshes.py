@@ -1,13 +1,10 @@
-"""Marked programs on three mesh axes, with sizes that vary, with marks on results alone, and with recurrent layers."""
-
-import copy
+"""Marked programs on three mesh axes, with sizes that vary, and with marks on results alone."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from dtensor_compile.errors import PlacementError
 from dtensor_compile.spmd import (
     Mesh,
     manual_region,
@@ -80,43 +77,12 @@ def _gradients_of_a_mark():
     torch.testing.assert_close(*results)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.layer = getattr(nn, kind)(8, 8, batch_first=True, **options)
-        self.up, self.out = nn.Linear(8, 8), nn.Linear(8 * (1 + options.get("bidirectional", False)), 8)
-
-    def forward(self, x):
-        return self.out(self.layer(self.up(x))[0])
-
-
-def _recurrent_layers():
-    """torch leaves them out of graphs: they run on whole tensors, and marks on what is around them change no number."""
-    for kind, options in (("LSTM", {}), ("GRU", {"num_layers": 2, "bidirectional": True}), ("RNN", {})):
-        model, x = Recurrent(kind, **options), torch.randn(4, 6, 8)
-        mark_sharding(model.up.weight, mesh22(), ("tp", None))
-        mark_sharding(model.layer.weight_hh_l0, mesh22(), ("tp", None))
-        mark_sharding(x, mesh22(), ("dp", None, None))
-        plain = copy.deepcopy(model)
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="dtensor_aten")
-        for _ in range(2):
-            for run in (compiled, plain):
-                run.zero_grad()
-                run(x).square().sum().backward()
-            for p, q in zip(model.parameters(), plain.parameters()):
-                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-4)
-    with pytest.raises(PlacementError, match="layer is a recurrent layer, which torch leaves out of compiled graphs"):
-        shard_module(model)
-
-
 @pytest.mark.slow
 @on_ranks(4, timeout=280)
-def test_sizes_results_and_recurrent_layers():
+def test_sizes_and_results():
     _size_that_varies()
     _marks_on_results_alone()
     _gradients_of_a_mark()
-    _recurrent_layers()
 
 
 @pytest.mark.slow

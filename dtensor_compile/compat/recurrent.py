@@ -1,0 +1,52 @@
+"""Torch's recurrent layers: the functions behind them, and whether Dynamo takes them into graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._dynamo import config
+
+#: Name of a layer's function, and the function: ``(x, states, weights, biases, layers, dropout, train, bidirectional, batch_first)``.
+FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
+    name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}
+
+
+def taken_into_graphs() -> contextlib.AbstractContextManager[None]:
+    """While it is entered, Dynamo traces through recurrent layers, which it leaves out of graphs otherwise."""
+    return config.patch(allow_rnn=True)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While it is entered, recurrent layers call these functions in place of torch's."""
+    with contextlib.ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(mock.patch.object(torch._VF, name, function, create=True))
+        yield
+
+
+def take_new_weights(layer: nn.RNNBase) -> None:
+    """Tells a layer that its parameters are others now."""
+    layer._init_flat_weights()
+
+
+def gradients(
+    function: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor], gradients_of_results: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The gradients of ``function(*inputs)`` for its inputs, in a kernel, where autograd is off."""
+    key = torch._C.DispatchKey
+    with (
+        torch.enable_grad(),
+        torch._C._SetExcludeDispatchKeyGuard(key.AutogradFunctionality, False),
+        torch._C._SetExcludeDispatchKeyGuard(key.ADInplaceOrView, False),
+    ):
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        results = function(*leaves)
+        found = torch.autograd.grad(results, leaves, gradients_of_results, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(inputs, found)]
