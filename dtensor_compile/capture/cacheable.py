@@ -13,12 +13,13 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.spmd.barrier import border
 from dtensor_compile.spmd.constraint import agree, constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
 from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manual
+from dtensor_compile.spmd.recurrent import recurrent_layer
 
 #: Functions of ours in a Dynamo graph that say all they do by their tensors, meshes, placements, text and integers, which are in the
 #: key of a cache.
 GRAPH_FUNCTIONS = (
-    agree, border, constrain, from_manual, ones_of, placed_from_manual, redistribute, replicated, to_manual, update_statistics, whole,
-    whole_copy, write_whole,
+    agree, border, constrain, from_manual, ones_of, placed_from_manual, recurrent_layer, redistribute, replicated, to_manual,
+    update_statistics, whole, whole_copy, write_whole,
 )  # fmt: skip
 
 

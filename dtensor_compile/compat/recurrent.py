@@ -11,12 +11,20 @@ import torch
 from torch import nn
 from torch._dynamo import config
 
+from dtensor_compile.compat.hooks import hook, needs
+
 #: Name of a layer's function, and the function: ``(x, states, weights, biases, layers, dropout, train, bidirectional, batch_first)``.
 FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 }
 
 
+@needs(
+    "recurrent layers in graphs",
+    hook("torch._dynamo.config:allow_rnn"),
+    hook("torch.nn.modules.rnn:RNNBase._init_flat_weights", "self"),
+    without="recurrent layers run outside of graphs, on whole tensors",
+)
 def taken_into_graphs() -> contextlib.AbstractContextManager[None]:
     """While it is entered, Dynamo traces through recurrent layers, which it leaves out of graphs otherwise."""
     return config.patch(allow_rnn=True)  # type: ignore[no-any-return]

@@ -166,15 +166,18 @@ def _function(kind: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         x: torch.Tensor, states: Any, weights: Sequence[torch.Tensor], biases: bool, layers: int, dropout: float, train: bool,
         bidirectional: bool, batch_first: bool,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        given = list(states) if kind == "lstm" else [states]
+        given, weights = list(states) if kind == "lstm" else [states], list(weights)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, given, weights = x.to(dtype), [s.to(dtype) for s in given], [w.to(dtype) for w in weights]
         if not (dropout and train and layers > 1):
-            return recurrent_layer(kind, x, given, list(weights), biases, layers, bidirectional, batch_first)
+            return recurrent_layer(kind, x, given, weights, biases, layers, bidirectional, batch_first)
         x = x.transpose(0, 1) if batch_first else x
         directions, n = 1 + bidirectional, len(weights) // layers
         last = []
         for i in range(layers):
             begin = [s[i * directions : (i + 1) * directions] for s in given]
-            x, *end = recurrent_layer(kind, x, begin, list(weights[i * n : (i + 1) * n]), biases, 1, bidirectional, False)
+            x, *end = recurrent_layer(kind, x, begin, weights[i * n : (i + 1) * n], biases, 1, bidirectional, False)
             last.append(end)
             x = F.dropout(x, dropout, True) if i < layers - 1 else x
         return (x.transpose(0, 1) if batch_first else x, *(torch.cat(parts) for parts in zip(*last)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
+
 from dtensor_compile.compat.dynamo import Retrack, Translator, UserFunctionVariable, VariableTracker, graph_break
 from dtensor_compile.compat.dynamo_calls import handle_calls
 from dtensor_compile.compat.recurrent import FUNCTIONS, taken_into_graphs
@@ -16,7 +18,7 @@ def _twin(kind: str) -> Retrack:
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        if not anything_is_marked():
+        if not anything_is_marked() or kind == "gru" and torch.is_autocast_enabled("cpu"):  # which casts inside of that layer on a CPU
             return stock.call_function(tx, args, kwargs)
         if not args[3].is_python_constant():  # a list of weights: sequences of several lengths, one behind the other
             graph_break("packed-sequence", kind)

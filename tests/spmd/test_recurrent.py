@@ -191,6 +191,16 @@ def test_operator_is_a_whole_layer(kind, options):
     torch.library.opcheck(torch.ops.dtensor_compile.recurrent.default, given[:2] + ([s for s in states], *given[3:]))
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_autocast(kind):
+    with simulated_job(2, 0), torch.autocast("cpu", torch.bfloat16):
+        layer, x = getattr(nn, kind)(4, 6), torch.randn(5, 3, 4)
+        mark_sharding(layer.weight_hh_l0, Mesh(range(2), (2,), ("x",)), (None, None))
+        torch._dynamo.reset()
+        got, want = (leaves(run(x)) for run in (torch.compile(layer, backend="dtensor_aten", fullgraph=True), layer))
+        torch.testing.assert_close(got, want)
+
+
 def test_programs_without_annotations_are_left_to_torch():
     from dtensor_compile.spmd import annotate
 
