@@ -14,20 +14,25 @@ BATCH = 4
 
 
 class WithLoss(nn.Module):
-    """Tokens and targets to the mean loss: the program that is compiled. It works on shards of the batch as on the whole."""
+    """Tokens and targets to the mean loss: the program that is compiled. It works on shards of the batch as on the whole.
 
-    def __init__(self, model):
+    `count`: the mean is that of the targets that count (all but those to be ignored), as ``cross_entropy`` has it; else that of all.
+    """
+
+    def __init__(self, model, count=True):
         super().__init__()
-        self.model = model
+        self.model, self.count = model, count
 
     def forward(self, tokens, targets):
-        logits = self.model(tokens)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits = self.model(tokens).flatten(0, 1)
+        if self.count:
+            return F.cross_entropy(logits, targets.flatten())
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / targets.numel()
 
 
-def build(config=SMALL):
+def build(config=SMALL, count=True):
     torch.manual_seed(0)
-    return WithLoss(Llama(config))
+    return WithLoss(Llama(config), count)
 
 
 def data(config=SMALL):
@@ -43,9 +48,9 @@ def mark(module, mesh):
         mark_sharding(block.feed_forward.w2.weight, mesh, (None, "tp"))
 
 
-def annotated(config=SMALL, store=True):
+def annotated(config=SMALL, store=True, count=True):
     mesh = Mesh(range(4), (2, 2), ("dp", "tp"))
-    module, inputs = build(config), data(config)
+    module, inputs = build(config, count), data(config)
     mark(module, mesh)
     for x in inputs:
         mark_sharding(x, mesh, ("dp", None))
@@ -53,9 +58,9 @@ def annotated(config=SMALL, store=True):
     return module, inputs, placed
 
 
-def by_hand(mesh, config=SMALL):
+def by_hand(mesh, config=SMALL, count=True):
     """The same as a plan: tensor parallel over tp; each rank is given its part of the batch. Gradients are still to be averaged."""
-    module = build(config)
+    module = build(config, count)
     tp = mesh["tp"]
     for block in module.model.blocks:
         whole = {"input_layouts": (Replicate(),), "desired_input_layouts": (Replicate(),)}

@@ -2,11 +2,13 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile import record
+from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.spmd import Mesh
 from dtensor_compile.spmd.shard_module import find_shardings
@@ -92,6 +94,24 @@ def test_three_annotations_a_block():
         assert answer["bytes"] == answer["hand bytes"] + 4
         # Whole parameters have whole gradients: each rank is sent the shards that it lacks, and nothing else.
         assert answer["bytes"] < answer["whole bytes"] <= answer["bytes"] + answer["lacking"]
+
+
+@pytest.mark.parametrize("count, more", [(True, 4), (False, 0)])
+def test_bytes_are_those_of_the_plan(count, more):
+    """And one number more where the loss is the mean of the targets that count: how many there are is added over ranks."""
+
+    def sent(module, inputs):
+        torch._dynamo.reset()
+        with record() as recording:
+            torch.compile(module, backend="dtensor_aten", fullgraph=True)(*inputs).backward()
+        return recording.report().ours.totals.all.bytes
+
+    with simulated_job(4, 0):
+        hand, inputs = by_hand(make_mesh((2, 2), ("dp", "tp")), count=count)
+        averages = sum(local(p).numel() * 4 for p in hand.parameters()) + 4
+        planned = sent(hand, inputs) + averages
+        module, inputs, _ = annotated(count=count)
+        assert sent(module, inputs) == planned + more
 
 
 def test_propagation_over_32_layers_takes_less_than_two_seconds():
