@@ -4,6 +4,7 @@ takes for views of an input and that are none.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import threading
@@ -76,7 +77,11 @@ def views_of_dtensors() -> Iterator[None]:
 
 
 def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose results share a storage only with arguments, bases and results whose local tensors share one with theirs."""
+    """`function`, whose results share a storage only with arguments, bases and results whose local tensors share one with theirs.
+
+    And results that share one share that of the argument in whose memory they are: what `split` makes of an argument has a storage of its
+    own, and torch refuses two results there.
+    """
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -90,6 +95,13 @@ def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
             local, base = x._local_tensor, locals_of[StorageWeakRef(x.untyped_storage())]
             if StorageWeakRef(local.untyped_storage()) != StorageWeakRef(base.untyped_storage()):
                 torch._functionalize_unsafe_set(x, DTensor(local.detach(), x._spec, requires_grad=False))
+        inputs = {StorageWeakRef(x._local_tensor.untyped_storage()): x for x in args if isinstance(x, DTensor)}
+        known = {StorageWeakRef(x.untyped_storage()) for x in inputs.values()}
+        shared = collections.Counter(StorageWeakRef(x.untyped_storage()) for x in placed)
+        for x in placed:
+            own, source = StorageWeakRef(x.untyped_storage()), inputs.get(StorageWeakRef(x._local_tensor.untyped_storage()))
+            if shared[own] > 1 and own not in known and source is not None:
+                torch._functionalize_unsafe_set(x, source)
         return results
 
     return run

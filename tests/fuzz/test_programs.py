@@ -141,3 +141,10 @@ def test_a_view_of_an_empty_result():
     x = "tensor(mesh, 2, [0, 4], torch.float32, [Shard(1)], True)"
     lines = ("v0 = a0 * 3", "v1 = v0.redistribute(placements=[Shard(0)])", "v2 = v1.transpose(1, 1)")
     check(Program((2,), (x,), lines, ("v2",)))
+
+
+def test_the_whole_of_an_input_that_was_split_and_a_view_of_it():
+    x = "tensor(mesh, 1, [2, 4, 7, 3], torch.float32, [{place}], True)"
+    lines = ("v0 = torch.split(a0, 2, 0)[0]", "v1 = v0.reshape([2, 28, 3])")
+    for place in ("Replicate()", "Shard(3)"):
+        check(Program((2,), (x.format(place=place),), lines, ("v0", "v1")))
