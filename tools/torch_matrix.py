@@ -34,7 +34,7 @@ NEEDED = (
 )  # fmt: skip
 #: Of the catalogue, the one to have first.
 VERDICTS = ("PASS", "BREAK", "ERROR", "HANG/DIED", "WRONG", "ERROR-BWD", "BOTH-ERR", "LENIENT", "RUNNER")
-#: Looks at every hook of every feature.
+#: Looks at every hook of every feature, and builds the C++ part: ranks in tests have limits of time.
 _LOOK = """
 import importlib, json, pkgutil, platform, warnings
 warnings.simplefilter("ignore")
@@ -44,6 +44,8 @@ from dtensor_compile.compat.hooks import FEATURES
 for module in pkgutil.iter_modules(dtensor_compile.compat.__path__, "dtensor_compile.compat."):
     importlib.import_module(module.name)
 features = {name: of.problems() for name, of in FEATURES.items()}
+from dtensor_compile.runtime.native import native
+native()
 print(json.dumps({"torch": torch.__version__, "python": platform.python_version(), "features": features}))
 """
 
@@ -182,7 +184,7 @@ def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
         f"- {release}: `{name}`" for release, of in found.items() for got in of.get("tests", {}).values() for name in got["failed"]
     ]
     refused = [f"- {release}: {of['error']}" for release, of in found.items() if "error" in of]
-    reached = ", ".join(f"{release}: {of.get('date', '')} (Python {of.get('python', '')})" for release, of in found.items())
+    reached = ", ".join(f"{release}: {of['date']} (Python {of['python']})" for release, of in found.items() if "error" not in of)
     parts = [
         "# Releases of torch",
         "Made by `tools/torch_matrix.py` (`make releases`); the first release is the primary one. A feature is there where torch has "

@@ -16,6 +16,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import LambdaVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.distributed.tensor._ops import _math_ops
 from torch.nn import init
 
 from dtensor_compile.compat.after_graph import call_after_graph, is_export
@@ -24,6 +25,10 @@ from dtensor_compile.compat.hooks import hook, needs
 
 #: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.
 trunc_normal_function: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_
+
+#: Whether eager's ``trunc_normal_`` of shards draws on every rank until all ranks have what they need. As of 2.14 DTensor gathers a
+#: tensor before it asks for ``any`` of it; up to 2.13 each rank asks its own shard.
+DRAWS_TOGETHER = hasattr(_math_ops, "NON_LINEAR_BOOL_REDUCTION_OPS")
 
 
 def generator_of_state(state: torch.Tensor) -> torch.Generator:

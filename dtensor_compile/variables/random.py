@@ -28,7 +28,13 @@ from dtensor_compile.compat.dynamo import (
     graph_break,
 )
 from dtensor_compile.compat.dynamo_calls import emit_call, handle_calls, handle_construction
-from dtensor_compile.compat.random import GeneratorVariable, handle_draws, handle_generator_methods, trunc_normal_function
+from dtensor_compile.compat.random import (
+    DRAWS_TOGETHER,
+    GeneratorVariable,
+    handle_draws,
+    handle_generator_methods,
+    trunc_normal_function,
+)
 
 Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 
@@ -261,7 +267,8 @@ def _handle_trunc_normal(
         values = _draw(tx, generator, tensor, "trunc_normal_", numbers)
         return build(tx, _overwrite).call_function(tx, [tensor, values], {})
     example = _example(tensor)
-    if example.device.type != "cpu" or isinstance(example, DTensor) and any(isinstance(p, Partial) for p in example.placements):
+    placements = example.placements if isinstance(example, DTensor) else ()
+    if example.device.type != "cpu" or any(isinstance(p, Partial) or DRAWS_TOGETHER and not p.is_replicate() for p in placements):
         return stock.call_function(tx, args, kwargs)
     return emit_call(tx, _trunc_normal, tensor, *numbers)
 

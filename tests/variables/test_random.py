@@ -7,6 +7,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_compile.compat import counters
+from dtensor_compile.compat.random import DRAWS_TOGETHER
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 
@@ -109,6 +110,8 @@ PROGRAMS = [
     dtensor_argument, fills, makes, captured, strided, same_twice, moves_a_generator, makes_generators, seeds, states,
     default_by_name, initializes, truncates,
 ]  # fmt: skip
+#: Their ``trunc_normal_`` of shards asks all ranks how long to go on.
+BREAK = (initializes, truncates) if DRAWS_TOGETHER else ()
 
 
 def calls(run):
@@ -126,9 +129,9 @@ def calls(run):
 
 def check(program, backend="dtensor_aten"):
     counters.reset()
-    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    compiled = torch.compile(program, backend=backend, fullgraph=program not in BREAK)
     assert not compare_values(program.__name__, calls(program), calls(compiled))
-    assert counters.graphs() <= 2  # one for every batch size at most
+    assert counters.graphs() <= 2 or program in BREAK  # one for every batch size at most
 
 
 @on_ranks(2)
