@@ -122,7 +122,10 @@ def _refuse_results(
     wrong = [node for node in output.all_input_nodes if inside.get(node) != wanted and memory_of(node) is not None]
     if wrong and wanted is None:
         names = "; ".join(f"{node.name} of shape {list(node.meta['example_value'].shape)} ({source_line(node)})" for node in wrong)
-        raise ManualRegionError(f"tensors leave a manual region unclosed: {names}. Close them with disable_manual_sharding")
+        raise ManualRegionError(
+            f"tensors leave a manual region unclosed: {names}. Close them with disable_manual_sharding; a graph ends inside of a region "
+            "also where it breaks there, or where the program raises an exception"
+        )
     if wrong:
         where = f"{wrong[0].name} ({source_line(wrong[0])})"
         raise ManualRegionError(f"a checkpointed region closes or opens a manual region around it: {where}")
