@@ -227,6 +227,31 @@ def sum_of_full_squares(out):
     return sum(x.full_tensor().square().sum() for x in out)
 
 
+@on_ranks(2)
+def test_a_write_to_a_view_of_an_input_that_autograd_would_not_see_is_refused():
+    def views(x):
+        return x.transpose(0, 1), x.narrow(2, 1, 2)
+
+    run = compiled(views)
+    x = sharded(4, 3, 4, grad=True)
+    for function in (views, run):
+        one, other = function(x * 2)
+        if function is run:
+            with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+                one.mul_(3)
+        (one.sum() + other.square().sum()).backward()
+    half = x.grad / 2
+    x.grad = None
+    one, other = run(x * 2)
+    (one.sum() + other.square().sum()).backward()
+    assert torch.equal(half.to_local(), x.grad.to_local())
+    with torch.no_grad():
+        y = x * 2
+        one, other = run(y)
+        one.mul_(3)
+        torch.testing.assert_close(other.full_tensor(), (x * 6).full_tensor().narrow(2, 1, 2))
+
+
 @pytest.mark.parametrize("kind", ["sum", "avg"])
 @on_ranks(2)
 def test_the_gradient_of_a_view_of_a_partial_input(kind):

@@ -127,4 +127,15 @@ def _alias(
     local = base.to_local(grad_placements=gradient) if requires_grad else base._local_tensor
     view = local.as_strided(like.shape, like.stride(), like.storage_offset())
     spec = result._spec
-    return DTensor.from_local(view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    whole = DTensor.from_local(view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    return _refusing_writes(whole) if whole.requires_grad else whole
+
+
+def _refusing_writes(x: torch.Tensor) -> torch.Tensor:
+    """`x`, into which the program cannot write in place: autograd, which does not know that it is a view of an argument, would give the
+    argument and its other views the gradients of before the write. torch says so in its error for views out of custom functions.
+    """
+    with torch.enable_grad():
+        x = torch.ops.aten.alias.default(x)
+    torch._C._autograd._set_creation_meta(x, torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION)
+    return x
