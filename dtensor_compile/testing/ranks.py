@@ -165,8 +165,9 @@ class _Job:
         code = process.exitcode
         how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
         with contextlib.suppress(OSError):
-            if where := (pathlib.Path(self.directory.name) / f"stack{rank}").read_text()[-3000:]:
-                how += f"; it was at\n{where}"
+            text = (pathlib.Path(self.directory.name) / f"stack{rank}").read_text()
+            if (at := text.rfind("Fatal Python error")) >= 0:  # the thread that died comes first
+                how += f"; it was at\n{text[at : at + 3000]}"
         return f"the process ended without an answer, {how}"
 
     def end(self) -> None:
