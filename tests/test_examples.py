@@ -33,7 +33,7 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name, world", [("tp", 2), pytest.param("tp", 4, marks=slow), ("fsdp", 2), pytest.param("2d", 4, marks=slow)]
+    "name, world", [("tp", 2), *(pytest.param(*case, marks=slow) for case in (("tp", 4), ("fsdp", 2), ("2d", 4)))]
 )
 def test_layout_trains_like_eager(name, world):
     answers = run_on_ranks(world, train, name, world, True, timeout=280)

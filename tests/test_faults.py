@@ -155,7 +155,7 @@ def job(tmp_path, before="", **environment):
     return said
 
 
-@pytest.mark.parametrize("where", ["", '[ "$RANK" = 0 ] ||'])
+@pytest.mark.parametrize("where", ["", pytest.param('[ "$RANK" = 0 ] ||', marks=pytest.mark.slow)])
 def test_a_compiler_that_dies_leaves_the_graph_to_operators(tmp_path, where):
     # On every rank, or on rank 1 alone: collectives are the same either way.
     compiler = tmp_path / "g++"

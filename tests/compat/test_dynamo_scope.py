@@ -268,6 +268,7 @@ def test_no_attribute_of_torch_differs_after_a_step_through_our_backend():
     assert differing == []
 
 
+@pytest.mark.slow
 def test_inductor_makes_the_same_graphs_and_code_before_and_after_us():
     before, after = _run(_GRAPHS)
     assert len(before[0]) == 2 and len(before[1]) == 2  # forward and backward

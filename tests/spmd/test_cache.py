@@ -14,6 +14,7 @@ from dtensor_compile.compat.inductor import fresh_caches
 from dtensor_compile.spmd import Mesh, mark_sharding
 
 
+@pytest.mark.slow
 def test_the_same_marks_hit_and_other_marks_miss():
     def program(x, w):
         h = torch.relu(x @ w)

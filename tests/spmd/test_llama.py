@@ -83,6 +83,7 @@ def propagation_seconds():
     return seconds
 
 
+@pytest.mark.slow
 def test_three_annotations_a_block():
     answers = run_on_ranks(4, compare, timeout=280)
     print(answers[0])
