@@ -546,6 +546,7 @@ def test_a_group_that_the_program_ends():
     compiled = torch.compile(program, backend="dtensor_aten")
     for _ in range(2):
         group = dist.new_group([0, 1])
+        dist.barrier()  # else a rank ends the group while the other one still connects
         counters.clear()
         assert torch.equal(compiled(x, group), x)
         assert {code_in(text) for text in counters["graph_break"]} <= {"group-lifetime"}
