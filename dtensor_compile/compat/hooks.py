@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec
 
 import torch
-
 from torch.utils._config_module import ConfigModule
 
 from dtensor_compile.errors import UnsupportedTorchError

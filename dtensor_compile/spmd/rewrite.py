@@ -98,7 +98,7 @@ class Rewrite:
         elif node.target is torch.nn.functional.batch_norm:
             self._keep_statistics(node)
         elif node.target is recurrent_layer:
-            self._tell_what_is_gathered(node)
+            self._tell_recurrent(node)
         written = written_argument(node)
         if function_name(node) in ("setitem", "__setitem__") and self._is_cut(written):
             self._take_whole(node, "what is assigned to may be a shard of another rank")
@@ -167,11 +167,9 @@ class Rewrite:
             gathered += int(value.numel()) * value.element_size() if tuple(keep) != value.placements else 0
             keep = self._over_mesh(keep, dims_in(self.mesh, value.device_mesh))
             self._replace_argument(node, used, constrain, self.text, placements_to_axes(keep, self.mesh_shape, value.dim()), False)
-        if gathered:
-            why = f"{function_name(node)} runs on shards of the batch, with {gathered:,} bytes of other shards gathered"
-            self.decisions.append(Decision("replicate_fallback", source_line(node), why))
+        self._tell_gathered(node, function_name(node), gathered)
 
-    def _tell_what_is_gathered(self, node: torch.fx.Node) -> None:
+    def _tell_recurrent(self, node: torch.fx.Node) -> None:
         """A decision with the bytes that a recurrent layer takes from other shards than those of the batch."""
         gathered = 0
         for used in node.all_input_nodes:
@@ -180,8 +178,11 @@ class Rewrite:
                 batch = (0 if node.args[7] else 1) if used is node.args[1] else 1 if used in node.args[2] else None
                 whole_or_batch = all(p.is_replicate() or batch is not None and p == Shard(batch) for p in value.placements)
                 gathered += 0 if whole_or_batch else int(value.numel()) * value.element_size()
+        self._tell_gathered(node, str(node.args[0]), gathered)
+
+    def _tell_gathered(self, node: torch.fx.Node, name: str, gathered: int) -> None:
         if gathered:
-            why = f"{node.args[0]} runs on shards of the batch, with {gathered:,} bytes of other shards gathered"
+            why = f"{name} runs on shards of the batch, with {gathered:,} bytes of other shards gathered"
             self.decisions.append(Decision("replicate_fallback", source_line(node), why))
 
     def _keep_statistics(self, node: torch.fx.Node) -> None:
@@ -343,4 +344,3 @@ _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "ein
 _PLACING = frozenset({constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole})
 #: Functions of (input, p, training, inplace) that multiply by random numbers of the input's shape.
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_", "feature_dropout"})
-
