@@ -1,7 +1,9 @@
 """The ranks that all other tests stand on: results come back in order, and failures and hangs end."""
 
 import ctypes
+import datetime
 import os
+import pathlib
 import time
 
 import pytest
@@ -34,6 +36,22 @@ def crash_on_one():
     return dist.get_rank()
 
 
+def groups_and_threads(groups):
+    """Time-outs of as many new groups, and the threads of gloo's devices before and after."""
+
+    def loops():
+        return sum(comm.read_text() == "gloo_tcp_loop\n" for comm in pathlib.Path("/proc/self/task").glob("*/comm"))
+
+    before = loops()
+    made = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=10 + index)) for index in range(groups)]
+    for group in made:
+        x = torch.ones(3)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [2, 2, 2]
+    found = [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in made]
+    return found, before, loops()
+
+
 def sleep_on_one():
     if dist.get_rank() == 1:
         time.sleep(60)
@@ -42,6 +60,10 @@ def sleep_on_one():
 
 def test_results_come_in_order_of_rank():
     assert run_on_ranks(2, rank_times, 3) == [0, 3]
+
+
+def test_groups_share_the_thread_that_waits_for_the_network_and_nothing_else():
+    assert run_on_ranks(2, groups_and_threads, 4) == [([10, 11, 12, 13], 1, 1)] * 2
 
 
 def test_failure_of_one_rank_names_it_and_ends_the_others():
