@@ -35,7 +35,7 @@ def test_mode_is_inductors():
         (None, {"kernels": "cuda"}, "option 'kernels' takes one of 'inductor', 'aten', not 'cuda'"),
         (None, {"strict": 1}, "option 'strict' takes True or False, not 1"),
         (None, {"disable_passes": ["nope"]}, "not 'nope'; the passes are: share_equal_redistributions, cancel_inverse_pairs, "),
-        (None, {"enable_passes": "merge_sums"}, "not 'merge_sums'; the passes are: reduce_in_narrow_dtype"),
+        (None, {"enable_passes": "merge_sums"}, "not 'merge_sums'; the passes are: exchange_rows"),
         (None, {"redistribution_memory": 0}, "'redistribution_memory' takes a number of bytes from 1, or None for no bound, not 0"),
         (None, {"regather": "sometimes"}, "'regather' takes 'always', 'never', a number of bytes from 0, or None, not 'sometimes'"),
         (None, {"regather": True}, "or None, not True"),

@@ -20,6 +20,7 @@ from dtensor_compile.passes.alike import sizes_differ, spread_marks
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
+from dtensor_compile.passes.exchange_rows import exchange_rows
 from dtensor_compile.passes.look_up_before_sending import look_up_before_sending
 from dtensor_compile.passes.make_in_place import make_in_place
 from dtensor_compile.passes.merge_sums import merge_sums
@@ -42,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     reduce_in_narrow_dtype,
     make_in_place,
     look_up_before_sending,
+    exchange_rows,
     merge_sums,
     compose_redistributions,
     move_redistributions,
@@ -55,7 +57,7 @@ EVEN_ONLY: tuple[str, ...] = ("order_rows", "send_transposed")
 
 #: Those that run only where the user asks for them: they may round more than another order of additions does, or take on trust what
 #: a graph does not say.
-OPTIONAL: tuple[str, ...] = (reduce_in_narrow_dtype.__name__, sequence_parallel.__name__)
+OPTIONAL: tuple[str, ...] = (exchange_rows.__name__, reduce_in_narrow_dtype.__name__, sequence_parallel.__name__)
 
 
 def run_passes(

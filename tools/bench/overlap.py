@@ -11,6 +11,7 @@ number of ranks and rate (Mbit/s); times are medians over repeats in which the v
     least       what no order of the same kernels and collectives undercuts, by the estimates of seconds
     eager, stock, knobs, ours     knobs: stock with its reordering of collectives switched on
     parts       ours with products in parts (``decompose_products``)
+    rows        ours with rows sent in place of the embedding (``exchange_rows``)
     ratio       ours / max(compute, wire)
     memory      peak of resident memory in a step beyond that before it: stock, ours
     exposed     predicted; measured in waits; ours beyond compute
@@ -50,7 +51,7 @@ import measure_links  # noqa: E402 - tools beside this one
 import netlab  # noqa: E402
 
 #: Variants of this backend: their exposure is predicted, and measured in their waits.
-OURS = ("ours", "parts")
+OURS = ("ours", "parts", "rows")
 
 #: Stock's own passes for overlap that do not need a GPU.
 KNOBS = {
@@ -87,6 +88,7 @@ def variants(topology: Cluster) -> dict[str, Callable[[Any], Any]]:
         "knobs": lambda model: stock(model, **KNOBS),
         "ours": ours,
         "parts": lambda model: ours(model, enable_passes=["decompose_products"]),
+        "rows": lambda model: ours(model, enable_passes=["exchange_rows"]),
     }
 
 
@@ -264,7 +266,7 @@ def row(network: netlab.Network, args: argparse.Namespace, layout: str, mbit: fl
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     result = Table(title=title)
-    times = ["compute", "wire", "both", "least", "eager", "stock", "knobs", "ours", "parts"]
+    times = ["compute", "wire", "both", "least", "eager", "stock", "knobs", "ours", "parts", "rows"]
     for column in ("layout", "ranks", "Mbit/s", *times, "ratio", "memory", "exposed"):
         result.add_column(column, justify="right")
     for this in rows:
@@ -284,7 +286,7 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=[500, 1000, 4000], help="Mbit/s")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--variants", nargs="+", default=["eager", "stock", "knobs", "ours", "parts"])
+    parser.add_argument("--variants", nargs="+", default=["eager", "stock", "knobs", "ours", "parts", "rows"])
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one row")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

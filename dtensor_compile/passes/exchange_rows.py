@@ -1,0 +1,270 @@
+"""Ranks that look up rows of a table in shards, each by indices of its own, send rows and not the table.
+
+    embedding(redistribute(x, S(0) -> R), i)  =  redistribute(own rows of x for everybody's i; others are zero, P(sum) -> S(0))
+
+    redistribute(gradient of the table, from g and i, P(sum) -> S(0))  =  gradient of the own rows, from everybody's g and i
+
+Parameters in shards over the ranks that split the batch (FSDP): a table of V rows travels whole, though a rank reads B of them. Right
+because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero. Sums of a gradient are the same
+terms in another order. An index outside of the table is an error of the lookup on every rank.
+
+It pays where the B rows of all ranks are fewer bytes than the table, in both directions by itself; the indices are gathered for it,
+one small collective more. It has to be asked for (`OPTIONAL`): that all ranks look up as many rows is taken on trust, as nothing in a
+graph of plain tensors says so.
+
+    before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
+    after    k = redistribute(i, S(0) -> R); e = embedding(x, k % 8); y = redistribute(where(own(k), e, 0), P(sum) -> S(0))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.spec import spec_text
+from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
+from dtensor_compile.decisions import Decision
+from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.alike import may_use_sizes
+from dtensor_compile.passes.copies import behind_copies, is_same_view, replace
+from dtensor_compile.passes.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when
+
+aten = torch.ops.aten
+
+_PUT = aten._unsafe_masked_index_put_accumulate.default
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+class Table:
+    """The table of a redistribution between its shards and all of it, over one mesh dim.
+
+    Attributes:
+        node: the redistribution.
+        rows, first: of the shard of this rank, how many and where they begin.
+    """
+
+    def __init__(self, node: torch.fx.Node, mesh_dim: int) -> None:
+        self.node, self.this, self.mesh_dim = node, read(node), mesh_dim
+        layout = parse_mesh(self.this.mesh)
+        coordinate = layout.coordinate(dist.get_rank())
+        assert coordinate is not None, f"{node} runs on no rank of {self.this.mesh}"
+        self.dims, self.ranks = len(layout.shape), layout.shape[mesh_dim]
+        self.rows = self.this.shape[0] // self.ranks
+        self.first = coordinate[mesh_dim] * self.rows
+
+    def spec(self, placement: Placement) -> str:
+        return spec_text([placement if dim == self.mesh_dim else Replicate() for dim in range(self.dims)])
+
+    def between(self, local: torch.fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> Redistribution:
+        """A redistribution over the same mesh dim."""
+        return Redistribution(local, self.spec(source), self.spec(target), self.this.mesh, shape)
+
+
+#: The indices of all ranks by the node of those of this one.
+Gathered = dict[torch.fx.Node, torch.fx.Node]
+
+
+def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
+    """Exchanges rows in place of tables in `graph`, where every rank looks up as many."""
+    if not may_use_sizes():
+        return []
+    gathered: Gathered = {}
+    found = []
+    for node in redistributions(graph):
+        gather, reduce = _table(node, Shard(0), Replicate()), _table(node, Partial("sum"), Shard(0))
+        found.append(_look_up(gather, gathered) if gather else _reduce(reduce, gathered) if reduce else None)
+    return [decision for decision in found if decision is not None]
+
+
+def _table(node: torch.fx.Node, source: Placement, target: Placement) -> Table | None:
+    """The table that `node` takes from the one placement to the other along one mesh dim, and leaves whole along the others."""
+    this = read(node)
+    layout = parse_mesh(this.mesh)
+    was, now = (Global.of(spec, this.shape) for spec in (this.source, this.target))
+    if was is None or now is None or layout.coordinate(dist.get_rank()) is None or not all(type(size) is int for size in this.shape):
+        return None
+    changed = [i for i, (a, b) in enumerate(zip(was.placements, now.placements)) if a != b]
+    rest = [p for i, p in enumerate(was.placements) if i not in changed]
+    if len(changed) != 1 or any(p != Replicate() for p in rest) or len(this.shape) != 2 or this.shape[0] % layout.shape[changed[0]]:
+        return None
+    i = changed[0]
+    return Table(node, i) if (was.placements[i], now.placements[i]) == (source, target) else None
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------------------
+
+
+def _look_up(table: Table, gathered: Gathered) -> Decision | None:
+    node, this = table.node, table.this
+    lookups = _lookups(node)
+    if not lookups or not all(when(lookup) == when(node) for lookup in lookups):
+        return None
+    counts = [_count(lookup.args[1]) for lookup in lookups]
+    if not all(counts):
+        return None
+    moves = [table.between(this.local, Partial("sum"), Shard(0), (table.ranks * n, this.shape[1])) for n in counts]
+    indices = {lookup.args[1]: n for lookup, n in zip(lookups, counts) if lookup.args[1] not in gathered}
+    after = _sent(table, indices) + sum(cost(move, node.meta["val"].element_size()).bytes for move in moves)
+    if after >= cost_of([node]).bytes:
+        return None
+    where, before = source_line(node), cost_of([node])
+    for lookup, move in zip(lookups, moves):
+        everybodys = _everybodys(table, lookup.args[1], gathered, like=node, before=lookup)
+        own, rows = _own(table, everybodys, lookup)
+        found = _call(lookup, aten.embedding.default, this.local, rows, *lookup.args[2:])
+        found = _call(lookup, aten.where.self, _call(lookup, aten.unsqueeze.default, own, -1), found, _zero(lookup, found))
+        rows = redistribute(move._replace(local=found), like=node, before=lookup)
+        result = _call(lookup, aten.view.default, rows, list(lookup.meta["val"].shape))
+        replace(lookup, result)
+    return _decision(table, where, f"{after:,} bytes of rows and indices are sent and not {before}")
+
+
+def _lookups(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The lookups that are all that reads a table; empty where something else does."""
+    found: list[torch.fx.Node] = []
+    for user in node.users:
+        if is_same_view(user):
+            more = _lookups(user)
+            if not more:
+                return []
+            found += more
+        elif user.target is aten.embedding.default and user.args[0] is node and user.args[1] is not node:
+            found.append(user)
+        else:
+            return []
+    return found
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------------------
+
+
+def _reduce(table: Table, gathered: Gathered) -> Decision | None:
+    node, this = table.node, table.this
+    made = behind_copies(this.local)
+    dtype = None
+    if isinstance(made, torch.fx.Node) and made.target is _CONVERT:
+        dtype, made = made.args[1], behind_copies(made.args[0])
+    terms = Terms.of(made)
+    if terms is None or not all(when(n) == when(node) for n in (made, this.local)):
+        return None
+    values, indices = terms.values, terms.indices
+    n = _count(indices)
+    if not n or values.meta["val"].numel() != n * this.shape[1]:
+        return None
+    whole = (table.ranks * n, this.shape[1])
+    wanted = {} if indices in gathered else {indices: n}
+    after = _sent(table, wanted) + cost(table.between(values, Shard(0), Replicate(), whole), values.meta["val"].element_size()).bytes
+    before = cost_of([node])
+    if after >= before.bytes:
+        return None
+    where = source_line(node)
+    everybodys = _everybodys(table, indices, gathered, like=node, before=node)
+    if (kept := terms.mask(node)) is not None:
+        values = _call(node, aten.where.self, kept, values, _zero(node, values))
+    flat = _call(node, aten.reshape.default, values, [n, this.shape[1]])
+    values = redistribute(table.between(flat, Shard(0), Replicate(), whole), like=node, before=node)
+    own, rows = _own(table, everybodys, node)
+    values = _call(node, aten.where.self, _call(node, aten.unsqueeze.default, own, -1), values, _zero(node, values))
+    zeros = _full(node, [table.rows, this.shape[1]], values.meta["val"])
+    result = _call(node, aten.index_put.default, zeros, [rows], values, True)
+    if result.meta["val"].dtype != node.meta["val"].dtype:
+        result = _call(node, _CONVERT, result, dtype or node.meta["val"].dtype)
+    replace(node, result)
+    return _decision(table, where, f"{after:,} bytes of gradients and indices are sent and not {before}")
+
+
+@dataclass
+class Terms:
+    """What the gradient of a table is the sum of. Before Inductor's decompositions it is one operator, after them values are put into
+    zeros under a mask.
+
+    Attributes:
+        values: that are added, one row for each index.
+        indices: the rows that they are added to.
+        kept: which of them are added; None for all.
+        padding: the row that nothing is added to.
+    """
+
+    values: torch.fx.Node
+    indices: torch.fx.Node
+    kept: torch.fx.Node | None = None
+    padding: int = -1
+
+    @classmethod
+    def of(cls, made: Any) -> Terms | None:
+        """Of the node that makes the gradient; None where another operator does."""
+        if not isinstance(made, torch.fx.Node):
+            return None
+        args: tuple[Any, ...] = made.args
+        if made.target is aten.embedding_dense_backward.default and not args[4]:  # by frequency: what all ranks look up counts
+            return cls(args[0], args[1], padding=args[3])
+        if made.target is _PUT and len(args[2]) == 1 and args[0].target is aten.full.default and args[0].args[1] == 0:
+            return cls(args[3], args[2][0], kept=args[1])
+        return None
+
+    def mask(self, before: torch.fx.Node) -> torch.fx.Node | None:
+        """Which values are added, one number for each row; None for all."""
+        if self.padding == -1:
+            return self.kept
+        return _call(before, aten.unsqueeze.default, _call(before, aten.ne.Scalar, self.indices, self.padding), -1)
+
+
+# ---- both ----------------------------------------------------------------------------------------------------------------------
+
+
+def _count(indices: Any) -> int:
+    """Number of indices; 0 where it is not known, or there are none."""
+    shape = indices.meta["val"].shape if isinstance(indices, torch.fx.Node) else ()
+    return math.prod(shape) if all(type(size) is int for size in shape) else 0
+
+
+def _sent(table: Table, counts: dict[Any, int]) -> int:
+    """Bytes that gathering indices takes."""
+    each = ((table.between(i, Shard(0), Replicate(), (table.ranks * n,)), i.meta["val"].element_size()) for i, n in counts.items())
+    return sum(cost(move, size).bytes for move, size in each)
+
+
+def _everybodys(table: Table, indices: Any, gathered: Gathered, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+    """The indices of all ranks, one after the other."""
+    if indices not in gathered:
+        n = _count(indices)
+        flat = _call(before, aten.reshape.default, indices, [n])
+        whole = table.between(flat, Shard(0), Replicate(), (table.ranks * n,))
+        gathered[indices] = redistribute(whole, like=like, before=before)
+    return gathered[indices]
+
+
+def _own(table: Table, indices: torch.fx.Node, before: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
+    """Which indices are those of rows of this rank, and where in a shard each row lies.
+
+    Those of no rank stay as they are, so that the lookup sees them.
+    """
+    shifted = _call(before, aten.sub.Tensor, indices, table.first)
+    below, above = (_call(before, target, shifted, bound) for target, bound in ((aten.ge.Scalar, 0), (aten.lt.Scalar, table.rows)))
+    own = _call(before, aten.logical_and.default, below, above)
+    above = _call(before, aten.lt.Scalar, indices, table.this.shape[0])
+    inside = _call(before, aten.logical_and.default, _call(before, aten.ge.Scalar, indices, 0), above)
+    within = _call(before, aten.remainder.Scalar, indices, table.rows)
+    return own, _call(before, aten.where.self, inside, within, indices)
+
+
+def _call(before: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+    return call(target, args, kwargs, like=before, before=before)
+
+
+def _full(before: torch.fx.Node, shape: list[int], like: torch.Tensor) -> torch.fx.Node:
+    return _call(before, aten.full.default, shape, 0, dtype=like.dtype, layout=like.layout, device=like.device, pin_memory=False)
+
+
+def _zero(before: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
+    return _full(before, [], like.meta["val"])
+
+
+def _decision(table: Table, where: str, reason: str) -> Decision:
+    text = str(table.this)
+    return Decision("exchange_rows", where, reason, text, f"{text} of rows")
