@@ -65,8 +65,8 @@ class Table:
         return Redistribution(local, self.spec(source), self.spec(target), self.this.mesh, shape)
 
 
-#: The indices of all ranks by the node of those of this one.
-Gathered = dict[torch.fx.Node, torch.fx.Node]
+#: The indices of all ranks, by the node of those of this one and the ranks: a mesh and a dim of it.
+Gathered = dict[tuple[Any, str, int], torch.fx.Node]
 
 
 def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
@@ -108,8 +108,8 @@ def _look_up(table: Table, gathered: Gathered) -> Decision | None:
     if not all(counts):
         return None
     moves = [table.between(this.local, Partial("sum"), Shard(0), (table.ranks * n, this.shape[1])) for n in counts]
-    indices = {lookup.args[1]: n for lookup, n in zip(lookups, counts) if lookup.args[1] not in gathered}
-    after = _sent(table, indices) + sum(cost(move, node.meta["val"].element_size()).bytes for move in moves)
+    wanted = {lookup.args[1]: n for lookup, n in zip(lookups, counts) if _found(table, lookup.args[1], gathered, lookup) is None}
+    after = _sent(table, wanted) + sum(cost(move, node.meta["val"].element_size()).bytes for move in moves)
     if after >= cost_of([node]).bytes:
         return None
     where, before = source_line(node), cost_of([node])
@@ -157,7 +157,7 @@ def _reduce(table: Table, gathered: Gathered) -> Decision | None:
     if not n or values.meta["val"].numel() != n * this.shape[1]:
         return None
     whole = (table.ranks * n, this.shape[1])
-    wanted = {} if indices in gathered else {indices: n}
+    wanted = {indices: n} if _found(table, indices, gathered, node) is None else {}
     after = _sent(table, wanted) + cost(table.between(values, Shard(0), Replicate(), whole), values.meta["val"].element_size()).bytes
     before = cost_of([node])
     if after >= before.bytes:
@@ -229,14 +229,21 @@ def _sent(table: Table, counts: dict[Any, int]) -> int:
     return sum(cost(move, size).bytes for move, size in each)
 
 
+def _found(table: Table, indices: Any, gathered: Gathered, before: torch.fx.Node) -> torch.fx.Node | None:
+    """The indices of all ranks where they are there before a node."""
+    found = gathered.get((indices, table.this.mesh, table.mesh_dim))
+    return found if found is not None and found < before else None
+
+
 def _everybodys(table: Table, indices: Any, gathered: Gathered, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
     """The indices of all ranks, one after the other."""
-    if indices not in gathered:
+    found = _found(table, indices, gathered, before)
+    if found is None:
         n = _count(indices)
         flat = _call(before, aten.reshape.default, indices, [n])
         whole = table.between(flat, Shard(0), Replicate(), (table.ranks * n,))
-        gathered[indices] = redistribute(whole, like=like, before=before)
-    return gathered[indices]
+        found = gathered[indices, table.this.mesh, table.mesh_dim] = redistribute(whole, like=like, before=before)
+    return found
 
 
 def _own(table: Table, indices: torch.fx.Node, before: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:

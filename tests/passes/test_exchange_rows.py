@@ -6,6 +6,7 @@ from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dtensor_compile import record
+from dtensor_compile.capture.mesh import mesh_text
 from dtensor_compile.passes.exchange_rows import exchange_rows
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 from tests.passes.graphs import local, move, rewritten, unchanged
@@ -133,6 +134,31 @@ def test_one_dim_of_a_mesh_of_two():
     torch.manual_seed(10 + mesh.get_local_rank("dp"))
     found, *_ = sent(lambda: Table(mesh, 48), [torch.randint(0, 48, (6,))])
     assert len(found) == 2
+
+
+def two_tables(mesh, in_order):
+    """Both are looked up by the same indices, in the order in which they are gathered or not; on two mesh dims, over one each."""
+    kinds = [("S(0)R", "RR"), ("RS(0)", "RR")] if mesh.ndim == 2 else [("S(0)", "R")] * 2
+
+    def function(x, y, i):
+        table, other = (move(t, *kind, [16, 6], mesh_text(mesh)) for t, kind in zip((x, y), kinds))
+        first = F.embedding(i, table if in_order else other)
+        return first, F.embedding(i, other if in_order else table)
+
+    return rewritten(exchange_rows, function, local(8, 6), local(8, 6) + 1000, torch.tensor([9 - dist.get_rank(), 3]))
+
+
+@on_ranks(2)
+def test_tables_share_the_indices_that_are_there():
+    for in_order in (True, False):
+        _, text, decisions = two_tables(make_mesh((2,)), in_order)
+        assert len(decisions) == 2 and text.count("S(0)->R)") == (1 if in_order else 2), text
+
+
+@on_ranks(4)
+def test_tables_over_other_mesh_dims_gather_indices_over_those():
+    _, text, decisions = two_tables(make_mesh((2, 2), ("dp", "tp")), True)
+    assert len(decisions) == 2 and text.count("S(0)R->RR)") == text.count("RS(0)->RR)") == 1, text
 
 
 @on_ranks(2)
