@@ -2,7 +2,7 @@
 
     embedding(redistribute(x, S(0) -> R), i)  =  redistribute(own rows of x for everybody's i; others are zero, P(sum) -> S(0))
 
-    redistribute(gradient of the table, from g and i, P(sum) -> S(0))  =  gradient of the own rows, from everybody's g and i
+    redistribute(gradient of the table, from g and i, P -> S(0))  =  gradient of the own rows, from everybody's g and i
 
 Parameters in shards over the ranks that split the batch (FSDP): a table of V rows travels whole, though a rank reads B of them. Right
 because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero. Sums of a gradient are the same
@@ -40,29 +40,51 @@ _PUT = aten._unsafe_masked_index_put_accumulate.default
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
+@dataclass
 class Table:
-    """The table of a redistribution between its shards and all of it, over one mesh dim.
+    """The table of a redistribution between its shards and all of it, over one mesh dim; whole along the others.
 
     Attributes:
-        node: the redistribution.
+        node, this: the redistribution.
+        mesh_dim, dims, ranks: over which mesh dim, of how many, and how many ranks these are.
+        source, target: placements along it: of the gather ``S(0) -> R``, of a gradient ``P -> S(0)``.
         rows, first: of the shard of this rank, how many and where they begin.
     """
 
-    def __init__(self, node: torch.fx.Node, mesh_dim: int) -> None:
-        self.node, self.this, self.mesh_dim = node, read(node), mesh_dim
-        layout = parse_mesh(self.this.mesh)
-        coordinate = layout.coordinate(dist.get_rank())
-        assert coordinate is not None, f"{node} runs on no rank of {self.this.mesh}"
-        self.dims, self.ranks = len(layout.shape), layout.shape[mesh_dim]
-        self.rows = self.this.shape[0] // self.ranks
-        self.first = coordinate[mesh_dim] * self.rows
+    node: torch.fx.Node
+    this: Redistribution
+    mesh_dim: int
+    dims: int
+    ranks: int
+    source: Placement
+    target: Placement
+    rows: int
+    first: int
 
-    def spec(self, placement: Placement) -> str:
-        return spec_text([placement if dim == self.mesh_dim else Replicate() for dim in range(self.dims)])
+    @classmethod
+    def of(cls, node: torch.fx.Node) -> Table | None:
+        """Of a redistribution; None for other ones."""
+        this = read(node)
+        layout = parse_mesh(this.mesh)
+        coordinate = layout.coordinate(dist.get_rank())
+        source, target = (Global.of(spec, this.shape) for spec in (this.source, this.target))
+        if source is None or target is None or coordinate is None or len(this.shape) != 2:
+            return None
+        changed = [i for i, (a, b) in enumerate(zip(source.placements, target.placements)) if a != b]
+        if len(changed) != 1 or any(p != Replicate() for i, p in enumerate(source.placements) if i not in changed):
+            return None
+        i = changed[0]
+        was, now, ranks = source.placements[i], target.placements[i], layout.shape[i]
+        owes = isinstance(was, Partial) and was.reduce_op in ("sum", "avg")
+        if this.shape[0] % ranks or not (was == Shard(0) and now == Replicate() or owes and now == Shard(0)):
+            return None
+        rows = this.shape[0] // ranks
+        return cls(node, this, i, len(layout.shape), ranks, was, now, rows, coordinate[i] * rows)
 
     def between(self, local: torch.fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> Redistribution:
         """A redistribution over the same mesh dim."""
-        return Redistribution(local, self.spec(source), self.spec(target), self.this.mesh, shape)
+        specs = (spec_text([p if dim == self.mesh_dim else Replicate() for dim in range(self.dims)]) for p in (source, target))
+        return Redistribution(local, *specs, self.this.mesh, shape)
 
 
 #: The indices of all ranks, by the node of those of this one and the ranks: a mesh and a dim of it.
@@ -76,24 +98,10 @@ def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
     gathered: Gathered = {}
     found = []
     for node in redistributions(graph):
-        gather, reduce = _table(node, Shard(0), Replicate()), _table(node, Partial("sum"), Shard(0))
-        found.append(_look_up(gather, gathered) if gather else _reduce(reduce, gathered) if reduce else None)
+        table = Table.of(node)
+        if table is not None:
+            found.append(_look_up(table, gathered) if table.target == Replicate() else _reduce(table, gathered))
     return [decision for decision in found if decision is not None]
-
-
-def _table(node: torch.fx.Node, source: Placement, target: Placement) -> Table | None:
-    """The table that `node` takes from the one placement to the other along one mesh dim, and leaves whole along the others."""
-    this = read(node)
-    layout = parse_mesh(this.mesh)
-    was, now = (Global.of(spec, this.shape) for spec in (this.source, this.target))
-    if was is None or now is None or layout.coordinate(dist.get_rank()) is None or not all(type(size) is int for size in this.shape):
-        return None
-    changed = [i for i, (a, b) in enumerate(zip(was.placements, now.placements)) if a != b]
-    rest = [p for i, p in enumerate(was.placements) if i not in changed]
-    if len(changed) != 1 or any(p != Replicate() for p in rest) or len(this.shape) != 2 or this.shape[0] % layout.shape[changed[0]]:
-        return None
-    i = changed[0]
-    return Table(node, i) if (was.placements[i], now.placements[i]) == (source, target) else None
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------------------
@@ -102,10 +110,8 @@ def _table(node: torch.fx.Node, source: Placement, target: Placement) -> Table |
 def _look_up(table: Table, gathered: Gathered) -> Decision | None:
     node, this = table.node, table.this
     lookups = _lookups(node)
-    if not lookups or not all(when(lookup) == when(node) for lookup in lookups):
-        return None
     counts = [_count(lookup.args[1]) for lookup in lookups]
-    if not all(counts):
+    if not counts or not all(counts):
         return None
     moves = [table.between(this.local, Partial("sum"), Shard(0), (table.ranks * n, this.shape[1])) for n in counts]
     wanted = {lookup.args[1]: n for lookup, n in zip(lookups, counts) if _found(table, lookup.args[1], gathered, lookup) is None}
@@ -172,6 +178,8 @@ def _reduce(table: Table, gathered: Gathered) -> Decision | None:
     values = _call(node, aten.where.self, _call(node, aten.unsqueeze.default, own, -1), values, _zero(node, values))
     zeros = _full(node, [table.rows, this.shape[1]], values.meta["val"])
     result = _call(node, aten.index_put.default, zeros, [rows], values, True)
+    if table.source == Partial("avg"):
+        result = _call(node, aten.div.Tensor, result, table.ranks)
     if result.meta["val"].dtype != node.meta["val"].dtype:
         result = _call(node, _CONVERT, result, dtype or node.meta["val"].dtype)
     replace(node, result)

@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import TestCase
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dtensor_compile import record
@@ -159,6 +160,30 @@ def test_tables_share_the_indices_that_are_there():
 def test_tables_over_other_mesh_dims_gather_indices_over_those():
     _, text, decisions = two_tables(make_mesh((2, 2), ("dp", "tp")), True)
     assert len(decisions) == 2 and text.count("S(0)R->RR)") == text.count("RS(0)->RR)") == 1, text
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_model_under_fully_shard(reshard):
+    run_on_ranks(2, _fully_sharded, reshard)
+
+
+def _fully_sharded(reshard):
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 4))
+        for layer in model:
+            fully_shard(layer, mesh=make_mesh((2,)), reshard_after_forward=reshard)
+        return fully_shard(model, mesh=make_mesh((2,)))
+
+    tokens, ours, eager = tokens_of_this_rank(64, 6), make(), make()
+    compiled = torch.compile(ours, backend="dtensor", fullgraph=True, options={"enable_passes": ["exchange_rows"], "strict": True})
+    with record() as recording:
+        for run in (compiled, compiled, eager, eager):
+            run(tokens).square().sum().backward()
+    for a, b in zip(ours.parameters(), eager.parameters()):
+        torch.testing.assert_close(a.grad.to_local(), b.grad.to_local())
+    assert len([d for d in recording.decisions if d.kind == "exchange_rows"]) == 2
+    assert 32 * 8 * 4 not in [c.bytes for c in recording.collectives]  # what half of the table is
 
 
 @on_ranks(2)
