@@ -12,10 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._functorch._aot_autograd import graph_capture_wrappers, runtime_wrappers
+from torch._functorch._aot_autograd import graph_capture_wrappers
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from dtensor_compile.compat.autograd_functions import BUILD, functions_built
 from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.tangents import (
     Tangents,
@@ -61,7 +62,7 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
 
 @needs(
     "gradients of results that the loss does not use, or that come placed otherwise than expected",
-    hook("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self"),
+    BUILD,
     hook("torch.distributed.tensor:DTensor.__coerce_tangent_metadata__", "self"),
     without="they are an error of torch's in the backward pass",
 )
@@ -78,17 +79,13 @@ def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterato
         program: the traced program.
         tangents: what to expect, and where to note what comes.
     """
-    owner, factory = threading.get_ident(), runtime_wrappers._AOTDispatchAutogradFunctionFactory
-    stock = factory.build
 
-    def build(self: Any) -> type[torch.autograd.Function]:
-        compiled = stock(self)
-        if threading.get_ident() == owner and any(map(_of_dtensor, self.spec.fw_metadata.subclass_tangent_meta)):
-            tangents.results = results_with_tangents(self.spec.fw_metadata)
+    def take(compiled: type[torch.autograd.Function], metadata: Any) -> None:
+        if any(map(_of_dtensor, metadata.subclass_tangent_meta)):
+            tangents.results = results_with_tangents(metadata)
             _take_gradients_as_they_come(compiled, program, tangents)
-        return compiled
 
-    with mock.patch.object(factory, "build", build), assumed_tangents(tangents):
+    with functions_built(after=take), assumed_tangents(tangents):
         yield
     if tangents.results and tangents.assumed is None:
         tangents.guard()
@@ -123,8 +120,10 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
         return stock_backward(ctx, values) if boxed else stock_backward(ctx, *values)
 
     compiled.forward, compiled.backward = staticmethod(forward), staticmethod(backward)
-    names = vars(compiled)["_bw_prologue_fn"].__globals__
-    names["_process_tangent_"] = functools.partial(_process_tangent, names["_process_tangent_"])
+    prologue = vars(compiled).get("_bw_prologue_fn")
+    if prologue is not None:  # before 2.13 torch asks for equal specs where it can, and redistributes to the same placements
+        names = prologue.__globals__
+        names["_process_tangent_"] = functools.partial(_process_tangent, names["_process_tangent_"])
 
 
 def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:

@@ -42,11 +42,20 @@ from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.misc import LambdaVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._guards import Guard, Source
+from torch._guards import Guard, GuardsContext, GuardsSet, Source
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils.weak import TensorWeakRef
 
 from dtensor_compile.causes import break_title, cause
+from dtensor_compile.compat.constant_objects import (
+    OPAQUE,
+    STOCK_CLASSES,
+    ConstantClassVariable,
+    ConstantObjectVariable,
+    constant_classes,
+    guard_constant,
+    track_world,
+)
 from dtensor_compile.compat.hooks import feature, hook
 
 Translator = InstructionTranslatorBase
@@ -78,9 +87,18 @@ def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterato
 
 
 #: Tracks an object that tensors and operators carry around without looking inside: meshes, groups, placements.
-OpaqueVariable: Any = _named(script_object, "TorchScriptObjectVariable", "CustomClassObjectVariable")
+OpaqueVariable: Any = (
+    _named(script_object, "TorchScriptObjectVariable", "CustomClassObjectVariable") if OPAQUE else ConstantObjectVariable
+)
 #: Tracks the class of such objects.
-OpaqueClassVariable: Any = _named(script_object, "OpaqueObjectClassVariable", "CustomClassVariable")
+OpaqueClassVariable: Any = (
+    _named(script_object, "OpaqueObjectClassVariable", "CustomClassVariable") if OPAQUE else ConstantClassVariable
+)
+
+
+def is_opaque_class(variable: VariableTracker) -> bool:
+    """Whether `variable` is what torch tracks the class of such objects by."""
+    return isinstance(variable, OpaqueClassVariable if OPAQUE else STOCK_CLASSES)
 
 
 class MemberVariable(OpaqueVariable):
@@ -148,7 +166,9 @@ def real_object(value: Any) -> Any:
 _BUILDER = "torch._dynamo.variables.builder:"
 _TRACKERS = feature(
     "meshes, groups, placements and DTensors in the graph",
-    hook(f"torch._dynamo.variables.script_object:{OpaqueVariable.__name__}.create", "proxy value ..."),
+    hook(f"torch._dynamo.variables.script_object:{OpaqueVariable.__name__}.create", "proxy value ...")
+    if OPAQUE
+    else hook("torch._dynamo.variables.distributed:WorldMetaClassVariable.var_getattr", "self tx name"),
     hook(_BUILDER + "VariableBuilder._id_dispatch", "cls"),
     hook(_BUILDER + "VariableBuilder._type_dispatch", "cls"),
     hook(_BUILDER + "VariableBuilder._wrap", "self value"),
@@ -246,7 +266,10 @@ class _Scope:
     def install(self) -> None:
         _TRACKERS.works()
         self.remove()
-        self._replace_factory()
+        if OPAQUE:
+            self._replace_factory()
+        else:
+            self._enter_constants()
         for cls, track in self.entries.made.items():
             self._enter(SourcelessBuilder._type_handlers, cls, functools.partial(self._made, track))
         for thing, retrack in self.entries.objects:
@@ -257,7 +280,7 @@ class _Scope:
             self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._given, track_given))
         contexts = ExitStack()
         self.undo.append(contexts.close)
-        for context in self.entries.contexts:
+        for context in (*self.entries.contexts, *(() if OPAQUE else (track_world,))):
             contexts.enter_context(context())
 
     def remove(self) -> None:
@@ -278,6 +301,16 @@ class _Scope:
 
         OpaqueVariable.create = staticmethod(create)
         self.undo.append(lambda: setattr(OpaqueVariable, "create", before))
+
+    def _enter_constants(self) -> None:
+        """Where torch carries no such objects in graphs, it makes their trackers in several places; these are looked up before."""
+        for cls in constant_classes():
+            track = self._track_of(cls)
+            if track is not None:
+                made = functools.partial(self._made, functools.partial(_track_constant, track))
+                self._enter(SourcelessBuilder._type_handlers, cls, made)
+                given = functools.partial(self._given, functools.partial(_track_given_constant, track))
+                self._enter(VariableBuilder._type_dispatch(), cls, given)
 
     def _track_of(self, cls: type) -> Track | None:
         return next((self.entries.opaque[base] for base in cls.__mro__ if base in self.entries.opaque), None)
@@ -317,6 +350,15 @@ class _Scope:
         ours = functools.partial(entry, stock)
         table[key] = ours
         self.undo.append(lambda: table.pop(key))
+
+
+def _track_constant(track: Track, tx: Translator, value: Any) -> VariableTracker:
+    return track(tx, None, value, None, {})
+
+
+def _track_given_constant(track: Track, builder: VariableBuilder, value: Any) -> VariableTracker:
+    guard_constant(builder, value)
+    return track(builder.tx, None, value, builder.get_source(), {})
 
 
 _scopes: list[_Scope] = []
@@ -483,9 +525,23 @@ def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTr
     return tx.output.side_effects.track_object_existing(value, tracker)
 
 
+@contextmanager
+def _without_guards(context: GuardsContext) -> Iterator[None]:
+    """While it is entered, no guards are installed."""
+    if hasattr(context, "skip_guard_install"):
+        with context.skip_guard_install():
+            yield
+        return
+    installed, context.dynamo_guards = context.dynamo_guards, GuardsSet()  # before 2.13
+    try:
+        yield
+    finally:
+        context.dynamo_guards = installed
+
+
 def build_unguarded(tx: Translator, value: Any, source: Source) -> VariableTracker:
     """A tracker with a source whose object cannot change."""
-    with tx.output.tracing_context.guards_context.skip_guard_install():
+    with _without_guards(tx.output.tracing_context.guards_context):
         return VariableBuilder(tx, source)(value)
 
 
@@ -517,7 +573,7 @@ __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator",
     "UserFunctionVariable", "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of",
     "compiles_for_us", "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes",
-    "inline_member", "install_while_tracing", "installed_backends", "keep_ddp_graphs_whole", "leave_calls_to_python",
+    "inline_member", "is_opaque_class", "install_while_tracing", "installed_backends", "keep_ddp_graphs_whole", "leave_calls_to_python",
     "leave_frames_to_python", "leave_to_python", "member_function", "options_on_stack", "raise_in_program", "read_attribute", "real_object",
     "remember", "tensor_methods", "traces_for_us", "tracked", "unwrapped_backend",
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch._dynamo.exc import RequiresGradRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.base import VariableTracker
@@ -40,7 +39,7 @@ from dtensor_compile.compat.dynamo import (
     read_attribute,
     traces_for_us,
 )
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.hooks import FEATURES, hook, if_there, needs
 
 #: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
 Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
@@ -430,9 +429,16 @@ def call_site(tx: Translator) -> tuple[Any, ...]:
 # ---- leaves made in the program ----------------------------------------------------------------------------------------------
 
 
+_LEAVES = "leaves that a program makes"
+_RequiresGradRestartAnalysis = if_there("torch._dynamo.exc:RequiresGradRestartAnalysis")
+
+
 def leaf_is_returned(tx: Translator) -> bool:
-    """Whether an earlier attempt to trace this frame returned a leaf that the program makes; see `keep_leaves_inside`."""
-    return bool(tx.speculation_log.graph_break_on_requires_grad_)
+    """Whether an earlier attempt to trace this frame returned a leaf that the program makes; see `keep_leaves_inside`.
+
+    True as well where nobody would find that out.
+    """
+    return not FEATURES[_LEAVES].works() or bool(tx.speculation_log.graph_break_on_requires_grad_)
 
 
 def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker]) -> bool:
@@ -448,9 +454,9 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
 
 
 @needs(
-    "leaves that a program makes",
+    _LEAVES,
     hook("torch._dynamo.output_graph:OutputGraph._check_requires_grad_intermediate_outputs", "self rv tx"),
-    without="requires_grad_() inside of a region is what torch makes of it",
+    without="requires_grad_() inside of a region is what torch makes of it, and distribute_tensor of a leaf breaks the graph",
 )
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
@@ -472,7 +478,7 @@ def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
         if tx.one_graph:
             graph_break("leaf-made", str(leaves))
         tx.speculation_log.graph_break_on_requires_grad_ = True
-        raise RequiresGradRestartAnalysis(restart_reason="a leaf made in the program is returned")
+        raise _RequiresGradRestartAnalysis(restart_reason="a leaf made in the program is returned")
 
     with mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", check):
         yield

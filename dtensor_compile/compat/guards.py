@@ -21,7 +21,7 @@ from torch._dynamo.guards import convert_to_concrete_values, get_verbose_code_pa
 from torch._dynamo.source import AttrSource, GradSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
-from torch._guards import Guard, GuardsSet, Source, TracingContext
+from torch._guards import Guard, GuardsContext, GuardsSet, Source, TracingContext
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dynamo import guard_sizes
@@ -39,7 +39,7 @@ def track_and_guard(track: Callable[[], VariableTracker], source: Source, value:
         guard_sizes(source, value)
         return variable
     context = TracingContext.get().guards_context
-    if context.skip_install:
+    if _skips_guards(context):
         return track()
     installed, context.dynamo_guards = context.dynamo_guards, GuardsSet()
     try:
@@ -56,6 +56,10 @@ def track_and_guard(track: Callable[[], VariableTracker], source: Source, value:
             installed.add(guard)
     install_guard(source.make_guard(_dtensor_match))
     return variable
+
+
+def _skips_guards(context: GuardsContext) -> bool:
+    return getattr(context, "skip_install", False)  # before 2.13, what is installed is forgotten instead
 
 
 def _one_will_do(value: torch.Tensor) -> bool:
@@ -108,7 +112,7 @@ class Together:
 def guarded_together(root: Source) -> Iterator[Together]:
     """What is put in the result while this is entered is guarded by one guard of `root`, in place of guards of its own."""
     context, together = TracingContext.get().guards_context, Together(native() is not None)
-    if context.skip_install or not together.guards:
+    if _skips_guards(context) or not together.guards:
         yield together
         return
     yield together

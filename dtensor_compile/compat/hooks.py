@@ -17,7 +17,7 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
@@ -71,6 +71,15 @@ def _matches(parameters: list[str], known: list[str]) -> bool:
     if known[-1:] == ["..."]:
         return parameters[: len(known) - 1] == known[:-1]
     return parameters == known
+
+
+def if_there(place: str) -> Any:
+    """What is at ``module:name``; None where the installed release has no such thing."""
+    module, _, name = place.partition(":")
+    with contextlib.suppress(ImportError):
+        found = getattr(importlib.import_module(module), name, None)
+        return found if found is not None else importlib.import_module(f"{module}.{name}")
+    return None
 
 
 def hook(place: str, *takes: str) -> Hook:
@@ -137,6 +146,12 @@ def feature(name: str, *hooks: Hook, without: str, essential: bool = False) -> F
     return made
 
 
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    """A scope in which all is as it is; it can decorate a function, as those of `needs` can."""
+    yield
+
+
 def needs(
     name: str, *hooks: Hook, without: str, essential: bool = False
 ) -> Callable[[Callable[P, AbstractContextManager[None]]], Callable[P, AbstractContextManager[None]]]:
@@ -146,7 +161,7 @@ def needs(
     def decorate(scope: Callable[P, AbstractContextManager[None]]) -> Callable[P, AbstractContextManager[None]]:
         @functools.wraps(scope)
         def entered(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
-            return scope(*args, **kwargs) if of.works() else contextlib.nullcontext()
+            return scope(*args, **kwargs) if of.works() else _nothing()
 
         return entered
 

@@ -26,6 +26,7 @@ FEWEST = 4
 @needs(
     "layouts of inputs checked in one call",
     hook("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_input_size_asserts", "self"),
+    hook("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_deferred_input_asserts", "self input_names"),
     without="inputs are checked one by one, as in torch",
 )
 @contextlib.contextmanager

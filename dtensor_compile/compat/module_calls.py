@@ -18,14 +18,15 @@ from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 
 from dtensor_compile.compat.dynamo import Source, Translator, traces_for_us
 from dtensor_compile.compat.dynamo_calls import Call, attribute
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.hooks import hook, if_there, needs
 
+#: A tracker as a key of a dict.
+_HashableTracker: Any = if_there("torch._dynamo.variables.hashable:HashableTracker") or ConstDictVariable._HashableTracker
 #: What a call of a Python function becomes, or None for one that is traced as usual.
 FindCall = Callable[[UserFunctionVariable], "Call | None"]
 
@@ -96,7 +97,10 @@ def member(tx: Translator, owner: VariableTracker, path: Sequence[str | int]) ->
 
 def real_value(tx: Translator, variable: VariableTracker) -> Any:
     """The object itself, of a tracker with a source."""
-    return tx.output.resolve_source_value(source_of(variable))
+    source = source_of(variable)
+    if hasattr(tx.output, "resolve_source_value"):
+        return tx.output.resolve_source_value(source)
+    return source.get_value({"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}, {}, {})  # before 2.13
 
 
 def function_of(variable: UserFunctionVariable) -> Any:
@@ -138,8 +142,8 @@ def _parameters(tx: Translator, module: VariableTracker) -> dict[Any, VariableTr
     return variable.items
 
 
-def _key(name: str) -> HashableTracker:
-    return HashableTracker(ConstantVariable.create(name))
+def _key(name: str) -> Any:
+    return _HashableTracker(ConstantVariable.create(name))
 
 
 def _before(tx: Translator, module: VariableTracker, name: str) -> list[VariableTracker]:

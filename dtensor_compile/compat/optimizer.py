@@ -33,7 +33,7 @@ from torch._dynamo.source import (
     is_from_optimizer_source,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import get_static_address_type, unpack_iterable
+from torch._dynamo.utils import get_static_address_type
 from torch._dynamo.variables import builder as _builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
@@ -49,8 +49,10 @@ from torch.optim import lr_scheduler
 from dtensor_compile.compat.dynamo import Source, Translator, fact_guard, read_attribute, traces_for_us
 from dtensor_compile.compat.dynamo_calls import Call
 from dtensor_compile.compat.guards import Together, guarded_together
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.hooks import hook, if_there, needs
 
+#: The trackers of what is in a list.
+_items = if_there("torch._dynamo.utils:unpack_iterable") or (lambda tx, variable: variable.unpack_var_sequence(tx))
 #: Reads the number of steps out of the state of an optimizer.
 read_step = _optimizer._get_value
 #: Makes what a `GradScaler` knows of an optimizer.
@@ -215,9 +217,9 @@ class TracedOptimizerVariable(OptimizerVariable):
     def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable, Source]]:
         """Every parameter, its tracker, and where it is in the optimizer."""
         groups = read_attribute(self, tx, "param_groups").realize()
-        for group, variable, source in zip(self.value.param_groups, unpack_iterable(tx, groups), self._groups()):
+        for group, variable, source in zip(self.value.param_groups, _items(tx, groups), self._groups()):
             parameters = variable.realize().getitem_const(tx, ConstantVariable.create("params")).realize()
-            for i, (parameter, tracker) in enumerate(zip(group["params"], unpack_iterable(tx, parameters))):
+            for i, (parameter, tracker) in enumerate(zip(group["params"], _items(tx, parameters))):
                 yield parameter, tracker.realize(), GetItemSource(source, i)
 
     def _groups(self) -> list[Source]:

@@ -13,6 +13,7 @@ import torch
 from torch._functorch import partitioners
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from dtensor_compile.compat.constant_objects import OPAQUE
 from dtensor_compile.compat.hooks import hook, needs
 
 
@@ -42,7 +43,7 @@ def bind_shard_sizes() -> Iterator[None]:
 @needs(
     "random numbers in regions that are computed again",
     hook("torch._functorch.partitioners:functionalize_rng_ops", "joint_module fw_module bw_module num_sym_nodes"),
-    hook("torch._functorch.partitioners:is_opaque_node", "node"),
+    *([hook("torch._functorch.partitioners:is_opaque_node", "node")] if OPAQUE else []),
     without="such regions with a mesh are an error",
 )
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def place_random_states() -> Iterator[None]:
             return stock(joint, forward, backward, symbols)
         known = backward.graph.find_nodes(op="placeholder")
         saved = [node for node in known if not str(node.target).startswith("tangents")]
-        opaque = [node for node in saved if partitioners.is_opaque_node(node)]
+        opaque = [node for node in saved if OPAQUE and partitioners.is_opaque_node(node)]
         forward, backward = stock(joint, forward, backward, symbols + len(opaque))
         for state in [node for node in backward.graph.find_nodes(op="placeholder") if opaque and node not in known]:
             opaque[0].prepend(state)

@@ -16,9 +16,8 @@ IN_PART = {"2.14": "its catalogue passes as on 2.13 but for one program, and onl
 
 #: What is known to break in releases that were looked at.
 BREAKS = {
-    "2.11": "meshes, groups and placements are no opaque objects of the graph, so that neither their trackers nor their guards would "
-    "be there; nor are the functions that make the code around compiled graphs, that keep leaves of the program inside of a region and "
-    "that take an order of Inductor's kernels (docs/releases.md)",
+    "2.11": "a collective of constants is carried out while tracing and can wait for ever, and hooks of tensors and data-parallel modules "
+    "are errors of the compilation (docs/releases.md)",
 }
 
 

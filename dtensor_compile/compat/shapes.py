@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,9 @@ import sympy
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Max, Min
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.hooks import hook, if_there, needs
 
 #: Stands for a size that only the data decides, so that a plan can be made for it at all. (A size that equals what it is known to be
 #: a multiple of would read as fixed.)
@@ -78,6 +80,24 @@ def _divisor(expression: sympy.Expr) -> int:
     return math.gcd(*(int(term.as_coeff_Mul()[0]) for term in terms)) if terms else 1
 
 
+def _nary_min(*sizes: Any) -> Any:
+    return functools.reduce(torch.sym_min, sizes)
+
+
+def _nary_max(*sizes: Any) -> Any:
+    return functools.reduce(torch.sym_max, sizes)
+
+
+def _nary_add(*sizes: Any) -> Any:
+    return torch.sym_sum(sizes)
+
+
+#: What torch writes down where it finds a smallest, a largest or a sum of several sizes in an expression; as 2.13 does, where it does not.
+_SYM_MIN = if_there("torch.fx.experimental.proxy_tensor:_nary_sym_min") or _nary_min
+_SYM_MAX = if_there("torch.fx.experimental.proxy_tensor:_nary_sym_max") or _nary_max
+_OLDER = {Min: _nary_min, Max: _nary_max, sympy.Min: _nary_min, sympy.Max: _nary_max, sympy.Add: _nary_add}
+
+
 def _nary_mul(*sizes: Any) -> Any:
     """The product of any number of sizes, as torch writes it down where it finds one in an expression."""
     return math.prod(sizes)
@@ -121,7 +141,7 @@ def sizes_from_expressions() -> Iterator[None]:
         with env.suppress_guards() if env is not None else contextlib.nullcontext():
             return note(result, *args, **kwargs)
 
-    handlers = {sympy.Pow: operator.pow, sympy.Mul: _nary_mul}
+    handlers = {**(_OLDER if _SYM_MIN is _nary_min else {}), sympy.Pow: operator.pow, sympy.Mul: _nary_mul}
     with (
         mock.patch.dict(proxy_tensor._sympy_handlers(), handlers),
         mock.patch.object(proxy_tensor, "_sym_register", register),
@@ -132,7 +152,7 @@ def sizes_from_expressions() -> Iterator[None]:
 
 #: Smallest, largest and product of any number of sizes, as they are written down where a graph is traced, and of two, as Inductor reads
 #: them.
-_NARY = {proxy_tensor._nary_sym_min: torch.sym_min, proxy_tensor._nary_sym_max: torch.sym_max, _nary_mul: operator.mul}
+_NARY = {_SYM_MIN: torch.sym_min, _SYM_MAX: torch.sym_max, _nary_mul: operator.mul, _nary_add: operator.add}
 
 
 def split_nary(graph: torch.fx.Graph) -> None:

@@ -53,9 +53,10 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.compat.constant_objects import OPAQUE
 from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.dynamo import STANDS_FOR
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.hooks import hook, if_there, needs
 from dtensor_compile.compat.mesh import mesh_dims, rank_map, real_mesh
 
 aten = torch.ops.aten
@@ -213,7 +214,8 @@ def _key(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _key(value[name])) for name in sorted(value))
     if isinstance(value, DTensorSpec):
-        return id(real_mesh(value.mesh)), *value._hash_key()[1:]
+        meta = value.tensor_meta
+        return id(real_mesh(value.mesh)), value.placements, value.shard_order, meta and (meta.shape, meta.stride, meta.dtype)
     return type(value), value
 
 
@@ -382,8 +384,14 @@ def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwarg
 
 @contextlib.contextmanager
 def _kernel_replaced(op: torch._ops.OpOverload, replacement: Callable[..., Any], ours: Callable[[], bool]) -> Iterator[None]:
-    """While it is entered, the Python kernel of a composite operator is ``replacement(stock, ...)`` for frames of ours."""
-    stock = op.py_kernels[torch._C.DispatchKey.CompositeImplicitAutograd]
+    """While it is entered, the Python kernel of a composite operator is ``replacement(stock, ...)`` for frames of ours.
+
+    Before 2.13 there may be none.
+    """
+    stock = op.py_kernels.get(torch._C.DispatchKey.CompositeImplicitAutograd)
+    if stock is None:
+        yield
+        return
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return replacement(stock, *args, **kwargs) if ours() else stock(*args, **kwargs)
@@ -450,6 +458,23 @@ def _unflatten(stock: Callable[..., DTensor], inner_tensors: Any, flatten_spec: 
     return DTensor(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
 
 
+#: As of 2.13 a view that flattens a sharded dim makes a strided shard of it; before, it redistributes.
+_VIEWS: Any = if_there("torch.distributed.tensor._ops._view_ops:_ViewShardingPropagator")
+_STRIDED_VIEWS = () if _VIEWS is None else (
+    hook("torch.distributed.tensor:DTensor.__tensor_unflatten__", "inner_tensors flatten_spec outer_size outer_stride"),
+    hook(
+        "torch.distributed.tensor._ops._view_ops:_ViewShardingPropagator._rewrite_plain_shard",
+        "self p mesh_dim placements strided_shard_claimed_dims local_tensor_shapes ...",
+    ),
+)  # fmt: skip
+
+
+def _meta_untraced(stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
+    """Sizes of a result are found by running the operator on tensors without values; before 2.13 that is traced, and draws once more."""
+    with disable_proxy_modes_tracing():
+        return stock(self, op_schema)
+
+
 def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Callable[[], bool]) -> Any:
     """A context manager: ``owner.name`` is ``replacement(stock, ...)`` for frames of ours, and torch's own for all others."""
     stock = getattr(owner, name)
@@ -468,7 +493,6 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
         "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
         "op_info suggested_input_schema use_val_from_redistribute_schema",
     ),
-    hook("torch.distributed.tensor:DTensor.__tensor_unflatten__", "inner_tensors flatten_spec outer_size outer_stride"),
     hook("torch.distributed.tensor._op_schema:OpSchema.__hash__", "self"),
     hook("torch.distributed.tensor._dtensor_spec:DTensorSpec._hash_impl", "self"),
     hook("torch.distributed.device_mesh:DeviceMesh._is_current_rank_part_of_mesh", "self"),
@@ -481,10 +505,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
         "torch.distributed.tensor.placement_types:_StridedShard.local_shard_size_and_offset",
         "self curr_local_size num_chunks rank ...",
     ),
-    hook(
-        "torch.distributed.tensor._ops._view_ops:_ViewShardingPropagator._rewrite_plain_shard",
-        "self p mesh_dim placements strided_shard_claimed_dims local_tensor_shapes ...",
-    ),
+    *_STRIDED_VIEWS,
     hook("torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached", "self op_schema"),
     without="ranks could decide differently",
     essential=True,
@@ -504,16 +525,18 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
 
     changes = (
         (OpDispatcher, "redistribute_local_args", _own_mask),
-        (DTensor, "__tensor_unflatten__", _unflatten),
         (OpSchema, "__hash__", _hash),
         (DTensorSpec, "_hash_impl", _spec_hash),
         (DeviceMesh, "_is_current_rank_part_of_mesh", _is_part_of_mesh),
         (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
         (op_utils, "redistribute_cost", _known_cost),
         (_StridedShard, "local_shard_size_and_offset", _strided_shard_size),
-        (_view_ops._ViewShardingPropagator, "_rewrite_plain_shard", _fix_flattened_sizes),
         (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate)),
     )
+    if not OPAQUE:
+        changes += ((ShardingPropagator, "_propagate_tensor_meta_non_cached", _meta_untraced),)
+    if _VIEWS is not None:
+        changes += ((DTensor, "__tensor_unflatten__", _unflatten), (_VIEWS, "_rewrite_plain_shard", _fix_flattened_sizes))
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_our_decisions)
         for place, name, replacement in changes:

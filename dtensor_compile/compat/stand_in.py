@@ -15,7 +15,6 @@ import torch
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserMethodVariable
-from torch._dynamo.variables.object_protocol import object_richcompare
 
 from dtensor_compile.compat.dynamo import (
     Retrack,
@@ -27,6 +26,10 @@ from dtensor_compile.compat.dynamo import (
     raise_in_program,
 )
 from dtensor_compile.compat.dynamo_calls import handle_calls
+from dtensor_compile.compat.hooks import if_there
+
+#: torch's comparison of objects that know none of their own. (On 2.11, ``==`` asks for the method.)
+_object_richcompare = if_there("torch._dynamo.variables.object_protocol:object_richcompare")
 
 
 class StandInVariable(VariableTracker):
@@ -63,13 +66,15 @@ class StandInVariable(VariableTracker):
     def call_method(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
+        if name in ("__eq__", "__ne__") and _object_richcompare is None:
+            return build(tx, (args[0].realize() is self) is (name == "__eq__"))
         return self.var_getattr(tx, name).call_function(tx, list(args), dict(kwargs))
 
     def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
         return build(tx, hasattr(self.python_type(), name))
 
     def richcompare_impl(self, tx: Translator, other: VariableTracker, op: str) -> VariableTracker:
-        return object_richcompare(self, tx, other, op)
+        return _object_richcompare(self, tx, other, op)
 
     tp_richcompare_impl = richcompare_impl  # as of 2.14
 

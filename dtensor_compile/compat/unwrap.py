@@ -18,15 +18,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd import runtime_wrappers, subclass_codegen
-from torch._functorch._aot_autograd.schemas import OpaqueMeta, PlainTensorMeta, SubclassCreationMeta
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta, SubclassCreationMeta
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.dynamo import leave_frames_to_python
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.hooks import hook, if_there, needs
 from dtensor_compile.runtime.native import native
+
+#: Before 2.13 there is neither, and the feature of this module is missing.
+subclass_codegen = if_there("torch._functorch._aot_autograd:subclass_codegen")
+OpaqueMeta = if_there("torch._functorch._aot_autograd.schemas:OpaqueMeta")
 
 Meta = PlainTensorMeta | SubclassCreationMeta
 

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.autograd_functions import BUILD, IS_GENERATED, functions_built, strides_of_results
 from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.tangents import expected_placements
 
@@ -27,7 +29,7 @@ from dtensor_compile.compat.tangents import expected_placements
     "results that are views of DTensors",
     hook("torch._functorch._aot_autograd.runtime_wrappers:gen_alias_from_base"),
     hook("torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper"),
-    hook("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self"),
+    BUILD,
     hook("torch._functorch.aot_autograd:run_functionalized_fw_and_collect_metadata", "f ..."),
     without="values of views could be wrong",
     essential=True,
@@ -47,32 +49,42 @@ def views_of_dtensors() -> Iterator[None]:
     """
     owner, build = threading.get_ident(), runtime_wrappers._create_runtime_wrapper
     analyze = aot_autograd.run_functionalized_fw_and_collect_metadata
-    factory = runtime_wrappers._AOTDispatchAutogradFunctionFactory
-    build_function = factory.build
     ours = functools.partial(_alias, runtime_wrappers.gen_alias_from_base)
 
     def build_ours(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         if threading.get_ident() != owner:
             return build(*args, **kwargs)
-        with mock.patch.object(runtime_wrappers, "gen_alias_from_base", ours):
+        with mock.patch.object(runtime_wrappers, "gen_alias_from_base", ours), _handlers_that_call(ours):
             return build(*args, **kwargs)
 
     def analyze_ours(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
         return analyze(_without_false_views(function) if threading.get_ident() == owner else function, **kwargs)
 
-    def build_function_ours(self: Any) -> type[torch.autograd.Function]:
-        if threading.get_ident() == owner:
-            metadata = self.spec.fw_metadata
-            kinds = metadata.output_info
-            metadata.unsafe_view_out_indices = [i for i in metadata.unsafe_view_out_indices if kinds[i].raw_type is not DTensor]
-            metadata.num_unsafe_view_outputs = len(metadata.unsafe_view_out_indices)
-        return build_function(self)
+    def keep_views(metadata: Any) -> None:
+        kinds = metadata.output_info
+        metadata.unsafe_view_out_indices = [i for i in metadata.unsafe_view_out_indices if kinds[i].raw_type is not DTensor]
+        metadata.num_unsafe_view_outputs = len(metadata.unsafe_view_out_indices)
 
     with (
         mock.patch.object(runtime_wrappers, "_create_runtime_wrapper", build_ours),
-        mock.patch.object(factory, "build", build_function_ours),
+        functions_built(before=keep_views),
+        strides_of_results(),
         mock.patch.object(aot_autograd, "run_functionalized_fw_and_collect_metadata", analyze_ours),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _handlers_that_call(alias: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """While it is entered, objects that make views anew are made to call `alias`. As of 2.13 code does that which is generated, and keeps
+    the function that it finds.
+    """
+    handlers = {} if IS_GENERATED else runtime_wrappers._HANDLER_MAP
+    ours = {}
+    for kind, handler in handlers.items():
+        names = {**handler.__call__.__globals__, "gen_alias_from_base": alias}
+        ours[kind] = type(handler.__name__, (handler,), {"__call__": types.FunctionType(handler.__call__.__code__, names)})
+    with mock.patch.dict(handlers, ours):
         yield
 
 

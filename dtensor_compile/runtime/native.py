@@ -47,6 +47,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.constant_objects import OPAQUE
+
 log = logging.getLogger("dtensor_compile")
 
 #: Steps of a plan of ``Fetch``.
@@ -62,9 +64,10 @@ _LIBRARIES = ("torch_python", "torch_cpu", "c10")
 def native() -> types.ModuleType | None:
     """The C++ module; None, with a warning, where there is no compiler or it fails. The first call on a machine builds it (20 s).
 
+    None before torch 2.13 as well: what it reads of tensors is not what these have, and its guards would let through what they should not.
     ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler, with options where there are some.
     """
-    if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0":
+    if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0" or not OPAQUE:
         return None
     try:
         module = _load(built_library(_NAME, _SOURCES / "module.cpp", _LIBRARIES))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.checks import check_redistributions
+from dtensor_compile.compat import older_dynamo
 from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import Backend, Entries, install_while_tracing
 from dtensor_compile.compat.dynamo_calls import read_constant_tensors
@@ -65,6 +66,7 @@ ENTRIES = Entries(
         *recurrent.OBJECTS,
         *collectives.OBJECTS,
         *functions.OBJECTS,
+        *older_dynamo.OBJECTS,
     ),
     tensors={DTensor: track_and_guard},
     given={**random.TYPES, **comm_debug_mode.TYPES, **functions.GIVEN},
@@ -82,6 +84,7 @@ ENTRIES = Entries(
         *random.CONTEXTS,
         *data_parallel.CONTEXTS,
         *recurrent.CONTEXTS,
+        *older_dynamo.CONTEXTS,
         plain_tensors_are_replicated,
         inputs_in_one_walk,
         local_sizes_follow_global_ones,

@@ -43,6 +43,7 @@ from dtensor_compile.compat.dynamo import (
     describe_fake,
     graph_break,
     inline_member,
+    is_opaque_class,
     member_function,
     raise_in_program,
     read_attribute,
@@ -140,7 +141,7 @@ class TableVariable(MemberVariable):
             value = self.functions.get(name) or getattr(self.as_python_constant(), name)
         except Exception as error:  # noqa: BLE001 - whatever a property raises, the program sees it
             raise_in_program(tx, error)
-        if callable(value) and not isinstance(value, type):
+        if callable(value) and rule is not Rule.READ and not isinstance(value, type):
             return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
         if rule is Rule.READ:
             return build_member(self, tx, name, value)
@@ -225,7 +226,7 @@ class OpaqueClass(OpaqueClassVariable):
 
     @classmethod
     def retrack(cls, stock: VariableTracker) -> VariableTracker:
-        if not isinstance(stock, OpaqueClassVariable):
+        if not is_opaque_class(stock):
             return stock
         return cls(stock.as_python_constant(), source=stock.source)
 

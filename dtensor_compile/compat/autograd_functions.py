@@ -1,0 +1,97 @@
+"""The ``torch.autograd.Function`` that AOTAutograd builds of a compiled graph and its backward."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
+
+from dtensor_compile.compat.hooks import hook, if_there
+
+_PLACE = "torch._functorch._aot_autograd.runtime_wrappers:"
+#: The class whose one method builds such a function; before 2.13 it is built amid a longer one.
+_FACTORY: Any = if_there(_PLACE + "_AOTDispatchAutogradFunctionFactory")
+#: Whether torch generates the Python that runs around a graph, as of 2.13.
+IS_GENERATED = _FACTORY is not None
+#: What `functions_built` replaces.
+BUILD = (
+    hook(_PLACE + "_AOTDispatchAutogradFunctionFactory.build", "self")
+    if IS_GENERATED
+    else hook(_PLACE + "AOTDispatchAutograd.post_compile", "compiled_fw_func compiled_bw_func ...")
+)
+
+
+def _leave(*_: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def functions_built(
+    before: Callable[[Any], None] = _leave, after: Callable[[type[torch.autograd.Function], Any], None] = _leave
+) -> Iterator[None]:
+    """While it is entered, functions built on this thread pass by: `before` gets what AOTAutograd knows of the graph
+    (``ViewAndMutationMeta``), `after` the function as well, which nothing has called yet.
+    """
+    owner = threading.get_ident()
+    if IS_GENERATED:
+        stock_build = _FACTORY.build
+
+        def build(self: Any) -> type[torch.autograd.Function]:
+            if threading.get_ident() != owner:
+                return stock_build(self)
+            before(self.spec.fw_metadata)
+            compiled = stock_build(self)
+            after(compiled, self.spec.fw_metadata)
+            return compiled
+
+        with mock.patch.object(_FACTORY, "build", build):
+            yield
+        return
+    stock = runtime_wrappers.AOTDispatchAutograd.post_compile
+
+    def post_compile(*args: Any, fw_metadata: Any, **others: Any) -> Callable[..., Any]:
+        if threading.get_ident() != owner:
+            return stock(*args, fw_metadata=fw_metadata, **others)
+        before(fw_metadata)
+        wrap = runtime_wrappers.RuntimeWrapper.post_compile
+
+        def wrap_function(self: Any, apply: Any, *rest: Any, **more: Any) -> Callable[..., Any]:
+            after(apply.__self__, fw_metadata)
+            return wrap(self, apply, *rest, **more)
+
+        with mock.patch.object(runtime_wrappers.RuntimeWrapper, "post_compile", wrap_function):
+            return stock(*args, fw_metadata=fw_metadata, **others)
+
+    with mock.patch.object(runtime_wrappers.AOTDispatchAutograd, "post_compile", staticmethod(post_compile)):
+        yield
+
+
+class _RightStrides(SubclassCreationMeta):
+    """torch 2.11 takes symbolic strides of a tensor that a graph returns from where its sizes are."""
+
+    def compute_outer_size_and_stride(self, all_args: Sequence[Any], *, curr_start_idx: int) -> tuple[Any, Any]:
+        given = iter(all_args[curr_start_idx:])
+        size, stride = (tuple(next(given) if s is None else s for s in outer) for outer in (self.outer_size, self.outer_stride))
+        return size, stride
+
+
+@contextlib.contextmanager
+def strides_of_results() -> Iterator[None]:
+    """While it is entered, what this thread notes of the DTensors that go in and out of a graph gives them their strides."""
+    if IS_GENERATED:
+        yield
+        return
+    owner, stock = threading.get_ident(), SubclassCreationMeta.__post_init__
+
+    def note(self: SubclassCreationMeta) -> None:
+        stock(self)
+        if threading.get_ident() == owner and type(self) is SubclassCreationMeta:
+            self.__class__ = _RightStrides
+
+    with mock.patch.object(SubclassCreationMeta, "__post_init__", note):
+        yield

@@ -1,0 +1,110 @@
+"""Meshes, process groups and placements where torch carries none of them in a graph, as on 2.11.
+
+As of 2.13 they are *opaque objects*: meshes and groups are inputs of the graph, placements constants of it. On 2.11 torch tracks them
+by classes that know a few of their members, and none can be an argument of a node. While our backend traces, trackers of ours
+take their place there too: to these each is a constant, and what a node is given of one is an attribute of the graph's module. Guards
+are those of 2.13: all that makes two meshes or placements equal, and the type of a group (`variables.process_group` adds the rest).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import distributed
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+from torch._library.opaque_object import is_opaque_type
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+
+#: Whether torch itself carries these objects in graphs.
+OPAQUE = is_opaque_type(DeviceMesh)
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from _with_subclasses(sub)
+
+
+def constant_classes() -> tuple[type, ...]:
+    """The classes of such objects, without those that a program derives from placements."""
+    return DeviceMesh, Shard, Replicate, Partial, _StridedShard, _MaskPartial, *_with_subclasses(ProcessGroup)
+
+
+class ConstantObjectVariable(UserDefinedObjectVariable):
+    """Tracks such an object, under the guards of `guard_constant` or as one that the program made."""
+
+    def __init__(self, proxy: Any, value: Any, source: Any = None, **options: Any) -> None:
+        super().__init__(value, source=source, **options)
+
+    def as_python_constant(self) -> Any:
+        return self.value
+
+    def as_proxy(self) -> Any:
+        return _attribute(InstructionTranslator.current_tx().output, self.value)
+
+    def is_python_hashable(self) -> bool:
+        return True
+
+    def get_python_hash(self) -> int:
+        return hash(self.value)
+
+    def is_python_equal(self, other: object) -> bool:
+        return isinstance(other, VariableTracker) and self.value == other.as_python_constant()
+
+
+class ConstantClassVariable(UserDefinedClassVariable):
+    """Tracks the class of such objects, whose instances are made while tracing."""
+
+    def call_function(self, tx: Any, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        real = [arg.as_python_constant() for arg in args], {name: arg.as_python_constant() for name, arg in kwargs.items()}
+        return VariableTracker.build(tx, self.value(*real[0], **real[1]))
+
+
+#: What torch makes of such a class.
+STOCK_CLASSES: tuple[type, ...] = (
+    UserDefinedClassVariable,
+    *(cls for name in ("PlacementClassVariable",) if (cls := getattr(distributed, name, None))),
+)
+
+
+def _attribute(output: Any, value: Any) -> Any:
+    """The proxy of an object in the graph that is being traced (a branch or a checkpointed region has its own): one for each graph."""
+    names = vars(output).setdefault("dtensor_compile_names", {})
+    if id(value) not in names:
+        names[id(value)] = f"dtensor_compile_{type(value).__name__}_{len(names)}"
+        output.nn_modules[names[id(value)]] = value
+    made = vars(output.current_tracer).setdefault("dtensor_compile_made", {})
+    if id(value) not in made or made[id(value)].node._erased:  # tracing took back what it had traced
+        made[id(value)] = output.create_proxy("get_attr", names[id(value)], (), {})
+        made[id(value)].node.meta["example_value"] = value
+    return made[id(value)]
+
+
+def guard_constant(builder: VariableBuilder, value: Any) -> None:
+    """Installs the guards that torch has on such an input as of 2.13."""
+    builder.install_guards(GuardBuilder.TYPE_MATCH if isinstance(value, ProcessGroup) else GuardBuilder.EQUALS_MATCH)
+
+
+@contextlib.contextmanager
+def track_world() -> Iterator[None]:
+    """While it is entered, ``torch.distributed.group.WORLD`` has the tracker that any other group has."""
+    world = distributed.WorldMetaClassVariable
+    stock = world.var_getattr
+
+    def var_getattr(self: Any, tx: Any, name: str) -> VariableTracker:
+        found = stock(self, tx, name)  # with a guard that it is this group
+        return VariableTracker.build(tx, self.value.WORLD, AttrSource(self.source, name)) if name == "WORLD" else found
+
+    with mock.patch.object(world, "var_getattr", var_getattr):
+        yield
