@@ -96,6 +96,12 @@ def stay_where_traced(node: torch.fx.Node) -> None:
         node.meta["partitioner_tag"] = "must_be_in_backward" if traced_in_backward(node) else "must_be_in_forward"
 
 
+def run_in_backward(node: torch.fx.Node) -> None:
+    """The partitioner puts a node in backward that was traced in forward, which does not need it."""
+    if node.meta.get("recompute") is None:
+        node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
 def keep_for_backward(node: torch.fx.Node) -> None:
     """The partitioner saves what a node of the forward returns, also in a region that is recomputed."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

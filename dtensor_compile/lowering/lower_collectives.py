@@ -22,7 +22,14 @@ import torch
 from dtensor_compile.capture.across import ORDERED
 from dtensor_compile.capture.collectives import FUNCTIONAL, LOWERED, exchange, irecv, isend
 from dtensor_compile.capture.random import EFFECTS
-from dtensor_compile.compat.collectives import lower_as_collective, run_once, stay_where_traced, traced_in_backward, wait_tensor
+from dtensor_compile.compat.collectives import (
+    lower_as_collective,
+    run_in_backward,
+    run_once,
+    stay_where_traced,
+    traced_in_backward,
+    wait_tensor,
+)
 from dtensor_compile.passes.nodes import cost_of, redistributions
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
@@ -47,14 +54,25 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
 
 def hold_redistributions(graph: torch.fx.Graph) -> None:
-    """On the joint graph: what is sent in backward is not moved into forward.
+    """On the joint graph: what is sent in backward is not moved into forward, and what backward alone needs is sent there.
 
-    The partitioner would do that, for what needs no gradient, where less has to be kept so, by the sizes of local tensors. Where
-    shards are uneven these differ between ranks, and so would the collectives of their graphs.
+    The partitioner would choose, for what needs no gradient, where less has to be kept, by the sizes of local tensors. Where shards
+    are uneven these differ between ranks, and so would the collectives of their graphs.
     """
+    results = next(iter(graph.find_nodes(op="output"))).all_input_nodes
+    pending, in_forward = [node for node in results if not traced_in_backward(node)], set[torch.fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in in_forward:
+            in_forward.add(node)
+            pending += node.all_input_nodes
     for node in redistributions(graph):
-        if traced_in_backward(node) and cost_of([node]).collectives:
+        if not cost_of([node]).collectives:
+            continue
+        if traced_in_backward(node):
             stay_where_traced(node)
+        elif node not in in_forward:
+            run_in_backward(node)
 
 
 def hold_draws(graph: torch.fx.Graph) -> None:

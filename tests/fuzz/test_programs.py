@@ -148,3 +148,14 @@ def test_the_whole_of_an_input_that_was_split_and_a_view_of_it():
     lines = ("v0 = torch.split(a0, 2, 0)[0]", "v1 = v0.reshape([2, 28, 3])")
     for place in ("Replicate()", "Shard(3)"):
         check(Program((2,), (x.format(place=place),), lines, ("v0", "v1")))
+
+
+def test_a_redistribution_of_uneven_shards_that_backward_alone_needs():
+    x = "tensor(mesh, 0, [8, 2, 7], torch.float32, [Shard(0), Shard(1)], True)"
+    i = "indices(mesh, 1, [6], 8, [Shard(0), Shard(0)])"
+    lines = (
+        "v0 = F.embedding(a1, a0.max(1)[0] * 3)",
+        "v1 = v0.redistribute(placements=[Shard(1), Shard(0)])",
+        "v2 = torch.matmul(v1, v0.transpose(-1, -2))",
+    )
+    check(Program((2, 1), (x, i), lines, ("v0", "v2")))
