@@ -11,7 +11,8 @@ The exchange never becomes the hang that it is to prevent. It goes through the s
 collective, and no rank waits for another longer than `PATIENCE`: a rank that does not compile at this point, because its own
 graph still serves or because it runs other code, has nothing to say. A rank whose graph calls what it has announced before, a
 recompilation for another local shape for instance, says and waits for nothing. So the cost is at compile time, and there is
-none for a call.
+none for a call. Ranks also say over which groups a graph communicates: where a redistribution would wait for a rank that has compiled
+the same function as often, and never to anything over that group, that is an error when `PATIENCE` is over.
 
     rank 0: graph 0 of step (train.py:12)  all_gather, all_reduce  -> store; reads rank 1's, raises
     rank 1: graph 0 of step (train.py:12)  all_gather              -> store; reads rank 0's, raises
@@ -33,7 +34,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo import of_compilation_on_stack
 from dtensor_compile.errors import AgreementError
-from dtensor_compile.passes.nodes import ACROSS, source_line
+from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, source_line
 from dtensor_compile.report.graphs import group_of
 from dtensor_compile.runtime.book import Book, current_book, digest
 
@@ -56,11 +57,13 @@ class Call:
         kind: operator, reduction, dtype, and between which meshes it is part of a redistribution: ``all_reduce sum float32``.
         elements: that each member brings; None where they may differ or are not known before the graph runs.
         where: the user's line.
+        redistributes: whether it is part of a redistribution.
     """
 
     kind: str
     elements: int | None
     where: str
+    redistributes: bool = False
 
     def __str__(self) -> str:
         size = "" if self.elements is None else f" of {self.elements} elements"
@@ -74,16 +77,18 @@ class Announcement:
     Attributes:
         kinds: digest of the kinds in order.
         sizes: digest of the sizes; ``"?"`` where one of them is symbolic, which agrees with any.
+        redistributes: whether all of them are parts of redistributions, which all ranks of a group run alike.
     """
 
     kinds: str
     sizes: str
     calls: tuple[Call, ...]
+    redistributes: bool = False
 
     @classmethod
     def of(cls, calls: Sequence[Call], symbolic: bool) -> Announcement:
         kinds = digest([c.kind for c in calls])
-        return cls(kinds, "?" if symbolic else digest([c.elements for c in calls]), tuple(calls))
+        return cls(kinds, "?" if symbolic else digest([c.elements for c in calls]), tuple(calls), all(c.redistributes for c in calls))
 
     @property
     def digest(self) -> str:
@@ -119,7 +124,7 @@ def _call(node: torch.fx.Node, name: str) -> Call:
     elements = value.numel() if value is not None and name.rstrip("_") in _EQUAL_SIZES else None
     known = elements if isinstance(elements, int) else None
     across = [node.meta[ACROSS]] if ACROSS in node.meta else []
-    return Call(" ".join([name, *map(str, arguments), *dtype, *across]), known, source_line(node))
+    return Call(" ".join([name, *map(str, arguments), *dtype, *across]), known, source_line(node), REDISTRIBUTES in node.meta)
 
 
 @dataclass
@@ -130,12 +135,14 @@ class Agreement:
         function: what is compiled, named alike on every rank.
         graphs: number of graphs noted.
         noted: those that have not been announced yet.
+        groups: of each of these graphs the groups over which it communicates, by its name.
         compiled: whether the forward is compiled, so that a graph that is noted now runs at once.
     """
 
     function: str
     graphs: int = 0
     noted: list[tuple[str, tuple[int, ...], Announcement]] = field(default_factory=list)
+    groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     compiled: bool = False
 
     @classmethod
@@ -158,7 +165,9 @@ class Agreement:
         name = f"graph {self.graphs} of {self.function}"
         self.graphs += 1
         symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.find_nodes(op="placeholder"))
-        for ranks, calls in collectives_by_group(graph).items():
+        by_group = collectives_by_group(graph)
+        self.groups[name] = list(by_group)
+        for ranks, calls in by_group.items():
             self.noted.append((name, ranks, Announcement.of(calls, symbolic)))
         if self.compiled:
             self.reach()
@@ -170,6 +179,7 @@ class Agreement:
             AgreementError: another rank's graph calls other collectives over the same group.
         """
         self.compiled, noted, self.noted = True, self.noted, []
+        groups, self.groups = self.groups, {}
         book = current_book()
         if book is None:
             return
@@ -177,6 +187,9 @@ class Agreement:
             book.store.set(book.key((), self.function, dist.get_rank()), "1")
             return
         try:
+            for name, ranks in groups.items():
+                book.graphs[name] = book.graphs.get(name, 0) + 1
+                book.store.set(_groups_key(book, name, book.graphs[name], dist.get_rank()), json.dumps(ranks))
             waiting = [e for name, ranks, mine in noted for e in _announce(book, self.function, name, ranks, mine)]
             _compare(book, waiting)
         except AgreementError:
@@ -196,6 +209,7 @@ class _Waiting:
     """
 
     name: str
+    ranks: tuple[int, ...]
     mine: Announcement
     rank: int
     same_place: str
@@ -216,7 +230,7 @@ def _announce(book: Book, function: str, name: str, ranks: tuple[int, ...], mine
     for other in ranks:
         if other != rank:
             enough = (book.key(ranks, mine.digest, book.said[ranks, mine.digest], other), book.key((), function, other))
-            yield _Waiting(name, mine, other, book.key(ranks, name, place, other), enough)
+            yield _Waiting(name, ranks, mine, other, book.key(ranks, name, place, other), enough)
 
 
 def _compare(book: Book, waiting: list[_Waiting]) -> None:
@@ -238,11 +252,36 @@ def _compare(book: Book, waiting: list[_Waiting]) -> None:
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     for entry in waiting:
+        if entry.mine.redistributes and _never_calls(book, entry):
+            raise AgreementError(_missing(entry))
         log.warning(
             "%s calls collectives that rank %d has not compiled within %g s (%s): it runs other code, or a graph from before. If "
             "the job now hangs, this is where ranks do not call the same collectives.",
             entry.name, entry.rank, PATIENCE, ", ".join(map(str, entry.mine.calls[:3])),
         )  # fmt: skip
+
+
+def _groups_key(book: Book, name: str, count: int, rank: int) -> str:
+    return book.key((), f"groups of {name}", count, rank)
+
+
+def _never_calls(book: Book, entry: _Waiting) -> bool:
+    """Whether the other rank has compiled the same graph as often as this one, and never with a collective over the group."""
+    count = 0
+    while book.store.check([_groups_key(book, entry.name, count + 1, entry.rank)]):
+        count += 1
+        if list(entry.ranks) in json.loads(book.store.get(_groups_key(book, entry.name, count, entry.rank))):
+            return False
+    return count >= book.graphs.get(entry.name, 0) > 0
+
+
+def _missing(entry: _Waiting) -> str:
+    return (
+        f"ranks {dist.get_rank()} and {entry.rank} compiled {entry.name} to different collectives, and rank {dist.get_rank()} would "
+        f"wait for ever: it has {entry.mine.calls[0]} over ranks {', '.join(map(str, entry.ranks))}, and rank {entry.rank} has none "
+        "over these. Every rank of a mesh has to redistribute in the same way: look for a branch on the rank or on a value that "
+        "differs between ranks; where sizes vary (dynamic=True), ranks may have fixed other ones, and dynamic=False compiles for each."
+    )
 
 
 def _difference(entry: _Waiting, digest: str, theirs: list[str]) -> str:

@@ -18,6 +18,7 @@ class Book:
         group, store: the default process group and its store.
         announced: announcements of graphs, by the ranks of a group and the graph's name (`runtime.agree`).
         said: how often this rank has announced the same collectives of a group, for whatever graphs.
+        graphs: how often a graph was compiled, by its name.
         met: how often `ranks` have met about a topic (`runtime.meet`).
         epoch: counts the process groups that this rank had on that store, which may outlive them.
     """
@@ -26,6 +27,7 @@ class Book:
         self.group, self.store = group, default_store()
         self.announced: dict[tuple[tuple[int, ...], str], list[Any]] = {}
         self.said: dict[tuple[tuple[int, ...], str], int] = {}
+        self.graphs: dict[str, int] = {}
         self.met: dict[tuple[tuple[int, ...], str], int] = {}
         self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
 

@@ -54,6 +54,19 @@ def test_sizes_count_where_both_are_known():
 # ---- ranks that cannot run together ------------------------------------------------------------------------------------------
 
 
+@on_ranks(4)
+def test_redistributions_over_other_groups_are_an_error_on_every_rank():
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+    rows = dist.get_rank() in (0, 3)
+
+    def gather_along_one(x):
+        return x.redistribute(placements=[Replicate(), Shard(1)] if rows else [Shard(0), Replicate()])
+
+    with patience(15.0), pytest.raises(Exception, match="AgreementError.* and rank \\d has none over these"):
+        compiled(gather_along_one)(x)
+
+
 @on_ranks(2)
 @patient
 def test_a_branch_on_the_rank_is_an_error_on_every_rank():
