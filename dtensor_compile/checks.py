@@ -17,8 +17,9 @@ from dtensor_compile.capture.spec import REDUCE_OPS
 from dtensor_compile.capture.trace import emit_redistribution
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
+from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
-from dtensor_compile.lowering.shards import cuts_evenly
+from dtensor_compile.lowering.shards import chunk_sizes, cuts_evenly
 
 
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -95,6 +96,9 @@ def check_redistributions() -> Iterator[None]:
     """While it is entered, a redistribution to a shard of a dim that is not there raises `PlacementError` (torch: an IndexError), and
     so does one of terms that cannot be combined.
 
+    A size that varies is fixed where a rank gets one row of it or none: torch takes 0 and 1 for other programs than all other sizes,
+    so that this rank would fix it and the others would not, and their graphs would call other collectives.
+
     Strided shards go by the operator: torch finds out what is where with tensors of indices, whose values are not there while tracing.
     """
 
@@ -103,12 +107,20 @@ def check_redistributions() -> Iterator[None]:
             shape = source.tensor_meta.shape
             check_shard_dims(target.placements, target.mesh, len(shape), f"a tensor of shape {list(shape)}")
             for placements in (source.placements, target.placements):
+                _fix_sizes_of_single_rows(shape, placements, compat_mesh.real_mesh(target.mesh).shape)
                 check_reductions(placements, f"a tensor of shape {list(shape)}")
         strided = any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements))
         return emit_redistribution(local, source, target, stock) if strided else stock()
 
     with redistribute_hook(check):
         yield
+
+
+def _fix_sizes_of_single_rows(shape: Sequence[Any], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> None:
+    for dim, (size, hint) in enumerate(zip(shape, size_hints(shape))):
+        cuts = [n for p, n in zip(placements, mesh_shape) if isinstance(p, (Shard, StridedShard)) and p.dim % len(shape) == dim]
+        if isinstance(size, torch.SymInt) and cuts and min(chunk_sizes(hint, cuts)) < 2:
+            int(size)  # guards that it is what it is now
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

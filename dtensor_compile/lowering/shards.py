@@ -86,6 +86,14 @@ def length(parts: Intervals) -> int:
     return sum(end - start for start, end in parts)
 
 
+def chunk_sizes(size: int, parts: Sequence[int]) -> set[int]:
+    """The sizes of all pieces of `size` rows that are cut into so many parts, each piece again into so many, ..."""
+    sizes = {size}
+    for n in parts:
+        sizes = {max(0, min(chunk, whole - chunk * k)) for whole in sizes for chunk in (-(-whole // n),) for k in range(n)}
+    return sizes
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def common(a: Intervals, b: Intervals) -> Intervals:
     """What is in both."""

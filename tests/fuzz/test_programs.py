@@ -159,3 +159,9 @@ def test_a_redistribution_of_uneven_shards_that_backward_alone_needs():
         "v2 = torch.matmul(v1, v0.transpose(-1, -2))",
     )
     check(Program((2, 1), (x, i), lines, ("v0", "v2")))
+
+
+def test_sizes_that_vary_where_some_ranks_get_one_row():
+    x = "tensor(mesh, 2, [4, 4], torch.float32, [Shard(0), Shard(0), Partial()], True)"
+    lines = ("v0 = a0.movedim(1, 0)", "v1 = v0.redistribute(placements=[Shard(0), Shard(0), Shard(0)])", "v2 = F.gelu(v1 + v1)")
+    check(Program((1, 2, 2), (x,), lines, ("v2",), True))
