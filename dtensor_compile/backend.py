@@ -12,6 +12,7 @@ from dtensor_compile.capture.aliased_inputs import heed_aliases, may_write
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.cacheable import GRAPH_FUNCTIONS, cache_decisions, survives_caches
 from dtensor_compile.capture.effect_tokens import make_tokens_real
+from dtensor_compile.capture.empty_masks import make_masks_boolean
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.marks import mark_local_tensors
 from dtensor_compile.capture.mesh import guard_mesh_order, merge_groups
@@ -108,6 +109,7 @@ def dtensor(
         check_gradients_of_hooks()
         bind_meshes_to_primals(graph)
         make_tokens_real(graph)
+        make_masks_boolean(graph)
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)

@@ -165,3 +165,10 @@ def test_sizes_that_vary_where_some_ranks_get_one_row():
     x = "tensor(mesh, 2, [4, 4], torch.float32, [Shard(0), Shard(0), Partial()], True)"
     lines = ("v0 = a0.movedim(1, 0)", "v1 = v0.redistribute(placements=[Shard(0), Shard(0), Shard(0)])", "v2 = F.gelu(v1 + v1)")
     check(Program((1, 2, 2), (x,), lines, ("v2",), True))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_mask_of_a_dropout_of_shards_that_are_empty_on_some_ranks(dynamic):
+    x = "tensor(mesh, 1, [1, 5], torch.float32, [Shard(0), Shard(0)], True)"
+    w = "tensor(mesh, 2, [4, 5], torch.float32, [Shard(0), Shard(0)], False)"
+    check(Program((2, 2), (x, w), ("v0 = F.dropout(a0, 0.5)", "v1 = F.linear(v0, a1)"), ("v1", "v0"), dynamic))
