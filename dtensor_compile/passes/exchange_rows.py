@@ -32,7 +32,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
 from dtensor_compile.passes.alike import may_use_sizes
 from dtensor_compile.passes.copies import behind_copies, is_same_view, replace
-from dtensor_compile.passes.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when
+from dtensor_compile.passes.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
 
 aten = torch.ops.aten
 
@@ -176,8 +176,8 @@ def _reduce(table: Table, gathered: Gathered) -> Decision | None:
     values = redistribute(table.between(flat, Shard(0), Replicate(), whole), like=node, before=node)
     own, rows = _own(table, everybodys, node)
     values = _call(node, aten.where.self, _call(node, aten.unsqueeze.default, own, -1), values, _zero(node, values))
-    zeros = _full(node, [table.rows, this.shape[1]], values.meta["val"])
-    result = _call(node, aten.index_put.default, zeros, [rows], values, True)
+    shard = zeros([table.rows, this.shape[1]], values.meta["val"], like=node, before=node)
+    result = _call(node, aten.index_put.default, shard, [rows], values, True)
     if table.source == Partial("avg"):
         result = _call(node, aten.div.Tensor, result, table.ranks)
     if result.meta["val"].dtype != node.meta["val"].dtype:
@@ -272,12 +272,8 @@ def _call(before: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torc
     return call(target, args, kwargs, like=before, before=before)
 
 
-def _full(before: torch.fx.Node, shape: list[int], like: torch.Tensor) -> torch.fx.Node:
-    return _call(before, aten.full.default, shape, 0, dtype=like.dtype, layout=like.layout, device=like.device, pin_memory=False)
-
-
 def _zero(before: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
-    return _full(before, [], like.meta["val"])
+    return zeros([], like.meta["val"], like=before, before=before)
 
 
 def _decision(table: Table, where: str, reason: str) -> Decision:

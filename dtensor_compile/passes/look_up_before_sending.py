@@ -26,7 +26,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
 from dtensor_compile.passes.alike import mark_of, may_use_sizes
 from dtensor_compile.passes.copies import replace
-from dtensor_compile.passes.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when
+from dtensor_compile.passes.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
 
 aten = torch.ops.aten
 
@@ -104,8 +104,7 @@ def _own(user: torch.fx.Node, local: torch.fx.Node, dim: int, first: int, size: 
         return call(target, args, kwargs, like=user, before=user)
 
     def zero_like(node: torch.fx.Node) -> torch.fx.Node:
-        value = node.meta["val"]
-        return make(aten.full.default, [], 0, dtype=value.dtype, layout=value.layout, device=value.device, pin_memory=False)
+        return zeros([], node.meta["val"], like=user, before=user)
 
     args: tuple[Any, ...] = user.args
     if user.target in (aten.slice.Tensor, aten.select.int):

@@ -188,6 +188,12 @@ def call(
     return node
 
 
+def zeros(shape: list[int], value: torch.Tensor, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+    """A new node in front of `before` of zeros with the dtype and device of `value`; a number for the shape ``[]``."""
+    options = {"dtype": value.dtype, "layout": value.layout, "device": value.device, "pin_memory": False}
+    return call(torch.ops.aten.full.default, (shape, 0), options, like=like, before=before)
+
+
 def redistribute(this: Redistribution, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
     """A new redistribute node in front of `before`, that stands for `like`."""
     return call(redistribute_op, (this.local, *this[1:4], list(this.shape)), like=like, before=before)

@@ -77,22 +77,25 @@ class Announcement:
     Attributes:
         kinds: digest of the kinds in order.
         sizes: digest of the sizes; ``"?"`` where one of them is symbolic, which agrees with any.
-        redistributes: whether all of them are parts of redistributions, which all ranks of a group run alike.
     """
 
     kinds: str
     sizes: str
     calls: tuple[Call, ...]
-    redistributes: bool = False
 
     @classmethod
     def of(cls, calls: Sequence[Call], symbolic: bool) -> Announcement:
         kinds = digest([c.kind for c in calls])
-        return cls(kinds, "?" if symbolic else digest([c.elements for c in calls]), tuple(calls), all(c.redistributes for c in calls))
+        return cls(kinds, "?" if symbolic else digest([c.elements for c in calls]), tuple(calls))
 
     @property
     def digest(self) -> str:
         return f"{self.kinds}:{self.sizes}"
+
+    @property
+    def redistributes(self) -> bool:
+        """Whether all calls are parts of redistributions, which all ranks of a group run alike."""
+        return all(call.redistributes for call in self.calls)
 
     def agrees(self, digest: str) -> bool:
         kinds, _, sizes = digest.partition(":")
