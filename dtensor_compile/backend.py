@@ -101,8 +101,9 @@ def dtensor(
     if recording():
         log.decided(cache_decisions(gm))
 
+    measured = opts.kernel_costs == "measured"
     even = [opts.schedule and shards_are_even(gm)]
-    lowered_passes = passes_after_lowering(opts.topology, opts.overlap_memory, opts.enable_passes, even=lambda: all(even))
+    lowered_passes = passes_after_lowering(opts.topology, opts.overlap_memory, opts.enable_passes, even=lambda: all(even), measured=measured)
 
     @plans_for(opts.topology, opts.redistribution_memory)
     def plan_joint_graph(graph: torch.fx.Graph) -> None:
@@ -145,6 +146,7 @@ def dtensor(
                 kernels,
                 topology=opts.topology,
                 overlap_memory=opts.overlap_memory,
+                measured=measured,
                 told=lambda *found: log.decided([kernels_in_order(*found)]),
             )
         except Exception as error:
@@ -156,7 +158,7 @@ def dtensor(
     def tell_uncompiled(graph: str, said: str) -> None:
         log.decided([runs_uncompiled(graph, said)])
 
-    planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.overlap_memory, opts.redistribution_memory, opts.regather
+    planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.kernel_costs, opts.overlap_memory, opts.redistribution_memory, opts.regather
     key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),

@@ -20,7 +20,7 @@ from dtensor_compile.passes import OPTIONAL, PASSES
 from dtensor_compile.topology.files import topology
 from dtensor_compile.topology.links import Cluster
 
-_CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error")}
+_CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error"), "kernel_costs": ("estimated", "measured")}
 _PASSES = {
     "disable_passes": (*dict.fromkeys(run.__name__ for run in (*PASSES, drop_copies, order_rows, send_transposed)), *LOWERED_PASSES),
     "enable_passes": (*OPTIONAL, *LOWERED_OPTIONAL),
@@ -44,6 +44,8 @@ class Options:
             mesh dims are alike.
         schedule: order what is lowered so that collectives run beside compute, in the form and number that suits the network
             (`lowering/overlap.py`).
+        kernel_costs: the order is made for kernels as an estimate has them (``"estimated"``), or as the device at hand runs them
+            (``"measured"``, `lowering/measured_kernels.py`).
         overlap_memory: part of the peak of live tensors that the order may add to it; infinity for no bound.
         redistribution_memory: bytes that one redistribution may hold at once besides its input (result, buffers, what lies between
             its steps); plans that hold more are left out. None: no bound.
@@ -60,6 +62,7 @@ class Options:
     fallback: str = "replicate"
     topology: Cluster | None = None
     schedule: bool = True
+    kernel_costs: str = "estimated"
     overlap_memory: float = 0.05
     redistribution_memory: int | None = None
     regather: str | int | None = None

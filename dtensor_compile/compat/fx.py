@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import traceback as fx_traceback
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
 
@@ -50,6 +51,11 @@ def put_back(graph: torch.fx.Graph, saved: SavedGraph) -> None:
     for node in [graph._root, *graph.nodes]:
         node.graph = graph
     graph.inserting_before(graph._root)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """While it is entered, operators run as outside of any tracing: on real tensors, and nobody looks."""
+    return _disable_current_modes()
 
 
 def first_token() -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch._inductor import custom_graph_pass
 
 from dtensor_compile.compat.hooks import feature, hook
 from dtensor_compile.lowering.least_time import least_seconds
+from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
 from dtensor_compile.passes.nodes import REDISTRIBUTES, is_start, is_wait
@@ -94,7 +95,7 @@ def loosen(nodes: Nodes) -> Nodes:
 
 
 def rearrange(
-    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, told: Callable[[Simulation, Simulation, float], None]
+    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, measured: bool, told: Callable[[Simulation, Simulation, float], None]
 ) -> Nodes:
     """The kernels in an order in which collectives run beside compute.
 
@@ -102,6 +103,7 @@ def rearrange(
         nodes: scheduler nodes after fusion, in an order in which they may run.
         topology: what the seconds are of; None for the default of the device.
         overlap_memory: part of the peak of Inductor's own order that may be added to it.
+        measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are estimated.
         told: is told what is predicted for Inductor's order and for ours, and the seconds that every order takes.
     """
     from torch._inductor.utils import contains_collective
@@ -110,7 +112,8 @@ def rearrange(
     starts = [node for node in nodes if contains_collective(node)]
     if not starts or not _only_redistributions(starts):
         return nodes
-    tasks = _tasks(nodes, buffers, topology or default_cluster(next(iter(starts[0].get_outputs())).node.get_device().type))
+    cluster = topology or default_cluster(next(iter(starts[0].get_outputs())).node.get_device().type)
+    tasks = _tasks(nodes, buffers, cluster, measured)
     given = len(tasks) - len(nodes)
     before = simulate(tasks, range(len(tasks)))
     order = arrange(tasks, excess(overlap_memory, before.peak))
@@ -134,7 +137,7 @@ def _order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
     return nodes, freeable
 
 
-def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster) -> list[Task]:
+def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster, measured: bool) -> list[Task]:
     """One task for each input that can be freed, then one for each kernel."""
     from torch._inductor.virtualized import V
 
@@ -162,7 +165,7 @@ def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster) -> list[Ta
             about["waits_for"] = start
             after.add(start)
         else:
-            about["seconds"] = _seconds(node, cluster)
+            about["seconds"] = _seconds(node, cluster, measured)
         makes = tuple(memory[buffer.get_name()] for buffer in node.get_outputs())
         reads = tuple(memory[buffer.get_name()] for buffer in node.mpi_node.pred_buffers)
         tasks.append(Task(after=tuple(sorted(after)), makes=makes, reads=reads, **about))
@@ -190,13 +193,16 @@ def _start_of(wait: torch.fx.Node) -> torch.fx.Node:
     return source.args[0] if source.target is operator.getitem else source  # type: ignore[union-attr, return-value]
 
 
-def _seconds(node: Any, cluster: Cluster) -> float:
+def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
     from torch._inductor.ir import MultiOutput
 
     parts = node.get_nodes()
     if all(isinstance(part.node, MultiOutput) for part in parts):  # an item of a list
         return 0.0
     origins = [origin for part in parts if part.is_extern() or part.is_template() if (origin := part.node.get_origin_node())]
+    found = [measured_seconds(origin) for origin in origins] if measured else []
+    if found and None not in found:
+        return sum(found)
     flops = sum(map(flops_of, origins))
     itemsize = next((itemsize_of(origin) for origin in origins), 4)
     return compute_seconds(cluster.device, flops, node.get_read_write_buffers_sizes(), itemsize)

@@ -24,7 +24,8 @@ LOWERED_OPTIONAL: tuple[str, ...] = ("decompose_products", "bucket_collectives")
 
 
 def passes_after_lowering(
-    topology: Cluster | None, overlap_memory: float, enabled: Sequence[str] = (), *, even: Callable[[], bool] = lambda: False
+    topology: Cluster | None, overlap_memory: float, enabled: Sequence[str] = (), *, even: Callable[[], bool] = lambda: False,
+    measured: bool = False,
 ) -> tuple[Pass, ...]:
     """The passes, for `run_passes`.
 
@@ -33,6 +34,7 @@ def passes_after_lowering(
         overlap_memory: part of the peak that the order may add.
         enabled: names of `LOWERED_OPTIONAL` ones that the user asks for.
         even: asked when they run: whether all ranks have the same sizes, so that they may decide by the seconds of compute.
+        measured: kernels are measured for the order.
     """
 
     def decompose_products(graph: torch.fx.Graph) -> list[Decision]:
@@ -44,7 +46,7 @@ def passes_after_lowering(
         return bucket(graph, cluster) if cluster is not None else []
 
     def in_order(graph: torch.fx.Graph) -> list[Decision]:
-        return schedule_graph(graph, topology, overlap_memory)
+        return schedule_graph(graph, topology, overlap_memory, measured)
 
     in_order.__name__ = schedule_graph.__name__
     passes = (decompose_products, bucket_collectives, reduce_by_exchange, in_order)

@@ -13,7 +13,8 @@ The device is simulated as ``report/schedule.py`` does it: one stream computes, 
 other. At each moment
 
 1. the next collective starts if its input is there, a place in flight is free and the memory bound allows it. A place is free
-   while the link has less to do than the longest kernel takes: more in flight would only hold memory.
+   while the link has less to do than the longest kernel takes: more in flight would only hold memory. The second place is always
+   free: a link that has one collective alone stands still from its end until this host has started another, which is not simulated.
 2. else the compute that it needs runs, as far as it is not held up,
 3. else other compute that nothing holds up, in the order given,
 4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction of a
@@ -26,6 +27,7 @@ fastest order that keeps the bound is taken, and the order given stays where non
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections import Counter
@@ -34,6 +36,9 @@ from dataclasses import dataclass, field
 
 #: A collective whose result nobody uses is taken for done after this much of its time more than the simulation says.
 SLACK = 0.25
+
+#: Collectives that may always be in flight on a link.
+PLACES = 2
 
 #: Parts of the bound on memory that are aimed at, and for each how often memory is kept back for tasks that were found to need it.
 TRIES, ROUNDS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.75, 0.6), 5
@@ -106,6 +111,7 @@ class _Device:
         self.now = 0.0
         self.free: dict[str, float] = {}
         self.ends: dict[int, float] = {}
+        self.carried: dict[str, list[float]] = {}  # when those of a link end, in their order
         self.exposed: dict[int, float] = {}
         self.readers = Counter(buffer for task in tasks for buffer in task.reads)
         self.live = self.peak = 0
@@ -114,6 +120,7 @@ class _Device:
         task = self.tasks[index]
         if task.link is not None:
             self.ends[index] = self.free[task.link] = max(self.now, self.free.get(task.link, 0.0)) + task.seconds
+            self.carried.setdefault(task.link, []).append(self.ends[index])
             self.exposed[index] = 0.0
         elif task.waits_for is not None:
             waited = max(0.0, self.ends[task.waits_for] - self.now)
@@ -135,6 +142,11 @@ class _Device:
 
     def backlog(self, link: str) -> float:
         return max(0.0, self.free.get(link, 0.0) - self.now)
+
+    def in_flight(self, link: str) -> int:
+        """How many collectives have been started on a link and have not ended."""
+        ends = self.carried.get(link, [])
+        return len(ends) - bisect.bisect_right(ends, self.now)
 
     def result(self) -> Simulation:
         return Simulation(max([self.now, *self.free.values()]), self.peak, self.exposed)
@@ -300,8 +312,9 @@ class _Arrangement:
         if self.missing[index] or self._held_until(index) > self.device.now:
             return False
         if index != self._turn():
-            backlog = self.device.backlog(self.tasks[index].link or "")
-            if not self._fits(index) or 0 < backlog >= self.places:
+            link = self.tasks[index].link or ""
+            backlog = self.device.backlog(link)
+            if not self._fits(index) or 0 < backlog >= self.places and self.device.in_flight(link) >= PLACES:
                 return False
         self._execute(index)
         self.place += 1

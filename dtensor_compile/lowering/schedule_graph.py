@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.start_order import hoist_gathers
 from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
@@ -26,22 +27,23 @@ from dtensor_compile.report.graphs import Collective, collective_of, result_byte
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
 
 
-def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float) -> list[Decision]:
+def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, measured: bool = False) -> list[Decision]:
     """Orders `graph` so that collectives run beside compute.
 
     Args:
         topology: what the seconds are of; None for the default of the device. They decide what runs between two starts, never the
             order of starts.
         overlap_memory: part of the peak of the graph as it is that may be added to it.
+        measured: as for `graph_tasks`.
     """
     cluster = cluster_for(graph, topology)
     if cluster is None:
         return []
-    tasks = graph_tasks(graph, cluster)
+    tasks = graph_tasks(graph, cluster, measured)
     before = simulate(tasks, range(len(tasks)))
     between_meshes = any(ACROSS in node.meta for node in graph.nodes)  # then ranks of a mesh do not all have this graph
     if not between_meshes and hoist_gathers(graph):
-        tasks = graph_tasks(graph, cluster)
+        tasks = graph_tasks(graph, cluster, measured)
     order = arrange(tasks, excess(overlap_memory, before.peak))
     nodes = list(graph.nodes)
     output = nodes[-1]
@@ -78,8 +80,12 @@ def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | No
     return None if first is None else topology or default_cluster(first.meta["val"].device.type)
 
 
-def graph_tasks(graph: torch.fx.Graph, cluster: Cluster) -> list[Task]:
-    """The nodes of a graph as tasks, one each, in order."""
+def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False) -> list[Task]:
+    """The nodes of a graph as tasks, one each, in order.
+
+    Args:
+        measured: operators that can be are measured (`measured_seconds`); ranks then have other seconds.
+    """
     nodes = list(graph.nodes)
     number = {node: index for index, node in enumerate(nodes)}
     own_sends = any(is_start(node) and REDISTRIBUTES not in node.meta for node in nodes)
@@ -122,7 +128,8 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster) -> list[Task]:
                 after += [start] if own_sends else []
                 del started[node]
         elif (work := work_of(node, computed)) is not None:
-            seconds = compute_seconds(cluster.device, work.flops, work.bytes, work.itemsize, work.fused)
+            known = measured_seconds(node) if measured else None
+            seconds = compute_seconds(cluster.device, work.flops, work.bytes, work.itemsize, work.fused) if known is None else known
         tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads)))
     return tasks
 

@@ -178,9 +178,17 @@ def itemsize_of(node: torch.fx.Node) -> int:
     return next((value.element_size() for value in _values(node.meta.get("val"))), 4)
 
 
+#: Operators without a formula in torch, and those with the same arguments that have one.
+_COUNTED_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: torch.ops.aten._scaled_dot_product_flash_attention_backward,
+}
+
+
 def flops_of(node: torch.fx.Node) -> int:
     """Floating-point operations of a node, by torch's formulas; 0 where it has none."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))  # operators of higher order have none
+    packet = getattr(node.target, "overloadpacket", None)  # operators of higher order have none
+    formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
     if formula is None:
         return 0
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))

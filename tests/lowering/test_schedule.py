@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dtensor_compile.lowering import schedule
 from dtensor_compile.lowering.least_time import least_seconds
-from dtensor_compile.lowering.schedule import Buffer, Task, arrange, excess, simulate
+from dtensor_compile.lowering.schedule import Buffer, Task, _Device, arrange, excess, simulate
 
 
 class Program(list):
@@ -114,9 +114,25 @@ def test_memory_is_kept_back_only_until_the_task_that_needs_it_has_run():
 
 
 def test_a_start_goes_before_the_compute_that_the_collective_before_it_held_up():
-    program = layers(3, 4, 2)
-    assert arrange(program, float("inf")) == [0, 1, 3, 2, 4, 6, 5, 7, 8]
-    assert simulate(program, arrange(program, float("inf"))).seconds == 3 * 4 + 2 == least_seconds(program)
+    program = layers(4, 4, 2)
+    assert arrange(program, float("inf")) == [0, 3, 1, 6, 2, 4, 9, 5, 7, 8, 10, 11]
+    assert simulate(program, arrange(program, float("inf"))).seconds == 4 * 4 + 2 == least_seconds(program)
+
+
+def test_a_link_has_its_next_collective_before_one_ends_where_memory_allows_it():
+    program = layers(4, 4, 2, size=10)
+    *ready, _ = (index for index, task in enumerate(program) if task.waits_for is not None)
+
+    def in_flight_at_waits(bound):
+        device, found = _Device(program), []
+        for index in arrange(program, bound):
+            if index in ready:
+                found.append(device.in_flight("net"))
+            device.run(index)
+        return found
+
+    assert in_flight_at_waits(20) == [2, 2, 2]
+    assert in_flight_at_waits(10) == [1, 1, 1]
 
 
 @settings(max_examples=200, deadline=None)
