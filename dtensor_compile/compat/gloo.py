@@ -32,9 +32,11 @@ def share_devices() -> None:
     device = stock.create_default_device()
 
     class Sharing(type(stock)):  # type: ignore[misc]
-        def __call__(cls, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        def __call__(cls, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> Any:
             options = stock._Options()
             options._timeout, options._devices = timeout, [device]
+            for name, value in more.items():  # of torch 2.14: enable_reconfigure
+                setattr(options, name, value)
             return stock(store, rank, size, options)
 
         def __instancecheck__(cls, value: object) -> bool:

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_compile.capture.across import ORDERED
 from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo import constant_source, fact_guard, leave_frames_to_python, of_compilation_on_stack
+from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.mesh import real_mesh
 from dtensor_compile.runtime.native import native
 
@@ -202,16 +203,19 @@ def results_with_tangents(metadata: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def assumed_tangents(tangents: Tangents) -> Iterator[None]:
-    """While it is entered, AOTAutograd traces backward passes on this thread for the gradients that are assumed."""
-    if tangents.assumed is None:
-        yield
-        return
+    """While it is entered, AOTAutograd traces backward passes on this thread for the gradients that are assumed.
+
+    Where nothing is, those of sums not yet added up are for replicas. torch redistributes for that, and takes strided shards of the
+    result for an order of shards, for which operators have other rules: eager's gradient is like the result in that too.
+    """
     owner, stock, asked = threading.get_ident(), DTensor.__coerce_tangent_metadata__, 0
 
     def coerce(self: DTensor) -> DTensor:
         nonlocal asked
         if threading.get_ident() != owner:
             return stock(self)
+        if tangents.assumed is None:
+            return stock(self) if self._spec.shard_order is None else _like_in_replicas(self)
         placements = tangents.assumed[asked % len(tangents.assumed)]
         asked += 1
         if len(placements) != len(self.placements) or placements == expected_placements(self.placements):
@@ -223,6 +227,16 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
 
     with mock.patch.object(DTensor, "__coerce_tangent_metadata__", coerce):
         yield
+
+
+def _like_in_replicas(tensor: DTensor) -> DTensor:
+    """A tensor placed as this one is, and as replicas where it is sums not yet added up; without values."""
+    spec = tensor._spec
+    if not any(isinstance(placement, Partial) for placement in spec.placements):
+        return tensor
+    placements, meta = tuple(expected_placements(spec.placements)), spec.tensor_meta
+    wanted = spec_of_parts(placements, meta.dtype, spec.shard_order, spec.mesh, meta.shape, meta.stride)
+    return DTensor(torch.empty_like(tensor._local_tensor), wanted, requires_grad=False)
 
 
 class _NotRepeatable(Exception):
