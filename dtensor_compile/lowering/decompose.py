@@ -39,6 +39,7 @@ from dtensor_compile.lowering.schedule_graph import cost_of, graph_tasks
 from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
 from dtensor_compile.passes.nodes import FUSED, PART, REDISTRIBUTES, is_start, is_wait, source_line
 from dtensor_compile.report.graphs import collective_of, result_bytes
+from dtensor_compile.topology.backends import HOST_SECONDS
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
 aten = torch.ops.aten
@@ -225,17 +226,17 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
 
 
 def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
-    """Seconds of copies and launches that `k` parts take."""
+    """Seconds that `k` parts take for copies, launches, and the collectives that are more."""
     itemsize = pair.start.meta["val"].element_size()
-    launches = (k - 1) * len(pair.products)
+    launching = (k - 1) * (len(pair.products) * cluster.device.launch + HOST_SECONDS.get(cluster.backend, 0.0))
     if pair.fuses:
-        return launches * cluster.device.launch  # parts are read and written where they belong
+        return launching  # parts are read and written where they belong
     if pair.gathers:
         copies = [result_bytes(product) for product in pair.products] + ([result_bytes(pair.start)] if pair.whole else [])
     else:
         copies = [result_bytes(pair.products[0].args[0]), result_bytes(pair.start)]  # type: ignore[arg-type]
     copying = sum(compute_seconds(cluster.device, 0, 2 * size, itemsize) for size in copies)
-    return copying + launches * cluster.device.launch
+    return copying + launching
 
 
 # ---- divided -------------------------------------------------------------------------------------------------------------------
