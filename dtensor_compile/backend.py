@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dtensor_compile.capture.aliased_inputs import heed_aliases, may_write
+from dtensor_compile.capture.base_results import return_bases, without_bases
 from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.cacheable import GRAPH_FUNCTIONS, cache_decisions, survives_caches
 from dtensor_compile.capture.effect_tokens import make_tokens_real
@@ -96,6 +97,7 @@ def dtensor(
         return compile_as_stock(gm, example_inputs, opts.inductor)
     merged = merge_groups(tensor_meshes(gm))
     join_groups(gm)
+    bases = return_bases(gm)
     writes = may_write(gm)
     tangents.repeatable = not writes
     if recording():
@@ -193,7 +195,7 @@ def dtensor(
                 uncompiled=None if opts.strict else tell_uncompiled,
             )
     agreement.reach()
-    return restore_spent_graphs(gm, heed_aliases(gm, remember_arguments(compiled, tangents)))
+    return without_bases(restore_spent_graphs(gm, heed_aliases(gm, remember_arguments(compiled, tangents))), bases)
 
 
 def dtensor_aten(
