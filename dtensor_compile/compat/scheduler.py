@@ -22,6 +22,7 @@ from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange,
 from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
 from dtensor_compile.passes.nodes import REDISTRIBUTES, is_start, is_wait
 from dtensor_compile.report.graphs import collective_of, flops_of, itemsize_of
+from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
 Nodes = list[Any]
@@ -160,6 +161,7 @@ def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster, measured: 
         origin = _collective_origin(node)
         if origin is not None and is_start(origin):
             about["link"], about["seconds"] = cost_of(cluster, collective_of(origin))
+            about["host"] = host_seconds(cluster.backend)
             started[origin] = index
         elif origin is not None and (start := started.get(_start_of(origin))) is not None:
             about["waits_for"] = start

@@ -39,7 +39,7 @@ from dtensor_compile.lowering.schedule_graph import cost_of, graph_tasks
 from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
 from dtensor_compile.passes.nodes import FUSED, PART, REDISTRIBUTES, is_start, is_wait, source_line
 from dtensor_compile.report.graphs import collective_of, result_bytes
-from dtensor_compile.topology.backends import HOST_SECONDS
+from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
 aten = torch.ops.aten
@@ -228,7 +228,7 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
 def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
     """Seconds that `k` parts take for copies, launches, and the collectives that are more."""
     itemsize = pair.start.meta["val"].element_size()
-    launching = (k - 1) * (len(pair.products) * cluster.device.launch + HOST_SECONDS.get(cluster.backend, 0.0))
+    launching = (k - 1) * (len(pair.products) * cluster.device.launch + host_seconds(cluster.backend))
     if pair.fuses:
         return launching  # parts are read and written where they belong
     if pair.gathers:

@@ -73,6 +73,7 @@ class Task:
         makes: memory that it fills.
         reads: memory that it needs; a wait needs what its start reads.
         given: it is an input: it takes no time and has run before all others.
+        host: of a start, seconds before it during which nothing is computed.
     """
 
     seconds: float = 0.0
@@ -82,6 +83,7 @@ class Task:
     makes: tuple[Buffer, ...] = ()
     reads: tuple[Buffer, ...] = ()
     given: bool = False
+    host: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -118,6 +120,7 @@ class _Device:
 
     def run(self, index: int) -> None:
         task = self.tasks[index]
+        self.now += task.host
         if task.link is not None:
             self.ends[index] = self.free[task.link] = max(self.now, self.free.get(task.link, 0.0)) + task.seconds
             self.carried.setdefault(task.link, []).append(self.ends[index])

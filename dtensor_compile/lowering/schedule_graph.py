@@ -24,6 +24,7 @@ from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange,
 from dtensor_compile.lowering.start_order import hoist_gathers
 from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
 from dtensor_compile.report.graphs import Collective, collective_of, result_bytes, work_of
+from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
 
 
@@ -114,9 +115,9 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             after += [random] if random >= 0 else []
             random = index
-        link, waits_for, seconds = None, None, 0.0
+        link, waits_for, seconds, host = None, None, 0.0, 0.0
         if is_start(node):
-            link, seconds = cost_of(cluster, collective_of(node))
+            (link, seconds), host = cost_of(cluster, collective_of(node)), host_seconds(cluster.backend)
             started[node] = node
             after += [start] if start >= 0 else []
             start = index
@@ -130,7 +131,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
         elif (work := work_of(node, computed)) is not None:
             known = measured_seconds(node) if measured else None
             seconds = compute_seconds(cluster.device, work.flops, work.bytes, work.itemsize, work.fused) if known is None else known
-        tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads)))
+        tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads), host=host))
     return tasks
 
 

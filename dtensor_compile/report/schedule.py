@@ -4,7 +4,8 @@ In: the operations of a graph in order, and a cluster. Out: spans on two streams
 seconds. The rules are those of a device with one stream for compute and one for communication:
 
     an operator starts when the one before it ends, or where a wait holds it up
-    a collective starts when its operands are there, and the one before it is done
+    a collective starts when its operands are there, and the one before it is done; with some backends that takes time of the host first,
+    in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
     a wait holds up compute until its collective is done; how long it does is the exposed time of that collective
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtensor_compile.report.graphs import Collective, Operation
+from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds
 
 
@@ -52,6 +54,7 @@ def schedule(operations: Sequence[Operation], collectives: Sequence[Collective],
     for index, operation in enumerate(operations):
         if operation.starts is not None:
             this = collectives[operation.starts]
+            now += host_seconds(cluster.backend)
             start, seconds = max(now, free), collective_seconds(cluster, this.kind, this.bytes, this.ranks)
             communication.append(Timed(operation.starts, start, seconds))
             free = ends[operation.starts] = start + seconds

@@ -18,9 +18,14 @@ TRAFFIC: dict[str, dict[str, float]] = {
 SENT_AS: dict[str, dict[str, str]] = {"gloo": {"reduce_scatter": "all_to_all"}}
 
 
-#: Backend: seconds for which one more collective keeps the thread that computes, besides its time on the link. gloo: 0.11 ms to start it
+#: Backend: seconds for which a collective keeps the thread that computes, besides its time on the link. gloo: 0.11 ms to start it
 #: and 0.05 ms for a wait that finds it done (medians of 300 with 64 KiB, one core for each of 2 ranks). NCCL's are on another stream.
 HOST_SECONDS: dict[str, float] = {"gloo": 1.6e-4}
+
+
+def host_seconds(backend: str) -> float:
+    """Seconds for which one collective keeps the thread that computes, besides its time on the link."""
+    return HOST_SECONDS.get(backend, 0.0)
 
 
 def sent_as(backend: str, kind: str) -> str:

@@ -247,3 +247,12 @@ def test_no_order_at_all_takes_less(tasks):
 @pytest.mark.parametrize("fraction, peak, bound", [(0.05, 100, 105.0), (0.0, 7, 7.0), (float("inf"), 7, float("inf"))])
 def test_excess(fraction, peak, bound):
     assert excess(fraction, peak) == pytest.approx(bound)
+
+
+def test_starting_a_collective_takes_time_of_the_host():
+    program = Program()
+    program.add(seconds=4.0, link="net", host=1.0)
+    program.compute(2.0)
+    program.add(waits_for=0, after=(0,))
+    found = simulate(program, range(3))
+    assert found.seconds == 1 + 4 and found.exposed == {0: 4 - 2}
