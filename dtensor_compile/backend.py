@@ -28,7 +28,7 @@ from dtensor_compile.compat.data_dependent import backward_in_time
 from dtensor_compile.compat.effects import tokens_from_inputs
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
-from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states
+from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states, share_groups
 from dtensor_compile.compat.scheduler import rearrange
 from dtensor_compile.compat.shapes import sizes_from_expressions, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
@@ -170,6 +170,7 @@ def dtensor(
         tokens_from_inputs(),
         bind_shard_sizes(),
         place_random_states(),
+        share_groups(),
         views_of_dtensors(),
         backward_in_time(),
         sizes_from_expressions(),

@@ -16,7 +16,8 @@ from torch._functorch._aot_autograd import graph_capture_wrappers
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dtensor_compile.compat.autograd_functions import BUILD, functions_built
+from dtensor_compile.compat.autograd_functions import BUILD, IS_GENERATED, functions_built
+from dtensor_compile.compat.dtensor import Spec
 from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.tangents import (
     Tangents,
@@ -121,9 +122,12 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
 
     compiled.forward, compiled.backward = staticmethod(forward), staticmethod(backward)
     prologue = vars(compiled).get("_bw_prologue_fn")
-    if prologue is not None:  # before 2.13 torch asks for equal specs where it can, and redistributes to the same placements
+    if prologue is not None:
         names = prologue.__globals__
         names["_process_tangent_"] = functools.partial(_process_tangent, names["_process_tangent_"])
+    elif not IS_GENERATED:
+        tangents_of = compiled.metadata.subclass_tangent_meta
+        tangents_of[:] = [_of_any_size(meta) if _of_dtensor(meta) else meta for meta in tangents_of]
 
 
 def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:
@@ -132,6 +136,23 @@ def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:
     return DTensor.from_local(
         zeros.new_zeros(local_shape), spec.mesh, placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
+
+
+class _SpecOfAnySize(Spec):
+    """torch 2.11 asks whether what it traced equals what arrives, sizes included, which are the output's whatever they are."""
+
+    __hash__ = Spec.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self._check_equals(other, skip_shapes=True)
+
+
+def _of_any_size(meta: SubclassCreationMeta) -> SubclassCreationMeta:
+    spec, *rest = meta.meta
+    meta, spec = copy.copy(meta), copy.copy(spec)
+    spec.__class__ = _SpecOfAnySize
+    meta.meta = (spec, *rest)
+    return meta
 
 
 def _process_tangent(stock: Callable[..., Any], tangent: Any, meta: Any, *args: Any) -> Any:

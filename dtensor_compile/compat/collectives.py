@@ -6,6 +6,7 @@ Inductor keeps it in order with torch's collectives.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import types
@@ -149,9 +150,13 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     register_lowering(op, type_promotion_kind=None)(lower)
 
 
+#: Whether torch traces messages itself, where its switch is on.
+_HAS_SWITCH = "enable_p2p_compilation" in dynamo_config._config
+
+
 class P2POpClassVariable(UserDefinedClassVariable):
     """``torch.distributed.P2POp``: torch makes its objects while it traces, where its switch for messages between ranks is on."""
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        with dynamo_config.patch(enable_p2p_compilation=True):
+        with dynamo_config.patch(enable_p2p_compilation=True) if _HAS_SWITCH else contextlib.nullcontext():
             return super().call_function(tx, args, kwargs)

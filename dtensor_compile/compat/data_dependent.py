@@ -4,6 +4,10 @@
 switch is on. Here they are part of the graph: numbers without a value while it is traced. Nothing can depend on what they are, so
 that ranks whose data differ have the same graph.
 
+What a collective gives is decided by other ranks' data, also where each rank gives it a constant, which may be another one on each.
+torch computes what follows from constants while it traces, and would send there: a rank that is compiling alone would wait for ever, and
+what came would be a constant of the graph. So to a collective nothing is a constant.
+
 A program that counts with ``bincount(minlength=n)`` and reads the counts into Python (``tolist()``, a loop over them) counts n
 things. Where it asks for the length, it is n, and the compiled program checks it each time (``lowering/check_counts.py``).
 
@@ -16,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -28,7 +32,10 @@ from torch._dynamo.symbolic_convert import tls
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dtensor_compile.causes import cause
@@ -148,5 +155,70 @@ def lengths_of_counts() -> Iterator[None]:
     with (
         mock.patch.dict(op_implementations_dict, {bincount: fake}),
         mock.patch.object(ShapeEnv, "_log_real_tensor_propagation", log),
+    ):
+        yield
+
+
+#: Namespaces of operators that send, and of those that wait for them.
+_SENDING = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
+
+
+def _sends(op: Any) -> bool:
+    """Whether an operator is a collective or a message, of torch's or of ours."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    namespace, _, name = op._schema.name.partition("::")
+    return namespace in _SENDING or namespace == "dtensor_compile" and name.startswith(("c10d_", "redistribute"))
+
+
+@contextlib.contextmanager
+def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """While it is entered, what ``holders(tensor)`` notes of constants is forgotten; for good where `op` writes to its arguments."""
+    found = [holder for x in tree_leaves(given) if isinstance(x, torch.Tensor) and (holder := holders(x)) is not None]
+    constants = [holder.constant for holder in found]
+    for holder in found:
+        holder.constant = None
+    try:
+        yield
+    finally:
+        for holder, constant in zip(found, constants) if not op._schema.is_mutable else ():
+            holder.constant = constant
+
+
+@needs(
+    "collectives of constants, which are sent when the program runs",
+    hook("torch._subclasses.fake_tensor:FakeTensorMode._dispatch_impl", "self func types args kwargs"),
+    hook("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func pre_dispatch args kwargs"),
+    hook("torch.fx.experimental.proxy_tensor:get_proxy_slot", "obj tracer default transform"),
+    without="they are sent while tracing",
+    essential=True,
+)
+@contextlib.contextmanager
+def collectives_of_constants() -> Iterator[None]:
+    """While it is entered, no collective is carried out on a thread that traces a frame for our backend."""
+    stock_dispatch, stock_call = FakeTensorMode._dispatch_impl, proxy_tensor.proxy_call
+
+    def of_fake(x: torch.Tensor) -> Any:
+        return x if isinstance(x, FakeTensor) and x.constant is not None else None
+
+    def dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not _sends(func) or not compiles_for_us(backend_on_stack()):
+            return stock_dispatch(self, func, types, args, kwargs)
+        with _without_constants(func, (args, kwargs), of_fake):
+            return stock_dispatch(self, func, types, args, kwargs)
+
+    def call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        def of_proxy(x: torch.Tensor) -> Any:
+            slot = proxy_tensor.get_proxy_slot(x, proxy_mode.tracer, None)
+            return slot if getattr(slot, "constant", None) is not None else None
+
+        if not _sends(func) or not compiles_for_us(backend_on_stack()):
+            return stock_call(proxy_mode, func, pre_dispatch, args, kwargs)
+        with _without_constants(func, (args, kwargs), of_proxy):
+            return stock_call(proxy_mode, func, pre_dispatch, args, kwargs)
+
+    with (
+        mock.patch.object(FakeTensorMode, "_dispatch_impl", dispatch),
+        mock.patch.object(proxy_tensor, "proxy_call", call),
     ):
         yield

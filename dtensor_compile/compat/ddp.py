@@ -46,7 +46,7 @@ def facts(module: DDP) -> tuple[Any, ...]:
         tuple(test(module) for test, _ in _OBSTACLES),
         group_name(module),
         len(module._module_parameters),
-        module.forward_sync_buffers,
+        module.broadcast_buffers,
     )
 
 
@@ -92,7 +92,7 @@ def parameters(module: DDP) -> list[torch.nn.Parameter]:
 def buffers(module: DDP) -> list[str]:
     """Names, within the wrapped module, of the buffers that the first rank sends to all."""
     module._assign_modules_buffers()
-    return list(module.named_module_buffers) if module.forward_sync_buffers else []
+    return list(module.named_module_buffers) if module.broadcast_buffers else []
 
 
 def group(module: DDP) -> torch.distributed.ProcessGroup:

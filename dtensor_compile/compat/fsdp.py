@@ -30,6 +30,16 @@ PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
 _WRAPPER = PRE_FORWARD.__code__
 
 
+#: Whether a state has groups in a list; before 2.13 it has one, or none.
+SEVERAL = isinstance(vars(FSDPState).get("_fsdp_param_group"), property)
+
+
+def _groups(state: FSDPState) -> list[FSDPParamGroup]:
+    if SEVERAL:
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def method_of(function: Any) -> Any:
     """The method of a state that a hook calls; the function itself where it is no such hook."""
     if getattr(function, "__code__", None) is not _WRAPPER:
@@ -52,7 +62,7 @@ def state_of(owner: Any) -> FSDPState:
 
 def facts(state: FSDPState) -> tuple[Any, ...]:
     """All that the meaning of the state depends on, besides what its parameters are."""
-    return (state._mp_policy, *(_group_facts(group) for group in state._fsdp_param_groups))
+    return (state._mp_policy, *(_group_facts(group) for group in _groups(state)))
 
 
 def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
@@ -63,7 +73,7 @@ def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
         group.all_reduce_grads,
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
-        group.reduce_scatter_unused_params,
+        _reduces_unused(group),
         group.post_forward_mesh_info is None,
         group._all_reduce_hook is None,
         group._training_state is TrainingState.PRE_BACKWARD,
@@ -89,6 +99,11 @@ def _has_hooks(group: FSDPParamGroup) -> bool:
     return any(param.sharded_param._backward_hooks for param in group.fsdp_params)
 
 
+def _reduces_unused(group: FSDPParamGroup) -> bool:
+    """Whether parameters that the loss does not use have gradients as well; there is such a setting as of 2.13."""
+    return getattr(group, "reduce_scatter_unused_params", False)
+
+
 def _is_plain(param: FSDPParam) -> bool:
     """Whether the modules of a parameter keep it where modules keep parameters, and nowhere else."""
     return all(type(module).__setattr__ is torch.nn.Module.__setattr__ for module, _ in _places(param))
@@ -101,11 +116,11 @@ def _own_comm(comm: Any) -> bool:
 #: What keeps a state out of a graph: a test, and what to say.
 _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
     (lambda g: isinstance(g.offload_policy, CPUOffloadPolicy), "parameters are offloaded to the CPU"),
-    (lambda g: g.mesh_info.is_spmd_mesh, "parameters are sharded over a mesh given by dp_mesh_dims"),
+    (lambda g: getattr(g.mesh_info, "is_spmd_mesh", False), "parameters are sharded over a mesh given by dp_mesh_dims"),
     (lambda g: g._all_reduce_hook is not None, "set_all_reduce_hook"),
     (lambda g: _own_comm(g._all_gather_comm) or _own_comm(g._reduce_scatter_comm), "a custom all-gather or reduce-scatter"),
     (lambda g: any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in g.fsdp_params), "fsdp_pre_all_gather"),
-    (lambda g: g.reduce_scatter_unused_params, "gradients for unused parameters"),
+    (_reduces_unused, "gradients for unused parameters"),
     (lambda g: g._training_state is TrainingState.PRE_BACKWARD, "the forward runs again inside of a backward pass of eager's"),
     (lambda g: not all(map(_is_plain, g.fsdp_params)), "a module with a __setattr__ of its own"),
 )
@@ -121,7 +136,7 @@ _OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...
 def obstacle(state: FSDPState, gradients: bool) -> str | None:
     """Why the forward of a module with this state has to run in eager; None where it can be traced."""
     table = _OBSTACLES + (_OBSTACLES_TO_GRADIENTS if gradients else ())
-    return next((text for group in state._fsdp_param_groups for test, text in table if test(group)), None)
+    return next((text for group in _groups(state) for test, text in table if test(group)), None)
 
 
 def mixed_precision(state: FSDPState) -> MixedPrecisionPolicy:
@@ -144,7 +159,7 @@ def is_at_rest(state: FSDPState) -> bool:
 
     Not so after an eager forward without a backward, which may keep them whole, nor after the program called ``unshard()``.
     """
-    return all(map(_at_rest, state._fsdp_param_groups))
+    return all(map(_at_rest, _groups(state)))
 
 
 def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
@@ -154,7 +169,7 @@ def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
         state: a weak reference.
     """
     found = state()
-    for group in found._fsdp_param_groups if found is not None else ():
+    for group in _groups(found) if found is not None else ():
         group.wait_for_unshard()
         group._to_sharded()
 
@@ -196,20 +211,25 @@ def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
 
 def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
     """The parameters of a state that is prepared."""
-    for i, group in enumerate(state._fsdp_param_groups):
+    for i, group in enumerate(_groups(state)):
         for j, param in enumerate(group.fsdp_params):
             yield Sharded(
-                path=("_fsdp_param_groups", i, "fsdp_params", j, "sharded_param"),
+                path=(*(("_fsdp_param_groups", i) if SEVERAL else ("_fsdp_param_group",)), "fsdp_params", j, "sharded_param"),
                 places=_places(param),
                 mesh=group.mesh_info.mesh,
                 placements=_placements(group, param),
-                outer_mesh=param._unsharded_dtensor_spec.mesh if param._unsharded_dtensor_spec is not None else None,
+                outer_mesh=_outer_mesh(param),
                 size=tuple(param._orig_size),
                 dtype=param.param_dtype,
                 reduce_dtype=param.reduce_dtype,
                 divide=_divide(group, param),
                 reshard=group.post_forward_mesh_info is not None,
             )
+
+
+def _outer_mesh(param: FSDPParam) -> DeviceMesh | None:
+    spec = getattr(param, "_unsharded_dtensor_spec" if SEVERAL else "_tp_spec", None)
+    return None if spec is None else spec.mesh
 
 
 def _placements(group: FSDPParamGroup, param: FSDPParam) -> tuple[Placement, ...]:

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import BackwardHook
 
 from dtensor_compile.causes import cause
+from dtensor_compile.compat.constant_objects import OPAQUE
 from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo import Translator, graph_break, traces_for_us
 from dtensor_compile.compat.dynamo_calls import call_site
@@ -45,6 +46,10 @@ from dtensor_compile.compat.mesh import real_mesh
 
 #: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of a DTensor.
 Facts = tuple[Any, ...] | None
+
+
+#: Before 2.13 a graph inside of a graph needs a name.
+_NAMED: dict[str, Any] = {} if OPAQUE else {"source_target": torch.ops.higher_order.wrap}
 
 
 class OtherGradients(TensorifyScalarRestartAnalysis):
@@ -218,7 +223,7 @@ class _Body:
 
         try:
             with tx.strict_translation_mode(lambda v: v.is_tensor()):
-                _, graph, free = speculate_subgraph(tx, LambdaVariable(body), [], {}, "backward hook")
+                _, graph, free = speculate_subgraph(tx, LambdaVariable(body), [], {}, "backward hook", **_NAMED)
         except UnknownPropertiesDuringBackwardTrace as error:
             graph_break("hook-strides", str(error))
         except Unsupported as error:

@@ -74,6 +74,33 @@ def place_random_states() -> Iterator[None]:
         yield
 
 
+def _copy_but_groups(self: torch.fx.GraphModule, memo: dict[int, Any]) -> torch.fx.GraphModule:
+    memo.update({id(value): value for value in vars(self).values() if isinstance(value, torch.ScriptObject)})
+    return torch.fx.GraphModule.__deepcopy__(self, memo)
+
+
+@contextlib.contextmanager
+def share_groups() -> Iterator[None]:
+    """While it is entered, copies of a backward graph that is partitioned on this thread have its process groups.
+
+    torch compiles a copy of it. Before 2.13 groups that messages of a convolution go through are attributes of the graph, which
+    cannot be copied.
+    """
+    if OPAQUE:
+        yield
+        return
+    owner, stock = threading.get_ident(), partitioners.reordering_to_mimic_autograd_engine
+
+    def reorder(backward: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        reordered = stock(backward)  # the last that a partitioner makes of it
+        if threading.get_ident() == owner:
+            type(reordered).__deepcopy__ = _copy_but_groups  # each graph module has a class of its own
+        return reordered
+
+    with mock.patch.object(partitioners, "reordering_to_mimic_autograd_engine", reorder):
+        yield
+
+
 def _sizes_of_inputs(graph: torch.fx.Graph, bound: set[sympy.Symbol]) -> dict[sympy.Symbol, torch.fx.Node]:
     """Symbol to a new node that is the size of an input, for each symbol but those `bound` that is a size of one."""
     inputs = graph.find_nodes(op="placeholder")

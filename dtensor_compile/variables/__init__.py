@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dtensor_compile.capture.convolution import edges_of_convolutions
 from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.checks import check_redistributions
 from dtensor_compile.compat import older_dynamo
@@ -73,6 +74,7 @@ ENTRIES = Entries(
     contexts=(
         check_redistributions,
         rules_while_tracing,
+        edges_of_convolutions,
         read_constant_tensors,
         *data_dependent.CONTEXTS,
         factories.keep_leaves,

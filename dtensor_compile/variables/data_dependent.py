@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.data_dependent import lengths_of_counts, numbers_in_the_graph
+from dtensor_compile.compat.data_dependent import collectives_of_constants, lengths_of_counts, numbers_in_the_graph
 from dtensor_compile.compat.dynamo import Retrack, Translator, UserFunctionVariable, VariableTracker
 from dtensor_compile.compat.dynamo_calls import handle_calls
 
@@ -30,4 +30,4 @@ def _equal(
 
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = ((torch.equal, handle_calls(_equal)),)
-CONTEXTS = (numbers_in_the_graph, lengths_of_counts)
+CONTEXTS = (numbers_in_the_graph, lengths_of_counts, collectives_of_constants)

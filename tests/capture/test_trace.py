@@ -197,3 +197,15 @@ def test_error_of_torch_stays_the_error_of_torch():
             assert "artial" in str(error)
         else:
             raise AssertionError("no error")
+
+
+def convolves(x, w):
+    return torch.nn.functional.conv2d(x, w, padding=1)
+
+
+@on_ranks(2)
+def test_edges_of_a_sharded_image_are_waited_for():
+    x, w = on((2,), (2, 3, 6, 8), Shard(3), grad=True), on((2,), (4, 3, 3, 3), Replicate(), grad=True)
+    assert_parity(convolves, [x, w], backend="dtensor_aten", fullgraph=True)
+    text = captured_graph(convolves, x, w)
+    assert "c10d_exchange" in text and "wait_tensor" in text and "with_effects" not in text

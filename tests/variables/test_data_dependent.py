@@ -148,3 +148,19 @@ def test_replicated_values_stay_replicated():
     mesh = make_mesh((2,), ("tp",))
     x = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
     assert_parity(lambda x: x + x.mean().item(), [x], backend="dtensor_aten", fullgraph=True)
+
+
+def sizes_of_all(x):
+    size = torch.tensor([x.shape[0]])
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    return x * int(torch.stack(sizes).max().item())
+
+
+@on_ranks(2)
+def test_what_ranks_tell_each_other_is_no_constant_though_each_tells_a_constant():
+    torch._dynamo.reset()
+    compiled = torch.compile(sizes_of_all, backend="dtensor_aten", fullgraph=True, dynamic=False)
+    for rows in (2, 3):  # rank 1 is compiled again, alone
+        x = torch.ones(2 if dist.get_rank() == 0 else rows, 4)
+        torch.testing.assert_close(compiled(x), x * rows)
