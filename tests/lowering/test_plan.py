@@ -5,13 +5,13 @@ import itertools
 import math
 import multiprocessing
 import random
-import time
 
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dtensor_compile.capture.spec import parse_spec, spec_text
 from dtensor_compile.errors import PlanError
+from dtensor_compile.lowering import plan as plan_module
 from dtensor_compile.lowering.plan import bytes_sent, collectives, plan
 from dtensor_compile.topology import Link
 from dtensor_compile.topology.network import Network
@@ -247,16 +247,22 @@ def test_topology_weighs_mesh_dims():
     assert len(plan("S(0)S(0)", "RR", (2, 8), (4096, 4096), network=Network((slow, fast)))) == 2
 
 
-def test_planning_a_mesh_of_six_dims_takes_less_than_a_tenth_of_a_second():
-    specs = random.Random(1)
-    words = ("R", "S(0)", "S(1)", "S(2)", "P(sum)")
-    times = []
+def test_planning_a_mesh_of_six_dims_looks_at_few_of_the_steps(monkeypatch):
+    """Of 5^6 layouts, each with steps to others, the search sees the way to the target: at most 297 steps here."""
+    specs, counts = random.Random(1), []
+
+    def counted(*args, **kwargs):
+        for step in moves(*args, **kwargs):
+            counts[-1] += 1
+            yield step
+
+    moves = plan_module.moves
+    monkeypatch.setattr(plan_module, "moves", counted)
     for _ in range(12):
-        source, target = ("".join(specs.choices(words[: 4 if k else 5], k=6)) for k in (0, 1))
-        start = time.process_time()
+        source, target = ("".join(specs.choices(("R", "S(0)", "S(1)", "S(2)", "P(sum)")[: 4 if k else 5], k=6)) for k in (0, 1))
+        counts.append(0)
         plan(source, target, (2,) * 6, (64, 64, 64))
-        times.append(time.process_time() - start)
-    assert sorted(times)[-2] < 0.1, times
+    assert 0 < min(counts) and max(counts) < 600, counts
 
 
 @pytest.mark.parametrize(
