@@ -215,7 +215,8 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
         if threading.get_ident() != owner:
             return stock(self)
         if tangents.assumed is None:
-            return stock(self) if self._spec.shard_order is None else _like_in_replicas(self)
+            found = _like_in_replicas(self)
+            return stock(self) if found is None else found
         placements = tangents.assumed[asked % len(tangents.assumed)]
         asked += 1
         if len(placements) != len(self.placements) or placements == expected_placements(self.placements):
@@ -229,11 +230,14 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
         yield
 
 
-def _like_in_replicas(tensor: DTensor) -> DTensor:
-    """A tensor placed as this one is, and as replicas where it is sums not yet added up; without values."""
+def _like_in_replicas(tensor: DTensor) -> DTensor | None:
+    """A tensor placed as this one is, and as replicas where it is sums not yet added up; without values. None where torch's does: where
+    strided shards are an order of shards, and for a lookup, whose mask torch takes out of its placement.
+    """
     spec = tensor._spec
-    if not any(isinstance(placement, Partial) for placement in spec.placements):
-        return tensor
+    sums = [placement for placement in spec.placements if isinstance(placement, Partial)]
+    if spec.shard_order is None or not sums or any(type(placement) is not Partial for placement in sums):
+        return None
     placements, meta = tuple(expected_placements(spec.placements)), spec.tensor_meta
     wanted = spec_of_parts(placements, meta.dtype, spec.shard_order, spec.mesh, meta.shape, meta.stride)
     return DTensor(torch.empty_like(tensor._local_tensor), wanted, requires_grad=False)
