@@ -151,37 +151,37 @@ def test_sharded_parameters_on_eight_h200():
 start    all_gather_into_tensor #0 float32[256, 512]
 start    all_gather_into_tensor #1 float32[64]
 wait     all_gather_into_tensor #0
-wait     all_gather_into_tensor #1
 start    all_gather_into_tensor #2 float32[64, 512]
+wait     all_gather_into_tensor #1
 kernel   triton_per_fused_add_embedding_mean_mul_pow_rsqrt_0
 start    all_gather_into_tensor #3 float32[64, 512]
 wait     all_gather_into_tensor #2
-operator mm
 start    all_gather_into_tensor #4 float32[64, 512]
-wait     all_gather_into_tensor #3
 operator mm
 start    all_gather_into_tensor #5 float32[64, 512]
-kernel   triton_poi_fused__unsafe_view_add_cat_mul_split_sub_transpose_unbind_view_1
-wait     all_gather_into_tensor #4
+wait     all_gather_into_tensor #3
 operator mm
 start    all_gather_into_tensor #6 float32[64]
+wait     all_gather_into_tensor #4
+operator mm
+kernel   triton_poi_fused__unsafe_view_add_cat_mul_split_sub_transpose_unbind_view_1
 start    all_gather_into_tensor #7 float32[192, 512]
 start    all_gather_into_tensor #8 float32[192, 512]
+start    all_gather_into_tensor #9 float32[64, 1536]
 kernel   triton_poi_fused__unsafe_view_clone_transpose_unsqueeze_view_2
 operator _scaled_dot_product_efficient_attention
 wait     all_gather_into_tensor #5
 operator mm
-start    all_gather_into_tensor #9 float32[64, 1536]
 wait     all_gather_into_tensor #6
 kernel   triton_per_fused__unsafe_view_add_mean_mul_pow_rsqrt_3
+start    all_gather_into_tensor #10 float32[64]
 wait     all_gather_into_tensor #7
 operator mm
-start    all_gather_into_tensor #10 float32[64]
 wait     all_gather_into_tensor #8
 operator mm
 start    all_gather_into_tensor #11 float32[256, 512]
-kernel   triton_poi_fused__unsafe_view_mul_silu_4
 wait     all_gather_into_tensor #9
+kernel   triton_poi_fused__unsafe_view_mul_silu_4
 operator mm
 wait     all_gather_into_tensor #10
 kernel   triton_per_fused__unsafe_view_add_mean_mul_pow_rsqrt_5
