@@ -81,6 +81,18 @@ def _carry_out(local: torch.Tensor, steps: Sequence[Step], mesh: str, shape: Seq
     return local.clone() if out is local else out
 
 
+def decided_by(source: str, target: str, mesh: str, shape: Sequence[int], itemsize: int) -> tuple[Any, ...]:
+    """What, besides its arguments and the local tensor, decides what `carry_out` calls: the rank, the plan, and its process groups.
+
+    Groups that the plan needs and that are not there are made.
+    """
+    layout, rank = parse_mesh(mesh), _my_rank()
+    if layout.coordinate(rank) is None:
+        return (rank,)
+    steps = plan_of(source, target, layout, shape, itemsize)
+    return (rank, steps, *(merged_group_name(mesh, step.mesh_dims, rank) for step in steps if step.sends))
+
+
 def _sends(steps: Sequence[Step]) -> bool:
     return any(step.sends for step in steps)
 

@@ -17,17 +17,23 @@ from typing import Any
 import torch
 
 from dtensor_compile.capture.across import carry_out_across
-from dtensor_compile.capture.redistribute import carry_out, redistribute_op
+from dtensor_compile.capture.redistribute import carry_out, decided_by, redistribute_op
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
-from dtensor_compile.lowering.splice import splice
+from dtensor_compile.lowering.splice import splice, without_values
 from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, describe, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (
     "stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr", "original_aten", RECORDED_AS,
 )  # fmt: skip
+
+
+#: Expansions that were traced before, in this process, by what decides them, without fake values: those belong to one trace. Graphs
+#: that are compiled again, for another size or with a pass switched off, repeat most of theirs.
+_known: dict[Any, torch.fx.Graph] = {}
+_MOST_KNOWN = 1 << 13
 
 
 def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> list[Decision]:
@@ -69,7 +75,13 @@ def lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
 
     again = key in traced
     if not again:
-        traced[key] = trace_local(function, [n.meta["val"] for n in inputs]).graph
+        lasting = (key, decided_by(*texts, shape, value.element_size())) if fixed and of_one_mesh else None
+        again = lasting in _known
+        traced[key] = _known[lasting] if again else trace_local(function, [n.meta["val"] for n in inputs]).graph
+        if lasting is not None and not again:
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[lasting] = without_values(traced[key])
     meta = {name: node.meta[name] for name in _INHERITED if name in node.meta}
     meta |= {REDISTRIBUTES: True} if of_one_mesh else {ACROSS: f"{describe(node)} of {list(shape)}"}
     with graph.inserting_before(node):

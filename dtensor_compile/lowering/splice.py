@@ -34,3 +34,14 @@ def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], m
             copy.meta["val"] = copy.target(*args, **kwargs)
         values[inner] = copy
     raise AssertionError("a graph has an output")
+
+
+def without_values(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy to keep for other traces, whose nodes have no fake values (and so keep no tracer alive): `splice` it `again`."""
+    copy = torch.fx.Graph()
+    values: dict[torch.fx.Node, Any] = {}
+    output = copy.graph_copy(graph, values)
+    copy.output(output)
+    for node in copy.nodes:
+        node.meta = {name: value for name, value in node.meta.items() if name not in ("val", "tensor_meta")}
+    return copy

@@ -1,10 +1,13 @@
 """Lowered graphs: which functional collectives a node becomes, and what happens to a node that cannot become any."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import TestCase
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.capture.mesh import mesh_text
@@ -124,6 +127,7 @@ def test_node_that_cannot_be_lowered_stays_and_runs():
     gm, local = traced("S(0)", "R", [4, 6], [2, 6])
     wanted, original = gm(local), lowering.carry_out
     lowering.carry_out = fail
+    lowering._known.clear()
     try:
         with pytest.warns(UserWarning, match="S\\(0\\)->R.*runs through the operator's eager kernel: ValueError: no way"):
             (decision,) = lower_redistributions(gm.graph)
@@ -179,3 +183,40 @@ def test_record_counts_what_the_plan_says():
         gm, _ = traced(source, target, shape, local_shape)
         lower_redistributions(gm.graph, strict=True)
         assert sum(c.bytes for c in collectives_in(gm.graph)) == bytes_sent(plan(source, target, (2,), shape), 4)
+
+
+def values_of(graph):
+    return [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+
+
+@on_ranks(2)
+def test_what_was_traced_before_is_put_in_again_with_values_of_the_new_trace_alone():
+    lowering._known.clear()
+    first, local = traced("S(0)", "S(1)", [6, 4], [3, 4])
+    wanted = first(local)
+    lower_redistributions(first.graph, strict=True)
+    with mock.patch.object(lowering, "trace_local", fail):
+        second, local = traced("S(0)", "S(1)", [6, 4], [3, 4])
+        lower_redistributions(second.graph, strict=True)
+        other, _ = traced("S(0)", "S(1)", [6, 8], [3, 8])
+        with pytest.raises(ValueError, match="no way"):
+            lower_redistributions(other.graph, strict=True)
+    second.graph.lint()
+    second.recompile()
+    assert torch.equal(second(local), wanted) and graph_text(second.graph) == graph_text(first.graph)
+    (mode,) = {value.fake_mode for value in values_of(second.graph)}
+    assert all(value.fake_mode is not mode for value in values_of(first.graph))
+    assert not any(values_of(graph) for graph in lowering._known.values())
+
+
+@on_ranks(2)
+def test_what_was_traced_for_another_process_group_is_not_put_in_again():
+    names = []
+    for _ in range(2):
+        mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+        gm = make_fx(lambda x: redistribute_op(x, "S(0)", "R", mesh_text(mesh), [4, 2]), tracing_mode="fake")(torch.ones(2, 2))
+        lower_redistributions(gm.graph, strict=True)
+        (gather,) = gm.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
+        names.append(gather.args[2])
+        assert names[-1] == mesh.get_group().group_name
+    assert names[0] != names[1]
