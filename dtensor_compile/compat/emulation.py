@@ -4,7 +4,8 @@ What is taken over, each for as long as `emulated` is entered:
 
 - `CudaTensorsAreFake` is the fake tensor mode: what is on ``cuda`` is fake, everything else is real.
 - ``torch.cuda`` and Dynamo's device interface answer with the properties of the GPU.
-- A torch built without CUDA gets a device in name (`offline/native_code`): its autograd ends the process otherwise.
+- A torch without a GPU, whether built for CUDA or not, gets a device in name (`offline/native_code`): its autograd ends the process
+  otherwise, or asks the driver.
 - Inductor loads kernels and generated code through `Hooks`; its caches are off, and what it remembers of devices is forgotten.
 """
 
@@ -29,6 +30,7 @@ from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,6 +58,7 @@ _GPU = feature(
     hook("torch._inductor.select_algorithm:ExternKernelCaller"),
     hook("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init"),
     hook("torch._subclasses.fake_tensor:init_gpu_context", "device"),
+    hook("torch.fx.experimental.proxy_tensor:unset_fake_temporarily", ""),
     without="programs are looked at on a CPU",
     essential=True,
 )
@@ -158,15 +161,15 @@ def _library() -> ctypes.CDLL:
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         raise OfflineError(
-            f"an emulated device on a torch without CUDA needs a C++ compiler once on a machine, and that failed ({reason}). "
+            f"an emulated device on a machine without one needs a C++ compiler once, and that failed ({reason}). "
             "Install g++, or name a compiler in the environment variable CXX."
         ) from error
 
 
 @contextlib.contextmanager
 def _cuda_in_name() -> Iterator[None]:
-    if torch.cuda._is_compiled():
-        yield  # the fake tensor mode does what is needed
+    if torch.cuda._is_compiled() and torch._C._cuda_getDeviceCount():
+        yield  # what there is answers for the device
         return
     library = _library()
     if not library.dtensor_compile_cuda_device(1):
@@ -239,6 +242,7 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: gpu.capability >= (8, 0),
+        "is_current_stream_capturing": lambda: False,
         "device_count": lambda: PER_HOST,
         "current_device": _first,
         "get_device_properties": lambda device=None: properties,
@@ -266,6 +270,14 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _first, create=True))
         stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
+        stack.enter_context(mock.patch.object(proxy_tensor, "unset_fake_temporarily", _real_on_cpu))
+        yield
+
+
+@contextlib.contextmanager
+def _real_on_cpu() -> Iterator[None]:
+    """While a graph is traced torch computes constants, on the device for which they are made; here on the CPU."""
+    with fake_tensor.unset_fake_temporarily(), _OnCpu():
         yield
 
 

@@ -151,7 +151,7 @@ def test_an_error_inside_leaves_nothing_behind():
                 torch.compile(lambda x: x * torch.full((3,), 2.0, device="cuda"))(torch.ones(3, device="cuda"))
                 raise error
         assert not torch.cuda.is_available()
-        with pytest.raises(AssertionError, match="not compiled with CUDA"):
+        with pytest.raises((AssertionError, RuntimeError), match="not compiled with CUDA|no NVIDIA driver"):
             torch.ones(1, device="cuda")
 
 

@@ -1,10 +1,11 @@
-// A CUDA device in name only, for a torch that was built without CUDA: autograd takes fake tensors that say they are on one.
+// A CUDA device in name only, on a machine without one: autograd takes fake tensors that say they are on one.
 //
-// Autograd asks the guard of a tensor's device for streams, and the hooks of CUDA whether torch was built with it. A torch without
-// CUDA has no guard, and hooks that say no; a fake tensor that needs a gradient would end the process. Here is a guard that does
-// nothing, and hooks that say yes to that one question. The caller sees to it that autograd has started its threads, one a device, before,
-// and runs in his own. And scaled_dot_product_attention, which asks a function of the device for its kernel, gets the one that it would
-// get there. All is taken back by the same function.
+// Autograd asks the guard of a tensor's device for streams, and the hooks of CUDA whether torch was built with it and whether a device
+// is in use. A torch built without CUDA has no guard, and hooks that say no; a fake tensor that needs a gradient would end the process.
+// One built for CUDA asks the driver, which is not there. Here is a guard that does nothing, and hooks that say yes to those two
+// questions. The caller sees to it that autograd has started its threads, one a device, before, and runs in his own. And
+// scaled_dot_product_attention, which asks a function of the device for its kernel, gets the one that it would get there. All is taken
+// back by the same function.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -15,6 +16,8 @@
 #include <torch/csrc/utils/device_lazy_init.h>
 
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 namespace {
 
@@ -66,24 +69,32 @@ int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const a
 
 }  // namespace
 
-// 1 where that was done; 0, and nothing, where there is another device (or, with on = 0, not ours).
+// 1 where that was done; 0, and nothing, where it is done already (or, with on = 0, is not).
 extern "C" int dtensor_compile_cuda_device(int on) {
+  using at::native::_fused_sdp_choice_stub;
+  using Choice = std::remove_reference_t<decltype(_fused_sdp_choice_stub)>;
+  static_assert(std::is_standard_layout_v<Choice>, "the table of kernels is the first thing in it");
   static const Guard* guard = new Guard();
   static const Hooks* hooks = new Hooks();
-  static void* stock = nullptr;
+  static const c10::impl::DeviceGuardImplInterface* stock_guard = nullptr;
+  static void* stock_hooks = nullptr;
+  static void* stock_choice = nullptr;
   auto& slot = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)];
-  const c10::impl::DeviceGuardImplInterface* expected = on != 0 ? nullptr : guard;
-  if (!slot.compare_exchange_strong(expected, on != 0 ? guard : nullptr)) {
+  if ((slot.load() == guard) == (on != 0)) {
     return 0;
   }
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(on != 0 ? &attention_kernel : nullptr);
+  void*& choice = reinterpret_cast<at::native::DispatchStubImpl&>(_fused_sdp_choice_stub).cuda_dispatch_ptr;
   // Torch keeps one object of hooks for good. It has no data, so that its type is all that it is: the pointer to its functions.
   void* object = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
   if (on != 0) {
-    std::memcpy(&stock, object, sizeof(stock));
-    std::memcpy(object, static_cast<const void*>(hooks), sizeof(stock));
+    stock_guard = slot.exchange(guard);
+    stock_choice = std::exchange(choice, reinterpret_cast<void*>(&attention_kernel));
+    std::memcpy(&stock_hooks, object, sizeof(stock_hooks));
+    std::memcpy(object, static_cast<const void*>(hooks), sizeof(stock_hooks));
   } else {
-    std::memcpy(object, &stock, sizeof(stock));
+    slot.store(stock_guard);
+    choice = stock_choice;
+    std::memcpy(object, &stock_hooks, sizeof(stock_hooks));
     torch::utils::set_requires_device_init(c10::DeviceType::CUDA, true);  // torch may have taken it for found
   }
   return 1;
