@@ -188,6 +188,23 @@ def test_through_inductor():
         assert found == [""] * len(found)
 
 
+def a_factor_of_one():
+    """The factor, which Inductor leaves out, makes what comes back over the meshes the gradient itself."""
+    front, back = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
+    x = placed(distinct((3,)), front, (Replicate(),), requires_grad=True)
+
+    def program(x):
+        return dtensor_compile.redistribute(x * torch.ones_like(x), back, [Replicate()]) * 2
+
+    y = torch.compile(program, backend="dtensor", fullgraph=True)(x)
+    y.backward(placed(distinct((3,)) + 1, back, (Replicate(),)))
+    return is_placed(x.grad, 2 * (distinct((3,)) + 1), front, (Replicate(),))
+
+
+def test_what_is_sent_in_backward_stays_there_where_inductor_drops_its_only_use():
+    assert run_on_ranks(2, a_factor_of_one, timeout=100) == ["", ""]
+
+
 # ---- bytes -------------------------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from dtensor_compile.compat.cache_keys import meshes_by_layout
 from dtensor_compile.compat.hooks import feature, hook
 from dtensor_compile.compat.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.libraries import rebuild_damaged_libraries
+from dtensor_compile.compat.partition import Held
 from dtensor_compile.compat.uncompiled_kernels import LoweredGraph, run_uncompiled
 
 GraphFunction = Callable[[torch.fx.Graph], None]
@@ -34,6 +35,7 @@ log = logging.getLogger("dtensor_compile")
 _PASSES = feature(
     "passes of ours inside of Inductor",
     hook("torch._inductor.config:joint_custom_pre_pass"),
+    hook("torch._inductor.config:joint_custom_post_pass"),
     hook("torch._inductor.config:post_grad_custom_pre_pass"),
     hook("torch._inductor.config:emulate_precision_casts"),
     hook("torch._inductor.config:fallback_random"),
@@ -155,7 +157,11 @@ def compile_with_inductor(
     from dtensor_compile.compat.scheduler import ORDER, SchedulerPass, loosen
 
     _PASSES.works()
-    lowered = LoweredGraph()
+    lowered, held = LoweredGraph(), Held()
+
+    def plan(graph: torch.fx.Graph) -> None:
+        joint_pass(graph)
+        held.remember(graph)
 
     def lower(graph: torch.fx.Graph) -> None:
         post_grad_pass(graph)
@@ -167,7 +173,8 @@ def compile_with_inductor(
     patches = {**EAGER_NUMBERS, **settings}
     if _CACHEABLE.works():
         patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
-    patches["joint_custom_pre_pass"] = GraphPass(joint_pass, key, _configured(patches, "joint_custom_pre_pass"))
+    patches["joint_custom_pre_pass"] = GraphPass(plan, key, _configured(patches, "joint_custom_pre_pass"))
+    patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
     if kernel_pass is not None and ORDER.works():
         for place, run in (("_pre_fusion_custom_pass", loosen), ("_post_fusion_custom_pass", kernel_pass)):

@@ -74,6 +74,27 @@ def place_random_states() -> Iterator[None]:
         yield
 
 
+class Held:
+    """Where nodes of the joint graph have to run, forward or backward, kept over Inductor's own passes on it.
+
+    Inductor leaves out a multiplication by one, on 2.14 also by the number 1, and writes over what the node before says of itself,
+    with what the multiplication said. The partitioner would move such a node from backward to forward where it needs no gradient, as
+    what a rank receives that is not part of the mesh of the gradient; ranks of that mesh do not.
+    """
+
+    def __init__(self) -> None:
+        self._tags: dict[torch.fx.Node, dict[str, Any]] = {}
+
+    def remember(self, graph: torch.fx.Graph) -> None:
+        held = [node for node in graph.nodes if node.meta.get("partitioner_tag") in ("must_be_in_backward", "must_be_in_forward")]
+        self._tags = {node: {key: node.meta[key] for key in ("partitioner_tag", "recompute") if key in node.meta} for node in held}
+
+    def restore(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            node.meta.update(self._tags.get(node, {}))
+        self._tags = {}
+
+
 def _copy_but_groups(self: torch.fx.GraphModule, memo: dict[int, Any]) -> torch.fx.GraphModule:
     memo.update({id(value): value for value in vars(self).values() if isinstance(value, torch.ScriptObject)})
     return torch.fx.GraphModule.__deepcopy__(self, memo)
