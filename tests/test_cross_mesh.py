@@ -205,6 +205,21 @@ def test_what_is_sent_in_backward_stays_there_where_inductor_drops_its_only_use(
     assert run_on_ranks(2, a_factor_of_one, timeout=100) == ["", ""]
 
 
+def meshes_made_later():
+    """Ranks 0 and 1 make a group for what they send each other, rank 2 does not; then all three make a mesh of 1 and 2."""
+    x = placed(distinct((3,)), DeviceMesh("cpu", [0]), (Replicate(),))
+    dtensor_compile.redistribute(x, DeviceMesh("cpu", [1]), [Replicate()])
+    later = DeviceMesh("cpu", [1, 2])
+    total = torch.ones(())
+    if dist.get_rank():
+        dist.all_reduce(total, group=later.get_group())
+    return total.item()
+
+
+def test_all_ranks_can_make_a_mesh_after_some_have_sent():
+    assert run_on_ranks(3, meshes_made_later, timeout=60) == [1, 2, 2]
+
+
 # ---- bytes -------------------------------------------------------------------------------------------------------------------
 
 

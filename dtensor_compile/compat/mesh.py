@@ -164,8 +164,9 @@ def _named_by_members() -> Iterator[None]:
     """While it is entered, a group that its members make alone is named by them and by how many groups they made together.
 
     Stock counts all groups of the process in the name: ranks of which one has made more of them would wait for each other for ever.
+    And 2.14 counts such a group among those that all ranks make, by whose number it names the next of these: here it does not count.
     """
-    owner, stock = threading.get_ident(), distributed_c10d._hash_ranks_to_str
+    owner, stock, before = threading.get_ident(), distributed_c10d._hash_ranks_to_str, distributed_c10d._world.group_count
 
     def name(ranks: list[int]) -> str:
         if threading.get_ident() != owner:
@@ -177,7 +178,10 @@ def _named_by_members() -> Iterator[None]:
         return f"dtensor_compile_{'_'.join(map(str, members))}_{_Made.counts[members]}"
 
     with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", name):
-        yield
+        try:
+            yield
+        finally:
+            distributed_c10d._world.group_count = before
 
 
 def device_is_available(device_type: str) -> bool:
