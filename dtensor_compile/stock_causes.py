@@ -135,7 +135,10 @@ _ALL = (
         "It fills in a C++ structure (broadcast, gather, reduce, scatter, barrier, new_group), and Dynamo cannot make one.",
         "Use backend='dtensor', which traces collectives, or call it outside of the compiled function.",
         "dist.broadcast(x, 0)\n# instead: backend='dtensor'",
-        signs=(Sign(kind=_SKIPPED, says=r"pybind11_object\.__new__|pybind11_detail_function_record"),),
+        signs=(
+            Sign(kind=_SKIPPED, says=r"pybind11_object\.__new__|pybind11_detail_function_record"),
+            Sign(kind=r"Unsupported method call", says=r"`__new__` of class `pybind11_type`"),
+        ),
         under="stock",
     ),
     StockCause(
@@ -247,7 +250,12 @@ _ALL = (
         "It gives a tensor other memory, and while tracing there is none.",
         "Copy the values instead (x.copy_(y)).",
         "d.data = d * 2\n# instead\nd.copy_(d * 2)",
-        signs=(Sign(kind=r"NotImplementedError/UnsupportedFakeTensorException when running FX node", says=r"method 'set_'"),),
+        signs=(
+            Sign(
+                kind=r"NotImplementedError/UnsupportedFakeTensorException when running FX node",
+                says=r"method 'set_'|aten\.shallow_copy_data_",
+            ),
+        ),
     ),
     StockCause(
         "no-sharding-rule",

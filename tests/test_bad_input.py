@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.checks import check_mesh
+from dtensor_compile.compat.release import minor_release
 from dtensor_compile.errors import MeshError, NoProcessGroupError
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
@@ -135,7 +136,11 @@ def mixed_with_plain():
     return message_of(lambda x, y: x + y, x, torch.randn(4, 6))
 
 
-@pytest.mark.parametrize("case", [shard_to_partial, mixed_with_plain])
+#: torch 2.14 redistributes shards to partial sums.
+REFUSED = [mixed_with_plain] if minor_release(torch.__version__) == "2.14" else [shard_to_partial, mixed_with_plain]
+
+
+@pytest.mark.parametrize("case", REFUSED)
 def test_same_message_as_eager_with_the_users_line_on_every_rank(case):
     answers = run_on_ranks(2, case)
     assert answers[0] == answers[1]

@@ -10,15 +10,18 @@ from unittest import mock
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import dicts
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from dtensor_compile.compat.dynamo import OpaqueVariable, Translator, build_unguarded, constant_source, traces_for_us
 from dtensor_compile.compat.hooks import hook, needs
+
+#: Trackers of dicts: of any class before 2.14, from there on one for each class.
+_DICTS = (dicts.ConstDictVariable, getattr(dicts, "OrderedDictVariable", dicts.ConstDictVariable))
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,10 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
         return ListVariable([snapshot(tx, item) for item in variable.items], mutation_type=ValueMutationNew())
     if type(variable) in (TupleVariable, SizeVariable):
         return type(variable)([snapshot(tx, item) for item in variable.items])
-    if type(variable) is ConstDictVariable:
+    if type(variable) in _DICTS:
         items = {key.vt: snapshot(tx, value) for key, value in variable.items.items()}
-        return ConstDictVariable(items, variable.user_cls, mutation_type=ValueMutationNew())
+        of = {"user_cls": variable.user_cls} if hasattr(variable, "user_cls") else {}
+        return type(variable)(items, **of, mutation_type=ValueMutationNew())
     if variable.is_python_constant():
         return variable
     raise NotImplementedError(str(variable))
