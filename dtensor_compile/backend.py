@@ -42,7 +42,7 @@ from dtensor_compile.lowering.fuse_products import fuse_products
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
     hold_draws,
-    hold_redistributions,
+    hold_collectives,
     is_repeatable,
     lower_collectives,
     order_collectives,
@@ -126,7 +126,7 @@ def dtensor(
         spread_by_mask(graph)
         tangents.repeatable = not writes and is_repeatable(graph)
         order_collectives(graph)
-        hold_redistributions(graph)
+        hold_collectives(graph)
         log.decided(regather(graph, opts.regather))
         hold_draws(graph)
         view_again(graph)

@@ -30,7 +30,7 @@ from dtensor_compile.compat.collectives import (
     traced_in_backward,
     wait_tensor,
 )
-from dtensor_compile.passes.nodes import cost_of, redistributions
+from dtensor_compile.passes.nodes import cost_of, is_redistribution
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
 _ORDERED = ORDERED | {*EFFECTS}
@@ -53,7 +53,7 @@ def order_collectives(graph: torch.fx.Graph) -> None:
             run_once(node, node in from_gradients)
 
 
-def hold_redistributions(graph: torch.fx.Graph) -> None:
+def hold_collectives(graph: torch.fx.Graph) -> None:
     """On the joint graph: what is sent in backward is not moved into forward, and what backward alone needs is sent there.
 
     The partitioner would choose, for what needs no gradient, where less has to be kept, by the sizes of local tensors. Where shards
@@ -66,13 +66,20 @@ def hold_redistributions(graph: torch.fx.Graph) -> None:
         if node not in in_forward:
             in_forward.add(node)
             pending += node.all_input_nodes
-    for node in redistributions(graph):
-        if not cost_of([node]).collectives:
+    for node in graph.nodes:
+        if not _sends(node):
             continue
         if traced_in_backward(node):
             stay_where_traced(node)
         elif node not in in_forward:
             run_in_backward(node)
+
+
+def _sends(node: torch.fx.Node) -> bool:
+    """Whether ranks send something, and the partitioner may choose when (`order_collectives` has placed what the program sends)."""
+    if is_redistribution(node):
+        return cost_of([node]).collectives > 0
+    return _communicates(node) and node.target is not wait_tensor and node.target not in _ORDERED
 
 
 def hold_draws(graph: torch.fx.Graph) -> None:

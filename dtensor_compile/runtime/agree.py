@@ -206,7 +206,8 @@ class _Waiting:
     """What one other rank has to say to one announcement.
 
     Attributes:
-        same_place: key of its announcement in the same place.
+        place: of the announcement among those of the graph over these ranks.
+        same_place: key of the other rank's announcement in that place.
         enough: keys of which each says that there is nothing to compare: it has announced the same as often, for whatever
             functions, or takes this one from a cache.
     """
@@ -215,13 +216,14 @@ class _Waiting:
     ranks: tuple[int, ...]
     mine: Announcement
     rank: int
+    place: int
     same_place: str
     enough: tuple[str, ...]
 
 
 def _announce(book: Book, function: str, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[_Waiting]:
     before: list[Announcement] = book.announced.setdefault((ranks, name), [])
-    if any(mine.agrees(other.digest) for other in before):
+    if any(mine.agrees(other.digest) and (ranks, name, place) not in book.refused for place, other in enumerate(before)):
         return
     place, rank = len(before), dist.get_rank()
     before.append(mine)
@@ -233,7 +235,7 @@ def _announce(book: Book, function: str, name: str, ranks: tuple[int, ...], mine
     for other in ranks:
         if other != rank:
             enough = (book.key(ranks, mine.digest, book.said[ranks, mine.digest], other), book.key((), function, other))
-            yield _Waiting(name, ranks, mine, other, book.key(ranks, name, place, other), enough)
+            yield _Waiting(name, ranks, mine, other, place, book.key(ranks, name, place, other), enough)
 
 
 def _compare(book: Book, waiting: list[_Waiting]) -> None:
@@ -244,6 +246,7 @@ def _compare(book: Book, waiting: list[_Waiting]) -> None:
             if book.store.check([entry.same_place]):
                 digest, calls = json.loads(book.store.get(entry.same_place))
                 if not entry.mine.agrees(digest):
+                    _refuse(book, entry)
                     raise AgreementError(_difference(entry, digest, calls))
             elif not any(book.store.check([key]) for key in entry.enough):
                 still.append(entry)
@@ -256,12 +259,18 @@ def _compare(book: Book, waiting: list[_Waiting]) -> None:
         pause = min(2 * pause, 0.1)
     for entry in waiting:
         if entry.mine.redistributes and _never_calls(book, entry):
+            _refuse(book, entry)
             raise AgreementError(_missing(entry))
         log.warning(
             "%s calls collectives that rank %d has not compiled within %g s (%s): it runs other code, or a graph from before. If "
             "the job now hangs, this is where ranks do not call the same collectives.",
             entry.name, entry.rank, PATIENCE, ", ".join(map(str, entry.mine.calls[:3])),
         )  # fmt: skip
+
+
+def _refuse(book: Book, entry: _Waiting) -> None:
+    """Where the program goes on after the error, the same graph, compiled again, is compared again, as it is on the other ranks."""
+    book.refused.add((entry.ranks, entry.name, entry.place))
 
 
 def _groups_key(book: Book, name: str, count: int, rank: int) -> str:

@@ -17,6 +17,7 @@ class Book:
     Attributes:
         group, store: the default process group and its store.
         announced: announcements of graphs, by the ranks of a group and the graph's name (`runtime.agree`).
+        refused: places of announcements with which another rank's did not agree.
         said: how often this rank has announced the same collectives of a group, for whatever graphs.
         graphs: how often a graph was compiled, by its name.
         met: how often `ranks` have met about a topic (`runtime.meet`).
@@ -26,6 +27,7 @@ class Book:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.store = group, default_store()
         self.announced: dict[tuple[tuple[int, ...], str], list[Any]] = {}
+        self.refused: set[tuple[tuple[int, ...], str, int]] = set()
         self.said: dict[tuple[tuple[int, ...], str], int] = {}
         self.graphs: dict[str, int] = {}
         self.met: dict[tuple[tuple[int, ...], str], int] = {}

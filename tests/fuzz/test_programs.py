@@ -161,6 +161,12 @@ def test_a_redistribution_of_uneven_shards_that_backward_alone_needs():
     check(Program((2, 1), (x, i), lines, ("v0", "v2")))
 
 
+def test_a_norm_of_uneven_shards_whose_reduction_backward_alone_needs():
+    x = "tensor(mesh, 1, [5, 5], torch.float32, [Shard(0)], True)"
+    lines = ("v0 = F.rms_norm(a0, a0.shape[-1:])", "v1 = v0 + torch.linalg.vector_norm(a0, dim=0)")
+    check(Program((4,), (x,), lines, ("v1",)))
+
+
 def test_sizes_that_vary_where_some_ranks_get_one_row():
     x = "tensor(mesh, 2, [4, 4], torch.float32, [Shard(0), Shard(0), Partial()], True)"
     lines = ("v0 = a0.movedim(1, 0)", "v1 = v0.redistribute(placements=[Shard(0), Shard(0), Shard(0)])", "v2 = F.gelu(v1 + v1)")

@@ -29,7 +29,7 @@ from dtensor_compile.testing import run_on_ranks
 
 #: Stages of `backend.py` that are no part of any pass.
 STAGES = (
-    "run_passes", "tell_ranges", "spread_by_mask", "view_again", "order_collectives", "hold_redistributions", "hold_draws", "split_nary",
+    "run_passes", "tell_ranges", "spread_by_mask", "view_again", "order_collectives", "hold_collectives", "hold_draws", "split_nary",
     "lower_redistributions", "lower_collectives", "rearrange",
 )  # fmt: skip
 PASSES_OF_BACKEND = ("drop_copies", "order_rows", "send_transposed")
