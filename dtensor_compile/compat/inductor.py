@@ -154,7 +154,7 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    from dtensor_compile.compat.scheduler import ORDER, SchedulerPass, loosen
+    from dtensor_compile.compat.scheduler import ORDER, SchedulerPass, loosen, waits_are_kept
 
     _PASSES.works()
     lowered, held = LoweredGraph(), Held()
@@ -180,7 +180,7 @@ def compile_with_inductor(
         for place, run in (("_pre_fusion_custom_pass", loosen), ("_post_fusion_custom_pass", kernel_pass)):
             patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
-    inner = inputs_checked_at_once()(compile_fx_inner)  # which also compiles a backward graph when it first runs
+    inner = waits_are_kept()(inputs_checked_at_once()(compile_fx_inner))  # which also compiles a backward graph when it first runs
     if uncompiled is not None:
         inner = run_uncompiled(inner, lowered, uncompiled)
     with meshes_by_layout(), rebuild_damaged_libraries():

@@ -7,15 +7,18 @@ before it. `loosen` runs before fusion and ties starts to starts only; `rearrang
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._inductor import custom_graph_pass
 
-from dtensor_compile.compat.hooks import feature, hook
+from dtensor_compile.compat.hooks import feature, hook, needs
 from dtensor_compile.lowering.least_time import least_seconds
 from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
@@ -41,6 +44,45 @@ ORDER = feature(
     hook("torch._inductor.utils:contains_wait", "snode"),
     without="Inductor's own order stays",
 )
+
+
+@needs(
+    "fused kernels that wait for all that they read",
+    hook("torch._inductor.scheduler:SchedulerNode.recompute_size_and_body", "self ..."),
+    hook("torch._inductor.scheduler:SchedulerNode.set_read_writes", "self ..."),
+    hook("torch._inductor.dependencies:StarDep"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    without="one could run before the wait for a collective whose result it reads",
+    essential=True,
+)
+@contextlib.contextmanager
+def waits_are_kept() -> Iterator[None]:
+    """While it is entered, kernels that Inductor schedules on this thread depend on the last write to what they read.
+
+    A collective and its wait write to a buffer that was there before, and what reads it afterwards names the write. Before 2.14
+    Inductor loses that name where it brings the loops of two kernels into one shape in order to fuse them, and has the fused kernel
+    run when the buffer is there, with what this rank alone put into it.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    owner = threading.get_ident()
+
+    def keeping(stock: Callable[..., None]) -> Callable[..., None]:
+        def compute_again(self: Any, *args: Any, **kwargs: Any) -> None:
+            tied = OrderedSet(dep for dep in self.read_writes.reads if isinstance(dep, (StarDep, WeakDep)))  # lost on 2.11
+            stock(self, *args, **kwargs)
+            if threading.get_ident() == owner:
+                self.set_read_writes(self.read_writes.with_read(tied).rename(self.mutation_renames))
+
+        return compute_again
+
+    with contextlib.ExitStack() as stack:
+        for name in ("recompute_size_and_body", "cancel_reduction_split"):
+            if hasattr(SchedulerNode, name):  # the second since 2.13, on GPUs
+                stack.enter_context(mock.patch.object(SchedulerNode, name, keeping(getattr(SchedulerNode, name))))
+        yield
 
 
 class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]

@@ -262,7 +262,10 @@ def _elementwise(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule 
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return None
-    shape = tuple(torch.broadcast_shapes(*(g.shape for g in given)))
+    try:
+        shape = tuple(torch.broadcast_shapes(*(g.shape for g in given)))
+    except RuntimeError:  # of a product over a dim of which this rank has one row: Inductor writes columns times that row
+        return None
     strategies: list[Strategy] = []
     for dim, size in enumerate(shape):
         theirs = [dim - len(shape) + len(g.shape) for g in given]

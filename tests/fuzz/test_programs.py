@@ -21,11 +21,11 @@ def made(draw, meshes, lines=6):
         return make_program(draw, meshes, lines)
 
 
-def check(program):
+def check(program, kernels="aten"):
     """Fails with the program where it differs on the ranks."""
     alone = [f"{name} alone" for name in pass_names(Settings())]
     variants = ["all", alone[len(program.source) % len(alone)]]
-    result, found = judge(program, variants, "aten")
+    result, found = judge(program, variants, kernels)
     assert result in ("equal", "refused"), f"{program}\n" + "\n".join(found)
 
 
@@ -165,6 +165,18 @@ def test_a_norm_of_uneven_shards_whose_reduction_backward_alone_needs():
     x = "tensor(mesh, 1, [5, 5], torch.float32, [Shard(0)], True)"
     lines = ("v0 = F.rms_norm(a0, a0.shape[-1:])", "v1 = v0 + torch.linalg.vector_norm(a0, dim=0)")
     check(Program((4,), (x,), lines, ("v1",)))
+
+
+def test_a_reduced_number_that_is_read_by_a_kernel_fused_with_one_of_another_shape():
+    x, y = "tensor(mesh, 0, [6, 7, 5], torch.float32, [Shard(1)], False)", "tensor(mesh, 1, [8], torch.float32, [Shard(0)], False)"
+    lines = ("v0 = a1 @ a1", "v1 = a0.redistribute(placements=[Replicate()])", "v2 = torch.maximum(v1, v0)")
+    check(Program((2,), (x, y), lines, ("v1", "v2")), "inductor")
+
+
+def test_products_over_a_dim_of_which_each_rank_has_one_row():
+    x, w = "tensor(mesh, 0, [8, 2], torch.float64, [Shard(1)], True)", "tensor(mesh, 1, [3, 2], torch.float64, [Replicate()], False)"
+    lines = ("v0 = torch.matmul(a0, a0.transpose(-1, -2))", "v1 = v0.sum()", "v2 = F.linear(a0, a1)")
+    check(Program((2,), (x, w), lines, ("v1", "v2")), "inductor")
 
 
 def test_sizes_that_vary_where_some_ranks_get_one_row():
