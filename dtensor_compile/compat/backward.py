@@ -41,10 +41,13 @@ def leaves_of_a_reducer(tx: Translator) -> dict[int, torch.Tensor]:
 
 def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
     """A graph break where a leaf has hooks, or a reducer waits for it; a guard that it has none where it has none."""
-    reducer = leaves_of_a_reducer(InstructionTranslator.current_tx())
+    tx = InstructionTranslator.current_tx()
+    reducer = leaves_of_a_reducer(tx)
     for leaf in leaves:
-        argument = leaf.proxy.node.meta.get("grapharg")
-        real = argument.example if argument is not None else None
+        node = leaf.proxy.node
+        argument = node.meta.get("grapharg")
+        # a leaf that is an attribute of the graph is no argument, and has hooks all the same
+        real = argument.example if argument is not None else tx.output.nn_modules.get(node.target)
         if leaf.source is None or not isinstance(real, torch.Tensor):
             continue
         if id(real) in reducer:

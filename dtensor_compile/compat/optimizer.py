@@ -125,6 +125,10 @@ class FusedStep(_Untraced):
 class TracedOptimizerVariable(OptimizerVariable):
     """An optimizer whose steps belong to the region that they are in."""
 
+    #: As of 2.14 this table is asked before `tp_getattro_impl`, and torch's entry prepares parameters for a region of the step alone:
+    #: it makes them attributes of the graph, and steps capturable.
+    tp_getset = {"param_groups": None}
+
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
         if name in _TRACEABLE and name not in vars(self.value):
             method = getattr(type(self.value), name)

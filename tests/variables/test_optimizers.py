@@ -302,6 +302,20 @@ def test_a_hook_registered_later_is_not_lost():
     assert seen == [1]
 
 
+@on_ranks(2)
+def test_hooks_of_parameters_that_another_backend_marked_are_not_lost():
+    """Dynamo makes attributes of the graph of parameters whose optimizer another backend has compiled a step of."""
+
+    def make(model):
+        model.up.weight.register_hook(lambda grad: grad * 0.5)
+        for parameter in model.parameters():
+            torch._dynamo.mark_static_address(parameter, guard=True)  # as torch does for such a step
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return whole_step(model, optimizer), optimizer
+
+    follows_eager(make, graphs=None, fullgraph=False, wanted_breaks=1)
+
+
 @on_ranks(1)
 def test_other_backends_still_break_around_a_step():
     p = nn.Parameter(torch.ones(2))
