@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dtensor_compile
 
 from dtensor_compile.compat import counters
+from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 
@@ -73,3 +74,17 @@ def test_shards_that_vary_on_some_ranks_only(sizes):
     """Of 7 rows and then 9, the shard of the last rank of three grows and the others stay: all ranks trace with symbols."""
     for found in zip(*run_on_ranks(3, of_each_size, sizes)):
         assert len({tuple(kinds) for kinds in found if kinds}) <= 1  # a rank that has a graph for the size compiles none
+
+
+def test_lookups_by_indices_in_strided_shards():
+    """The cost of sending strided shards of a size that varies is counted without their offsets, which are in no tensor with values."""
+    with simulated_job(4, 0):
+        mesh = make_mesh((2, 2), ("dp", "tp"))
+        x = distribute_tensor(torch.randn(8), mesh, [Replicate(), Shard(0)])
+        indices = distribute_tensor(torch.zeros(4, 3, dtype=torch.long), mesh, [Shard(1), Shard(0)])
+
+        def found(x, i):
+            return x.index_select(0, i.flatten())
+
+        compiled = torch.compile(found, backend="dtensor_aten", fullgraph=True, dynamic=True)(x, indices)
+        assert compiled.placements == found(x, indices).placements and compiled.shape == (12,)

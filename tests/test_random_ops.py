@@ -41,6 +41,14 @@ def fills(x):
     return x * x.detach().clone().bernoulli_(0.4) + torch.empty_like(x).uniform_()
 
 
+def draws_beside_a_collective(x):
+    """Nothing but the generator says that the last value is drawn after the first, which waits for what is sent."""
+    first = F.dropout(x.redistribute(placements=[Replicate()]), 0.5)
+    F.dropout(x, 0.5)
+    second = F.dropout(x.to_local(), 0.5)
+    return first, second @ second.T
+
+
 def draws_what_nothing_uses(x):
     F.dropout(x, 0.5)
     y = x * 2
@@ -83,6 +91,12 @@ def test_a_mask_in_a_recomputed_region():
 @on_ranks(2, timeout=280)
 def test_through_inductor():
     assert_parity(every, [argument(Shard(0))], loss=sum_of_squares)
+
+
+@pytest.mark.parametrize("schedule", [True, False])
+@on_ranks(2, timeout=240)
+def test_kernels_draw_in_the_order_of_the_program(schedule):
+    assert_parity(draws_beside_a_collective, [argument(Shard(0), 512)], loss=sum_of_squares, options={"schedule": schedule})
 
 
 @on_ranks(2, timeout=240)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.compat.cache_keys import meshes_by_layout
-from dtensor_compile.compat.hooks import feature, hook
+from dtensor_compile.compat.hooks import feature, hook, if_there
 from dtensor_compile.compat.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.libraries import rebuild_damaged_libraries
 from dtensor_compile.compat.partition import Held
@@ -49,11 +49,13 @@ _CACHEABLE = feature(
     without="graphs that call them are compiled again in each process",
 )
 _DRAWS = feature(
-    "random numbers of ours and of Inductor's in the order of the program",
+    "random numbers in the order of the program",
     hook("torch._inductor.fx_passes.control_dependencies:preserve_node_ordering", "graph additional_deps_map ..."),
-    without="a graph that draws both could draw other numbers than eager",
+    without="a graph could draw other numbers than eager",
     essential=True,
 )
+#: As of 2.13 Inductor ties a draw to the one before it itself.
+_TIES_DRAWS = if_there("torch._inductor.fx_passes.post_grad:_chain_random_ops_for_ordering") is not None
 _REFUSALS = feature(
     "why a graph is not kept in caches, in the report",
     hook("torch._functorch._aot_autograd.autograd_cache:BypassAOTAutogradCache"),
@@ -154,7 +156,7 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    from dtensor_compile.compat.scheduler import ORDER, SchedulerPass, loosen, waits_are_kept
+    from dtensor_compile.compat.scheduler import ORDER, TIES, SchedulerPass, tie_draws, tie_draws_and_starts, waits_are_kept
 
     _PASSES.works()
     lowered, held = LoweredGraph(), Held()
@@ -176,10 +178,12 @@ def compile_with_inductor(
     patches["joint_custom_pre_pass"] = GraphPass(plan, key, _configured(patches, "joint_custom_pre_pass"))
     patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
+    kernel_passes = {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
     if kernel_pass is not None and ORDER.works():
-        for place, run in (("_pre_fusion_custom_pass", loosen), ("_post_fusion_custom_pass", kernel_pass)):
-            patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
+        kernel_passes |= {"_pre_fusion_custom_pass": tie_draws_and_starts, "_post_fusion_custom_pass": kernel_pass}
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
+    for place, run in kernel_passes.items():
+        patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
     inner = waits_are_kept()(inputs_checked_at_once()(compile_fx_inner))  # which also compiles a backward graph when it first runs
     if uncompiled is not None:
         inner = run_uncompiled(inner, lowered, uncompiled)
@@ -227,12 +231,9 @@ def _spell_out_alpha(graph: torch.fx.Graph) -> None:
 
 
 def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
-    """In a graph with an operator of ours that acts on torch's generator, whatever draws from it runs in the order of the graph.
-
-    Inductor takes operators without a common tensor for independent.
-    """
+    """What draws from torch's generator runs in the order of the graph; before 2.13 Inductor takes it for independent."""
     draws = [n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
-    if any(node.target.namespace == "dtensor_compile" for node in draws) and _DRAWS.works():
+    if len(draws) > 1 and not _TIES_DRAWS and _DRAWS.works():
         from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
         from torch.utils._ordered_set import OrderedSet
 

@@ -2,13 +2,15 @@
 
 Inductor ties every collective to the one before it, so that their order stays; where a wait stood between the two it ties it to
 that wait, because the wait renames the buffer that is meant. A collective could then never start before the wait of the one
-before it. `loosen` runs before fusion and ties starts to starts only; `rearrange` runs after fusion and puts kernels in order.
+before it. `loosen` runs before fusion and ties starts to starts only; `rearrange` runs after fusion and puts kernels in order. What
+draws random numbers keeps its order by `tie_draws`, which runs before fusion too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +45,14 @@ ORDER = feature(
     hook("torch._inductor.utils:contains_collective", "snode ..."),
     hook("torch._inductor.utils:contains_wait", "snode"),
     without="Inductor's own order stays",
+)
+
+TIES = feature(
+    "random numbers in the order of the program, beside some that nothing reads",
+    hook("torch._inductor.config:_pre_fusion_custom_pass"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
+    without="what is drawn after a value that nothing reads can be another number than in eager",
 )
 
 
@@ -85,8 +95,8 @@ def waits_are_kept() -> Iterator[None]:
         yield
 
 
-class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]
-    """A function on scheduler nodes that Inductor calls.
+class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)):  # type: ignore[misc]
+    """A function on scheduler nodes that Inductor calls. Before 2.13 its caches know a pass by the class of those on graphs.
 
     Args:
         run: returns the nodes in another order.
@@ -111,6 +121,34 @@ class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", object)): 
     def uuid(self) -> Any:
         follower = self.then.uuid() if hasattr(self.then, "uuid") else None
         return None if self.key is None or self.then is not None and follower is None else (self.key, follower)
+
+
+def tie_draws(nodes: Nodes) -> Nodes:
+    """Ties what draws from torch's generator to what draws before it.
+
+    Inductor ties them by their results (as of 2.13), and drops each part of a result that nothing reads, with the tie. A draw of
+    which nothing reads any part was then tied to nothing that comes after it.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.virtualized import V
+
+    draws = [node for node in nodes if _is_draw(node)]
+    for before, node in itertools.pairwise(draws):
+        own = next(iter(node.get_buffer_names()))
+        node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
+    if len(draws) > 1:
+        V.graph.scheduler.compute_ancestors()
+    return nodes
+
+
+def _is_draw(node: Any) -> bool:
+    """Whether a kernel, before fusion, runs an operator that draws. What takes its result apart has the same origin, and draws not."""
+    return torch.Tag.nondeterministic_seeded in getattr(getattr(node.node, "op_overload", None), "tags", ())
+
+
+def tie_draws_and_starts(nodes: Nodes) -> Nodes:
+    """Both of `tie_draws` and `loosen`."""
+    return loosen(tie_draws(nodes))
 
 
 def loosen(nodes: Nodes) -> Nodes:

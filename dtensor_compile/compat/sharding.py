@@ -51,6 +51,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.constant_objects import OPAQUE
@@ -429,12 +430,26 @@ def _local_shape_and_offset(
     return tuple(sizes), tuple(offsets)
 
 
+#: Which offsets of a strided shard are wanted; before 2.13 all of them or the first.
+_OFFSETS: Any = if_there("torch.distributed.tensor.placement_types:_StridedShardOffsetMode")
+
+
 def _strided_shard_size(stock: Callable[..., Any], self: _StridedShard, size: Any, *args: Any, **kwargs: Any) -> Any:
-    """Size and offsets of a strided shard, which torch reads out of a tensor: one with values, where the dim has a size."""
-    if not isinstance(size, int):
+    """Size and offsets of a strided shard, which torch reads out of a tensor: one with values, where the dim has a size.
+
+    Where it has none a shard's first offset, which is asked for by default and mostly thrown away, would have to be read out of a
+    tensor without values. It is known where shards are even; else it is None.
+    """
+    if isinstance(size, int):
+        with unset_fake_temporarily(), disable_proxy_modes_tracing():
+            return stock(self, size, *args, **kwargs)
+    if len(args) != 2 or kwargs or _OFFSETS is None:
         return stock(self, size, *args, **kwargs)
-    with unset_fake_temporarily(), disable_proxy_modes_tracing():
-        return stock(self, size, *args, **kwargs)
+    chunks, rank = args
+    pieces = self.split_factor * chunks
+    if guard_or_false(size % pieces == 0):
+        return size // chunks, rank * (size // pieces)
+    return stock(self, size, chunks, rank, _OFFSETS.NONE)
 
 
 def _fix_flattened_sizes(
