@@ -325,7 +325,8 @@ def test_the_tool_is_the_same_command(program, tmp_path):
     result = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "graph_break_report.py"), "nowhere.py"], capture_output=True, text=True, timeout=120
     )
-    assert result.returncode == 2 and result.stderr.startswith("graph_break_report.py: there is no file 'nowhere.py'")
+    *_, said = result.stderr.splitlines()  # after the warning of an import with a release that is supported in part
+    assert result.returncode == 2 and said.startswith("graph_break_report.py: there is no file 'nowhere.py'"), result.stderr
 
 
 def test_torch_logs_prints_decisions_as_they_are_made(program):
