@@ -59,6 +59,8 @@ class StandInVariable(VariableTracker):
             return build(tx, self.python_type())
         if name in self.refused:
             text = f"{self.python_type().__name__}.{name}"
+            if isinstance(inspect.getattr_static(self.python_type(), name, None), property):
+                graph_break(self.refused[name], text)
             return member_function(self, name, lambda args, kwargs: graph_break(self.refused[name], text))
         base = self.python_type()
         raise_in_program(tx, AttributeError(f"'{base.__module__}.{base.__name__}' object has no attribute '{name}'"))

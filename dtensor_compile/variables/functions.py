@@ -60,9 +60,10 @@ DISTRIBUTED = table(
         """,
         "error-of-other-ranks": "monitored_barrier",
         "group-lifetime": "init_process_group destroy_process_group shrink_group",
-        "process-setting": "set_debug_level set_debug_level_from_env register_rendezvous_handler breakpoint",
+        "process-setting": "set_debug_level set_debug_level_from_env set_timeout register_rendezvous_handler breakpoint",
         "raw-object": """
-            rendezvous Store FileStore HashStore PrefixStore TCPStore ProcessGroupGloo Reducer Logger GradBucket
+            rendezvous Store FileStore HashStore PrefixStore TCPStore ProcessGroupGloo Reducer Logger GradBucket get_backend_impl
+            ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy gather_single gather_into_tensor
             AllToAllOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions BroadcastOptions GatherOptions ReduceOptions
             ReduceScatterOptions ScatterOptions
         """,
@@ -80,7 +81,7 @@ FUNCTIONAL = table(
         all_gather_tensor all_gather_tensor_autograd all_gather_tensor_inplace all_gather_inplace all_gather_into_tensor_coalesced
         all_gather_single all_gather_single_autograd all_gather_single_coalesced
         reduce_scatter_tensor reduce_scatter_tensor_autograd reduce_scatter_tensor_inplace reduce_scatter_tensor_coalesced
-        reduce_scatter_single reduce_scatter_single_autograd reduce_scatter_single_coalesced
+        reduce_scatter_single reduce_scatter_single_autograd reduce_scatter_single_coalesced reduce_scatter_inplace
         all_to_all_single all_to_all_single_autograd all_to_all_inplace
         isend_inplace irecv_inplace batch_p2p_ops_inplace allow_inflight_collective_as_graph_input_ctx
         AsyncCollectiveTensor
@@ -89,7 +90,7 @@ FUNCTIONAL = table(
 
 TENSOR = table(
     inline="""
-        DTensor Placement Shard Replicate Partial distribute_tensor ones empty full rand randn zeros
+        DTensor Placement Shard Replicate Partial distribute_tensor ones empty full linspace logspace rand randn zeros
     """,
     breaks={"leaf-made": "distribute_module"},
 )

@@ -28,13 +28,17 @@ class ProcessGroupVariable(SourcedVariable):
         operator=" ".join(METHODS),
         read="""
             BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL bound_device_id use_pg_for_symm_mem_rendezvous _device_types
+            supports_reconfigure supports_window
         """,
         breaks={
             "receive-from-any": "recv_anysource",
             "error-of-other-ranks": "monitored_barrier",
-            "group-lifetime": "abort shutdown merge_remote_group split_group",
-            "process-setting": "set_timeout",
-            "raw-object": "boxed unbox get_group_store _get_backend",
+            "group-lifetime": "abort shutdown merge_remote_group split_group reconfigure get_reconfigure_handle",
+            "process-setting": """
+                set_timeout register_abort_hook register_post_hook register_pre_hook unregister_abort_hook unregister_post_hook
+                unregister_pre_hook
+            """,
+            "raw-object": "boxed unbox get_group_store get_backend _get_backend new_window gather_single gather_into_tensor",
             "object-state": "__setattr__ __delattr__ __dict__",
         },
     )

@@ -103,7 +103,7 @@ WORK = table(
     inline="""
         wait is_completed is_success exception synchronize block_current_stream result source_rank get_future get_future_result
     """,
-    breaks={"raw-object": "boxed unbox"},
+    breaks={"raw-object": "boxed unbox timeout"},
 )
 FUTURE = table(
     inline="wait value done then add_done_callback", breaks={"raw-object": "set_result set_exception __getstate__ __setstate__"}

@@ -283,6 +283,9 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         __ne__: group != group
         __hash__: {{group: 1}}[group]
         set_timeout: group.set_timeout(dist.timedelta(seconds=120))
+        supports_reconfigure: group.supports_reconfigure
+        supports_window: group.supports_window
+        get_backend: group.get_backend(x.device) is None
     """)),
     "Work": (WORK, examples(f"""
         wait: {_SUM} -> (z, w.wait(), w.wait(dist.timedelta(seconds=3)), isinstance(w, dist.Work), type(w) is dist.Work)
@@ -414,6 +417,8 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         monitored_barrier: dist.monitored_barrier()
         set_debug_level: dist.set_debug_level(dist.DebugLevel.OFF)
         set_debug_level_from_env: dist.set_debug_level_from_env()
+        set_timeout: dist.set_timeout(dist.timedelta(seconds=120))
+        get_backend_impl: dist.get_backend_impl(group) is None
         HashStore: dist.HashStore() is None
         AllreduceOptions: dist.AllreduceOptions() is None
         AllreduceCoalescedOptions: dist.AllreduceCoalescedOptions() is None
@@ -458,6 +463,7 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         reduce_scatter_single: functional.reduce_scatter_single(x, "sum", 0, group) + 0
         reduce_scatter_single_autograd: functional.reduce_scatter_single_autograd(x, "sum", 0, group) + 0
         reduce_scatter_single_coalesced: functional.reduce_scatter_single_coalesced([x], "sum", [0], group)[0] + 0
+        reduce_scatter_inplace: o = torch.empty(2, 4); functional.reduce_scatter_inplace(o, [x[:2], x[2:]], "sum", group) -> o
         all_to_all_single: functional.all_to_all_single(x, [2, 2], [2, 2], group) + 0
         all_to_all_single_autograd: functional.all_to_all_single_autograd(x, [2, 2], [2, 2], group) + 0
         all_to_all_inplace: z = torch.empty(4, 4); functional.all_to_all_inplace(z, x, None, None, group) -> z
@@ -473,6 +479,8 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         ones: tensor.ones(4, 4, device_mesh=mesh, placements=[Replicate(), Shard(0)])
         zeros: tensor.zeros(4, 4, device_mesh=mesh, placements=[Replicate(), Shard(0)])
         full: tensor.full((4, 4), 2.0, device_mesh=mesh, placements=[Replicate(), Shard(0)])
+        linspace: tensor.linspace(0.0, 1.0, 8, device_mesh=mesh, placements=[Replicate(), Shard(0)])
+        logspace: tensor.logspace(0.0, 1.0, 8, device_mesh=mesh, placements=[Replicate(), Shard(0)])
         empty: tensor.empty(4, 4, device_mesh=mesh, placements=[Replicate(), Shard(0)]).shape
         distribute_module: m = tensor.distribute_module(torch.nn.Identity(), mesh) -> m(d)
     """)),
@@ -496,7 +504,29 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, texts) in EXAMPLES.items() for name in texts])
+#: Names that only the newest of the supported releases has: nothing is asked of them in the others.
+AS_OF_2_14 = frozenset(
+    """
+    supports_reconfigure supports_window get_backend set_timeout get_backend_impl
+    reduce_scatter_inplace linspace logspace
+    """.split()
+)
+_HOMES = {
+    "ProcessGroup": dist.ProcessGroup,
+    "torch.distributed": dist,
+    "torch.distributed._functional_collectives": functions.functional_collectives,
+    "torch.distributed.tensor": tensor,
+}
+
+
+def there(kind: str, name: str) -> bool:
+    """Whether the installed torch has what an example calls."""
+    return name not in AS_OF_2_14 or hasattr(_HOMES[kind], name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, (_, texts) in EXAMPLES.items() for name in texts if there(kind, name)]
+)
 @on_ranks(2)
 def test_row(kind, name):
     rows, texts = EXAMPLES[kind]
@@ -505,6 +535,11 @@ def test_row(kind, name):
 
 #: Rows without an example of their own, and why.
 WITHOUT_EXAMPLE = {
+    "an error on gloo, as in eager": "gather_single gather_into_tensor new_window",
+    "changes the group for good": """
+        reconfigure get_reconfigure_handle register_abort_hook register_post_hook register_pre_hook unregister_abort_hook
+        unregister_post_hook unregister_pre_hook
+    """,
     "tested as a context": """
         record_comm loss_parallel implicit_replication allow_inflight_collective_as_graph_input_ctx
     """,
@@ -512,10 +547,10 @@ WITHOUT_EXAMPLE = {
         abort shutdown merge_remote_group split_group shrink_group init_process_group
     """,
     "Python's deepcopy asks for identities: another placement, another graph": "__deepcopy__",
-    "tested below": "destroy_process_group __setattr__ __delattr__ recv_anysource",
+    "tested below": "destroy_process_group __setattr__ __delattr__ recv_anysource timeout",
     "raises on a CPU, as in eager": "block_current_stream get_future_result isend_inplace irecv_inplace batch_p2p_ops_inplace",
     "starts servers or files, or needs what a reducer makes": """
-        Store FileStore PrefixStore TCPStore rendezvous ProcessGroupGloo Reducer Logger GradBucket
+        Store FileStore PrefixStore TCPStore rendezvous ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy Reducer Logger GradBucket
     """,
     "changes the process for good, or stops it": "register_rendezvous_handler breakpoint context_parallel visualize_sharding",
     "draws random numbers, which eager refuses without a seed": "rand randn",
@@ -551,6 +586,22 @@ def test_a_group_that_the_program_ends():
         assert torch.equal(compiled(x, group), x)
         assert {code_in(text) for text in counters["graph_break"]} <= {"group-lifetime"}
         assert group not in dist.distributed_c10d._world.pg_map
+
+
+@pytest.mark.skipif(not hasattr(dist.Work, "timeout"), reason="works of this torch show no timeout")
+@on_ranks(2)
+def test_the_timeout_of_a_work():
+    """A work of a compiled call is complete and knows none: the graph breaks, and the program has the error of such backends."""
+
+    def program(x):
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        return work.timeout
+
+    counters.clear()
+    with pytest.raises(RuntimeError, match="doesn't support getTimeout"):
+        torch.compile(program, backend="dtensor_aten")(torch.ones(2))
+    assert {code_in(text) for text in counters["unimplemented"]} == {"raw-object"}
 
 
 @on_ranks(2)
