@@ -6,10 +6,12 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 - `explain`: the report of one call of a function or a module.
 - `Options`: what ``options={...}`` may say.
 - `redistribute`: a DTensor on another mesh.
+- `one_gloo_worker`: gloo groups in which two gathers that complete at once do not end the process.
 - `export`: the program of one rank as a ``torch.export.ExportedProgram``.
 - the errors, all of them `DTensorCompileError`.
 """
 
+from dtensor_compile.compat.gloo import one_gloo_worker
 from dtensor_compile.cross_mesh import redistribute
 from dtensor_compile.errors import (
     AgreementError,
@@ -41,6 +43,7 @@ __all__ = [
     "UnsupportedTorchError",
     "explain",
     "export",
+    "one_gloo_worker",
     "record",
     "redistribute",
 ]

@@ -1,6 +1,13 @@
-"""Gloo: process groups that share a device.
+"""Gloo: process groups that run one collective after the other, and that share a device.
 
-torch makes a device for each group, and a device has a thread that wakes up 120 times a second, whether anything is sent or not
+A gloo group of torch has two workers. Each writes the name of the collective that it completed into one string of the group, without a
+lock (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``). Names of more than 15 letters lie on the heap, those of gathers do
+(``ALLGATHER_COALESCED``): two workers that complete a gather at the same time free one string twice, and the process ends later, by
+SIGSEGV or with "malloc(): unaligned tcache chunk detected". Seen on torch 2.11.0, 2.13.0 and 2.14.1 without this package, with two
+gathers of four numbers under way again and again, once in some 100,000; eager DTensors have as a rule one under way, compiled programs
+more. With one worker a group completes one collective after the other.
+
+torch also makes a device for each group, and a device has a thread that wakes up 120 times a second, whether anything is sent or not
 (measured on 2.13). A process that makes groups for a thousand tests, on a machine that runs some of its ranks, spends its time on that.
 """
 
@@ -15,26 +22,35 @@ from torch.distributed import distributed_c10d
 from dtensor_compile.compat.hooks import feature, hook
 
 _GLOO = "torch.distributed.distributed_c10d:ProcessGroupGloo"
-_ONE_DEVICE = feature(
-    "groups of ranks in tests share a thread",
+_OPTIONS = feature(
+    "gloo groups that complete one collective after the other",
     hook(_GLOO),
     hook(f"{_GLOO}._Options"),
     hook(f"{_GLOO}.create_default_device"),
-    without="tests that make many groups take longer",
+    without="two gathers that end at once can end the process (a fault of torch), and tests that make many groups take longer",
 )
 
 
-def share_devices() -> None:
-    """From here on the gloo groups that this process makes share one device; for good. Call it before the first is made."""
-    if not _ONE_DEVICE.works():
+def one_gloo_worker(share_device: bool = False) -> None:
+    """From here on each gloo group that this process makes completes one collective after the other; for good.
+
+    torch's groups have two workers that can end the process where two gathers of a group complete at once. Call this on every rank
+    before ``init_process_group``. Collectives of one group no longer run beside each other (they share the network in any case), those of
+    other groups and computation do.
+
+    Args:
+        share_device: the groups also share the thread that waits for the network.
+    """
+    if not _OPTIONS.works():
         return
     stock: Any = distributed_c10d.ProcessGroupGloo
-    device = stock.create_default_device()
+    shared = [stock.create_default_device()] if share_device else None
 
-    class Sharing(type(stock)):  # type: ignore[misc]
+    class OneWorker(type(stock)):  # type: ignore[misc]
         def __call__(cls, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> Any:
             options = stock._Options()
-            options._timeout, options._devices = timeout, [device]
+            options._timeout, options._threads = timeout, 1
+            options._devices = shared or [stock.create_default_device()]
             for name, value in more.items():  # of torch 2.14: enable_reconfigure
                 setattr(options, name, value)
             return stock(store, rank, size, options)
@@ -42,4 +58,4 @@ def share_devices() -> None:
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, stock)
 
-    distributed_c10d.ProcessGroupGloo = Sharing(stock.__name__, (stock,), {})
+    distributed_c10d.ProcessGroupGloo = OneWorker(stock.__name__, (stock,), {})

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat import counters
+from dtensor_compile.compat.gloo import one_gloo_worker
 from dtensor_compile.compat.inductor import fresh_caches
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel, two_dim
@@ -266,6 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    one_gloo_worker()
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         layout, world = LAYOUTS[args.layout], dist.get_world_size()

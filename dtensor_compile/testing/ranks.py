@@ -200,10 +200,10 @@ def _serve(pipe: Any, rank: int, world: int, directory: str, path: list[str]) ->
     import torch
     import torch.distributed as dist
 
-    from dtensor_compile.compat.gloo import share_devices
+    from dtensor_compile.compat.gloo import one_gloo_worker
 
     torch.set_num_threads(1)
-    share_devices()
+    one_gloo_worker(share_device=True)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     with contextlib.suppress(EOFError, OSError):  # the test session is over
         while True:
