@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -102,3 +103,27 @@ def update_statistics(x: DTensor, mean: torch.Tensor, var: torch.Tensor, momentu
     centered = x - here.reshape([-1 if dim == 1 else 1 for dim in range(x.dim())])
     mean.copy_(momentum * here + (1 - momentum) * mean)
     var.copy_(momentum * whole((centered * centered).sum(dims)) / (n - 1) + (1 - momentum) * var)
+
+
+def mean_loss(
+    input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, label_smoothing: float | None
+) -> torch.Tensor:
+    """``cross_entropy`` or, where `label_smoothing` is None, ``nll_loss`` of class indices with ``reduction="mean"``, on shards.
+
+    The sum of the losses over the sum of the weights of the targets that count, each of all ranks. DTensor has the average of the means
+    of the ranks before torch 2.14, which is another number where ranks have other targets that count; as of 2.14 it gathers `input`.
+    """
+    cut = next(x for x in (input, target) if isinstance(x, DTensor))
+    if weight is not None:
+        weight = as_dtensor(weight, cut.device_mesh)
+    if label_smoothing is None:
+        total = F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction="sum")
+    else:
+        total = F.cross_entropy(
+            input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+        )
+    counts = target != ignore_index
+    weights = counts.to(torch.promote_types(total.dtype, torch.float32))  # half precision does not count beyond some hundred
+    if weight is not None:
+        weights = weights * F.embedding(torch.where(counts, target, 0), weight.unsqueeze(1)).squeeze(-1)
+    return (total / weights.sum()).to(total.dtype)

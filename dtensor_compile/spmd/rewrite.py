@@ -8,6 +8,7 @@ are, and outputs that were plain are made whole. Gradients of plain inputs are m
 that every rank has sends nothing; making its gradient whole sends it once, which storing the parameter in shards (`shard_module`) saves.
 
 - Where DTensor leaves an intermediate whole that the propagation cuts, or owing a sum, a redistribution is put behind it.
+- The mean of a loss over targets of which some do not count is a sum over a sum, of all ranks.
 - A convolution runs on shards of the batch: DTensor has a rule for that, and takes arguments as they come.
 - A function that cannot run on the shards it gets runs on whole tensors, which every rank has then; a decision tells the bytes. What
   it writes to in place is cut again.
@@ -36,7 +37,7 @@ from dtensor_compile.compat.dtensor import StridedShard
 from dtensor_compile.compat.record import DrawsOnShards, checkpointed, fake_like, refusing_draws, run_node, tracing_mode
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.nodes import source_line
-from dtensor_compile.spmd.constraint import constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
+from dtensor_compile.spmd.constraint import constrain, mean_loss, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
 from dtensor_compile.spmd.in_place import function_name, stay_whole, written_argument
 from dtensor_compile.spmd.mesh import dims_in
 from dtensor_compile.spmd.other_ranks import fails_on_some_rank
@@ -97,6 +98,8 @@ class Rewrite:
             self._cut_batch_alone(node)
         elif node.target is torch.nn.functional.batch_norm:
             self._keep_statistics(node)
+        elif node.target in (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss):
+            self._count_targets(node)
         elif node.target is recurrent_layer:
             self._tell_recurrent(node)
         written = written_argument(node)
@@ -198,6 +201,17 @@ class Rewrite:
         self._compute(update)
         given.arguments.update(running_mean=None, running_var=None)
         node.args, node.kwargs = given.args, given.kwargs
+
+    def _count_targets(self, node: torch.fx.Node) -> None:
+        """The mean of losses of class indices as their sum over that of the weights that count, where a rank has some of them alone."""
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        given.apply_defaults()
+        has = given.arguments
+        of_classes = isinstance(has["target"], torch.fx.Node) and not self.values[has["target"]].is_floating_point()
+        plain = has["reduction"] == "mean" and has["size_average"] is None and has["reduce"] is None
+        if of_classes and plain and (self._is_cut(has["input"]) or self._is_cut(has["target"])):
+            node.target, node.kwargs = mean_loss, {}
+            node.args = (has["input"], has["target"], has["weight"], has["ignore_index"], has.get("label_smoothing"))
 
     def _take_whole(self, node: torch.fx.Node, reason: str) -> None:
         """The arguments of a node whole and plain: so it computes on every rank what the program says."""
@@ -341,6 +355,6 @@ class Rewrite:
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 #: What the rewrite puts in: it has to run as it is.
-_PLACING = frozenset({constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole})
+_PLACING = frozenset({constrain, mean_loss, ones_of, replicated, update_statistics, whole, whole_copy, write_whole})
 #: Functions of (input, p, training, inplace) that multiply by random numbers of the input's shape.
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_", "feature_dropout"})
