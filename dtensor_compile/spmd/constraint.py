@@ -113,15 +113,13 @@ def mean_loss(
     The sum of the losses over the sum of the weights of the targets that count, each of all ranks. DTensor has the average of the means
     of the ranks before torch 2.14, which is another number where ranks have other targets that count; as of 2.14 it gathers `input`.
     """
-    cut = next(x for x in (input, target) if isinstance(x, DTensor))
-    if weight is not None:
-        weight = as_dtensor(weight, cut.device_mesh)
+    mesh = next((x.device_mesh for x in (input, target) if isinstance(x, DTensor)), None)
+    if weight is not None and mesh is not None:
+        weight = as_dtensor(weight, mesh)
     if label_smoothing is None:
         total = F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction="sum")
     else:
-        total = F.cross_entropy(
-            input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-        )
+        total = F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
     counts = target != ignore_index
     weights = counts.to(torch.promote_types(total.dtype, torch.float32))  # half precision does not count beyond some hundred
     if weight is not None:

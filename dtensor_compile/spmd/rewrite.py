@@ -355,6 +355,6 @@ class Rewrite:
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 #: What the rewrite puts in: it has to run as it is.
-_PLACING = frozenset({constrain, mean_loss, ones_of, replicated, update_statistics, whole, whole_copy, write_whole})
+_PLACING = frozenset({constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole})
 #: Functions of (input, p, training, inplace) that multiply by random numbers of the input's shape.
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_", "feature_dropout"})

@@ -45,6 +45,31 @@ def test_values_and_gradients(name):
     torch.testing.assert_close(torch.autograd.grad(found.sum(), weight)[0], gradient)
 
 
+@pytest.mark.parametrize("kernels", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [7, 3, 8])
+@pytest.mark.parametrize("targets", ["none counts on the last ranks", "none counts"])
+@on_ranks(4)
+def test_uneven_batches_and_cut_classes(targets, rows, kernels):
+    """On a 2x2 mesh that cuts the batch and the classes (5 of them), called twice, with a graph that is gone through twice."""
+    mesh = Mesh(range(4), (2, 2), ("data", "classes"))
+    mesh.to_device_mesh()
+    torch.manual_seed(0)
+    y, t = torch.randn(rows, 5, requires_grad=True), torch.arange(rows) % 5
+    t[0 if targets == "none counts" else rows // 2 :] = -100
+
+    def marked(y, t):
+        return F.cross_entropy(mark_sharding(y, mesh, ("data", "classes")), mark_sharding(t, mesh, ("data",)), label_smoothing=0.1)
+
+    expected = F.cross_entropy(y, t, label_smoothing=0.1)
+    (gradient,) = torch.autograd.grad(expected, y)
+    compiled = torch.compile(marked, backend="dtensor", options={"kernels": kernels}, fullgraph=True)
+    for _ in range(2):
+        found = compiled(y, t)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        for _ in range(2):
+            torch.testing.assert_close(torch.autograd.grad(found, y, retain_graph=True)[0], gradient, equal_nan=True)
+
+
 @on_ranks(2)
 def test_one_number_is_sent():
     """The sum. How many targets count each rank sees in those it was given."""
