@@ -267,7 +267,8 @@ def main(argv: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    one_gloo_worker()
+    else:
+        one_gloo_worker()
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         layout, world = LAYOUTS[args.layout], dist.get_world_size()

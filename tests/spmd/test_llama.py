@@ -85,7 +85,6 @@ def test_three_annotations_a_block():
 
 @pytest.mark.parametrize("count", [True, False])
 def test_bytes_are_those_of_the_plan(count):
-
     def sent(module, inputs):
         torch._dynamo.reset()
         with record() as recording:

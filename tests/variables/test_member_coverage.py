@@ -511,12 +511,7 @@ AS_OF_2_14 = frozenset(
     reduce_scatter_inplace linspace logspace
     """.split()
 )
-_HOMES = {
-    "ProcessGroup": dist.ProcessGroup,
-    "torch.distributed": dist,
-    "torch.distributed._functional_collectives": functions.functional_collectives,
-    "torch.distributed.tensor": tensor,
-}
+_HOMES = {name: cls for name, (cls, *_) in CLASSES.items()} | {module.__name__: module for module in functions.TABLES}
 
 
 def there(kind: str, name: str) -> bool:
@@ -550,7 +545,8 @@ WITHOUT_EXAMPLE = {
     "tested below": "destroy_process_group __setattr__ __delattr__ recv_anysource timeout",
     "raises on a CPU, as in eager": "block_current_stream get_future_result isend_inplace irecv_inplace batch_p2p_ops_inplace",
     "starts servers or files, or needs what a reducer makes": """
-        Store FileStore PrefixStore TCPStore rendezvous ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy Reducer Logger GradBucket
+        Store FileStore PrefixStore TCPStore rendezvous ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy
+        Reducer Logger GradBucket
     """,
     "changes the process for good, or stops it": "register_rendezvous_handler breakpoint context_parallel visualize_sharding",
     "draws random numbers, which eager refuses without a seed": "rand randn",
