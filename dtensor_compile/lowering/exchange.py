@@ -195,11 +195,14 @@ def serve(
     sent = np.zeros_like(common)
     shares: dict[tuple[int, int], tuple[int, int]] = {}
     for holders in blocks:
+        if len(holders) == 1:  # nobody to choose from
+            sent[holders[0]] = common[holders[0]]
+            continue
         demand = common[holders[0]].tolist()
         for p in holders:
             sent[p, p] = demand[p]
         asking = sorted((q for q, amount in enumerate(demand) if amount and q not in holders), key=lambda q: (-demand[q], q))
-        near = {(p, q): like(p, q) for p in holders for q in asking} if like and len(holders) > 1 else {}
+        near = {(p, q): like(p, q) for p in holders for q in asking} if like else {}
         load = dict.fromkeys(holders, 0)
         served: list[_Served] = []
         for q in asking:

@@ -27,6 +27,7 @@ from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.lowering import costs, exchange
 from dtensor_compile.lowering.costs import COLLECTIVES, StepKind, elements_sent, local_elements, local_sizes
+from dtensor_compile.lowering.fewest import fewest_sent
 from dtensor_compile.lowering.shards import CUTS, common, cuts_of, cutting, held, inner_cut, length
 from dtensor_compile.topology.network import Network
 
@@ -85,6 +86,9 @@ class Problem:
         network: the links.
         memory: elements that a plan may hold at once besides its input (`lowering/memory.py`).
         detours: whether steps towards specs that neither end has are tried.
+        most: elements that a path has to stay below.
+        collectives: how many of them a path may have.
+        end: where a path has to lead, while ways towards another goal are tried.
     """
 
     start: State
@@ -96,6 +100,9 @@ class Problem:
     network: Network
     memory: float = math.inf
     detours: bool = False
+    most: float = math.inf
+    collectives: float = math.inf
+    end: State | None = None
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
@@ -144,6 +151,12 @@ class Problem:
     def local(self, state: State) -> int:
         return local_elements(state, self.mesh_shape, self.shape)
 
+    def may_end(self, state: State, elements: int, collectives: float) -> bool:
+        """Whether a path over `state`, up to which it sends so many elements, can end, after so many more collectives, below `most`."""
+        bound = fewest_sent(state, self.end or self.goal, self.mesh_shape, self.shape)
+        # Each all-reduce of the rest may leave out the fraction of an element.
+        return elements + bound - len(self.wide) < self.most if collectives > 0 else not bound
+
     def ranks(self, mesh_dims: Sequence[int]) -> int:
         return math.prod(self.mesh_shape[i] for i in mesh_dims)
 
@@ -170,16 +183,20 @@ class Problem:
         return Step(kind, tuple(mesh_dims), before, after, elements, time)
 
 
-def moves(problem: Problem, state: State, sending: bool = True) -> Iterator[Step]:
+def moves(problem: Problem, state: State, sent: int = 0, collectives: float = math.inf) -> Iterator[Step]:
     """Every step from `state` that may be part of a cheapest plan.
 
     Args:
-        sending: whether collectives are among them (else they may be, and whoever asks passes them over).
+        sent: elements that were sent on the way to `state`.
+        collectives: how many may follow (where none, they may be among the steps: whoever asks passes them over).
     """
-    yield from _towards(problem, state, sending)
-    if problem.detours and sending:
+    yield from _towards(problem, state, collectives > 0)
+    if problem.detours and collectives > 0:
         ops = tuple(dict.fromkeys(p for p in (*problem.start, *problem.goal) if isinstance(p, Partial)))
-        yield from _detours(replace(problem, start=state, goal=state, memory=math.inf), ops)
+        most, end = problem.most - sent, problem.end or problem.goal
+        yield from _detours(
+            replace(problem, start=state, goal=state, memory=math.inf, most=most, collectives=collectives, end=end), ops
+        )
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -318,6 +335,9 @@ def _exchanges(problem: Problem, state: State) -> Iterator[Step]:
         for group in dict.fromkeys(tuple(sorted(ranks)) for ranks in (talk, hold, hold | set(chosen))):
             if not any(type(state[i]) in CUTS for i in group):
                 continue
+            least = fewest_sent(state, after, problem.mesh_shape, problem.shape) if problem.detours else 0
+            if problem.detours and not problem.may_end(after, least, problem.collectives - 1):
+                break  # counting takes longer than the rest
             counted = exchange.traffic(state, after, group, problem.mesh_shape, problem.shape)
             if counted is not None and counted.elements:
                 yield problem.step("exchange", group, state, after)

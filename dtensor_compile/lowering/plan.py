@@ -179,8 +179,12 @@ def _free(problem: Problem) -> tuple[Step, ...] | None:
     sent = sum(step.elements for step in direct or ())
     if not sent or not problem.may_detour:
         return direct
-    other = _search(replace(problem, detours=True))
-    return other if other and sent - sum(step.elements for step in other) > WORTH_A_DETOUR * sent else direct
+    most = sent - WORTH_A_DETOUR * sent
+    if not replace(problem, most=most).may_end(problem.start, 0, math.inf):
+        return direct
+    # Where messages count, the way of the fewest seconds decides, also where it sends too much.
+    other = _search(replace(problem, detours=True, most=most if problem.network.uniform else math.inf))
+    return other if other and sum(step.elements for step in other) < most else direct
 
 
 def _search(problem: Problem) -> tuple[Step, ...] | None:
@@ -214,11 +218,13 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
         if any(c <= count and e <= elements and m <= lies_in for c, e, m in kept):
             continue
         kept.append((count, elements, lies_in))
-        for step in moves(problem, state, sending=count < most_collectives):
+        for step in moves(problem, state, elements, most_collectives - count):
             if step.sends and len(step.mesh_dims) > 1 and not problem.network.merges:
                 continue
             after = count + step.sends, elements + step.elements
             if after[0] > most_collectives or after[1] > most_elements:
+                continue
+            if problem.detours and not problem.may_end(step.after, after[1], most_collectives - after[0]):
                 continue
             if bounded and _peak(problem, (*steps[-1:], step)).most > problem.memory:
                 continue
