@@ -480,7 +480,7 @@ def _fix_flattened_sizes(
     return stock(self, p, mesh_dim, placements, claimed, local_shapes, *rest)
 
 
-def _unflatten(stock: Callable[..., DTensor], inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
+def unflatten(stock: Callable[..., DTensor], inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
     """A DTensor with strided shards from its parts. Views make specs of them that name a shard order too, which torch refuses here."""
     placements, meta, order, requires_grad = flatten_spec
     if order is None or not any(isinstance(p, _StridedShard) for p in placements):
@@ -567,7 +567,7 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
     if not OPAQUE:
         changes += ((ShardingPropagator, "_propagate_tensor_meta_non_cached", _meta_untraced),)
     if _VIEWS is not None:
-        changes += ((DTensor, "__tensor_unflatten__", _unflatten), (_VIEWS, "_rewrite_plain_shard", _fix_flattened_sizes))
+        changes += ((DTensor, "__tensor_unflatten__", unflatten), (_VIEWS, "_rewrite_plain_shard", _fix_flattened_sizes))
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_our_decisions)
         for place, name, replacement in changes:

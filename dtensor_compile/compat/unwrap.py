@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.dynamo import leave_frames_to_python
 from dtensor_compile.compat.hooks import hook, if_there, needs
+from dtensor_compile.compat.sharding import unflatten
 from dtensor_compile.runtime.native import native
 
 #: Before 2.13 there is neither, and the feature of this module is missing.
@@ -76,10 +78,15 @@ def native_calls() -> Iterator[None]:
         if serves() and not any(others.values()):
             with contextlib.suppress(_NotPlain):
                 return _around(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw is not None)
+        if threading.get_ident() == owner:
+            out_metas = list(map(_from_parts, out_metas))
         return stock_wrapper(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw, **others)
 
     def backward(grad_input_metas: Sequence[Meta] | None = None) -> tuple[Any, Any]:
-        unwrap, wrap = stock_backward(grad_input_metas)
+        if grad_input_metas is not None and threading.get_ident() == owner:
+            unwrap, wrap = stock_backward(list(map(_from_parts, grad_input_metas)))
+        else:
+            unwrap, wrap = stock_backward(grad_input_metas)
         if wrap is None or threading.get_ident() != owner:
             return unwrap, wrap
         if serves():
@@ -109,6 +116,20 @@ def native_calls() -> Iterator[None]:
         subclass_codegen.codegen_subclass_wrapper = stock_wrapper
         subclass_codegen.codegen_backward_subclass_fns = stock_backward
         factory.build, runtime_wrappers._codegen_increment_mutation_versions = stock_build, stock_versions
+
+
+class _DTensorFromParts:
+    """In code that torch writes, in the place of ``DTensor``: makes them as in C++, also with shards that views left strided."""
+
+    __tensor_unflatten__ = staticmethod(functools.partial(unflatten, DTensor.__tensor_unflatten__))
+
+
+def _from_parts(meta: Meta) -> Meta:
+    if not isinstance(meta, SubclassCreationMeta) or (meta.original_subclass_type or type(meta.original_subclass)) is not DTensor:
+        return meta
+    changed = copy.copy(meta)
+    changed.original_subclass_type = _DTensorFromParts
+    return changed
 
 
 def _apart(wrap: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,12 +7,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.runtime.layouts import layouts
 from dtensor_compile.runtime.native import native
 from dtensor_compile.testing import make_mesh
+from dtensor_compile.testing.parity import compare_values
 
 
 class Scales(nn.Module):
@@ -183,3 +184,21 @@ def test_sizes_are_checked_where_guards_are_not(job):
         model.scales[3] = nn.Parameter(DTensor.from_local(torch.ones(5), mesh, [Shard(0)], run_check=False))
         with torch.compiler.set_stance(skip_guard_eval_unsafe=True), pytest.raises(AssertionError, match="expected size 5==4"):
             compiled(torch.ones(()))
+
+
+def test_shards_that_a_view_left_strided(mesh):
+    """Their specs name an order of shards too, which torch's own code for results and gradients refuses."""
+    x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(1)])
+
+    def program(x, flat):
+        return x.flatten() * 2, flat * 3
+
+    def run(program):
+        leaf = x.detach().flatten().requires_grad_()
+        results = program(x, leaf)
+        results[1].sum().backward()
+        return *results, leaf.grad
+
+    for found, wanted in zip(run(torch.compile(program, backend="dtensor_aten", fullgraph=True)), run(program)):
+        assert found.placements == wanted.placements and found._spec.shard_order == wanted._spec.shard_order
+        assert not (differs := compare_values("strided", wanted, found)), differs
