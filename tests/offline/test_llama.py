@@ -6,6 +6,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_compile import offline
+from dtensor_compile.compat.release import minor_release
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel
 
@@ -54,10 +55,17 @@ def overlapped(graph):
     }
 
 
+def skip_unless_texts_are_those_of_this_torch():
+    if minor_release(torch.__version__) != "2.13":
+        pytest.skip("what is above holds; names of kernels, and which of two orders that take as long, are those of 2.13 below")
+
+
 def test_tensor_and_sequence_parallel_on_eight_h200():
     device = step("tp", 8, "h200")
     check(device)
     forward, backward = device.graphs
+    assert overlapped(forward) == set() and overlapped(backward) == {0, 1, 2, 4, 5}
+    skip_unless_texts_are_those_of_this_torch()
     assert_expected_inline(forward.order(), """\
 kernel   triton_poi_fused_bitwise_or_ge_index_put_lift_fresh_lt_sub_0
 kernel   triton_poi_fused_bitwise_or_embedding_ge_lt_redistribute_unsqueeze_where_zeros_1
@@ -140,13 +148,14 @@ kernel   triton_poi_fused_embedding_dense_backward_redistribute_13
 wait     all_gather_into_tensor #5
 kernel   triton_poi_fused_embedding_dense_backward_redistribute_14
 """)
-    assert overlapped(backward) == {0, 1, 2, 4, 5}
 
 
 def test_sharded_parameters_on_eight_h200():
     device = step("fsdp", 8, "h200")
     check(device)
     forward, backward = device.graphs
+    assert overlapped(forward) == set(range(2, 12)) and overlapped(backward) == set(range(11))
+    skip_unless_texts_are_those_of_this_torch()
     assert_expected_inline(forward.order(), """\
 start    all_gather_into_tensor #0 float32[256, 512]
 start    all_gather_into_tensor #1 float32[64]
