@@ -180,7 +180,7 @@ def mesh_in_its_order(device_type: str, ranks: torch.Tensor, names: tuple[str, .
     groups = []
     for dim, name in enumerate(names):
         for line in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
-            group = dist.new_group(line, group_desc=f"mesh_{name}", sort_ranks=False)
+            group = compat_mesh.new_group_in_order(line, group_desc=f"mesh_{name}")
             if compat_mesh.my_rank() in line:
                 groups.append(group)
     _ordered_groups.update(group.group_name for group in groups)

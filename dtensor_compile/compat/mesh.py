@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _get_process_
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from dtensor_compile.compat.hooks import hook, needs
-from dtensor_compile.errors import NoProcessGroupError
+from dtensor_compile.errors import NoProcessGroupError, UnsupportedTorchError
 
 
 def real_mesh(mesh: DeviceMesh | FakeScriptObject) -> DeviceMesh:
@@ -138,12 +140,32 @@ def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
     if make is not None:
         with unset_fake_temporarily(), disable_proxy_modes_tracing():
             with _named_by_members():
-                dist.new_group(list(wanted), use_local_synchronization=True, group_desc=make, sort_ranks=False)
+                new_group_in_order(wanted, use_local_synchronization=True, group_desc=make)
         return group_of_ranks(ranks)
     raise NoProcessGroupError(
         f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the graph "
         "that uses it is compiled or loaded"
     )
+
+
+#: Before 2.13 torch sorts the ranks of each group.
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
+    """``dist.new_group`` of ranks that stay in this order.
+
+    Raises:
+        UnsupportedTorchError: they do not ascend, and the installed torch sorts them.
+    """
+    if _KEEPS_ORDER:
+        return dist.new_group(list(ranks), sort_ranks=False, **options)
+    if list(ranks) != sorted(ranks):
+        raise UnsupportedTorchError(
+            f"dtensor_compile: torch {torch.__version__} sorts the ranks of a process group, and {list(ranks)} have to stay in their "
+            "order: number the ranks of the mesh so that they ascend along each mesh dim, or take torch 2.13"
+        )
+    return dist.new_group(list(ranks), **options)
 
 
 class _Made:

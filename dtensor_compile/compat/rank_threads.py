@@ -262,9 +262,13 @@ def run_in_threads(
             raised.add_note(f"on rank {rank}")
             errors[rank] = error = raised
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            turns.end(rank, error)
+            try:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            except Exception as raised:  # noqa: BLE001 - as above
+                error = error or raised
+            finally:
+                turns.end(rank, error)
 
     own = [(module, name, lambda: None) for module, name in _STATES]
     states = [*own, *states]
@@ -276,7 +280,10 @@ def run_in_threads(
             stack.enter_context(put(module, "init_process_group", init_process_group))
             stack.enter_context(put(module, "new_group", new_group))
         stack.enter_context(put(sys, "excepthook", sys.excepthook))  # each default process group wraps one more around it
-        stack.enter_context(put(distributed_c10d, "_world", threaded.ThreadLocalWorld()))
+        worlds = threaded.ThreadLocalWorld()
+        if not hasattr(worlds, "comms"):
+            worlds.comms = []  # on 2.11 it lacks what the end of a group looks through
+        stack.enter_context(put(distributed_c10d, "_world", worlds))
         stack.enter_context(put(threaded, "_store_based_barrier", lambda *args: None))
         stack.enter_context(put(threaded.ProcessLocalGroup, "_start_coll", _Collective))
         stack.enter_context(put(threaded.ProcessLocalGroup, "_end_coll", lambda collective, group: None))

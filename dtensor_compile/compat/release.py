@@ -13,10 +13,10 @@ SUPPORTED = ("2.13", "2.14", "2.11")
 
 #: Of these, the ones that an import warns of, and why.
 IN_PART = {
-    "2.11": "the C++ part is not used there, which makes calls slower, some programs break the graph that do not on 2.13, and only part of "
-    "the tests ran there; each feature that torch 2.11 lacks functions for warns when it would be used (docs/releases.md)",
-    "2.14": "its catalogue passes as on 2.13 but for one program, and only part of the tests ran there (docs/releases.md)",
+    "2.11": "the C++ part is not used there, which makes calls slower, and some programs break the graph that do not on 2.13; each feature "
+    "that torch 2.11 lacks functions for warns when it would be used (docs/releases.md)",
 }
+
 
 def minor_release(version: str) -> str:
     """``"2.13.0+cpu"`` -> ``"2.13"``."""

@@ -18,8 +18,9 @@ from dtensor_compile.capture.mesh import (
     mesh_text,
     parse_mesh,
 )
-from dtensor_compile.compat.mesh import group_named
-from dtensor_compile.errors import NoProcessGroupError, SpecTextError
+from dtensor_compile.compat import mesh as compat_mesh
+from dtensor_compile.compat.mesh import group_named, new_group_in_order
+from dtensor_compile.errors import NoProcessGroupError, SpecTextError, UnsupportedTorchError
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 
@@ -188,3 +189,11 @@ def gathered(name):
     out = torch.empty(dist.get_world_size(group), dtype=torch.int64)
     dist.all_gather_into_tensor(out, torch.tensor([dist.get_rank()]), group=group)
     return out
+
+
+def test_where_torch_sorts_the_ranks_of_a_group_those_that_do_not_ascend_are_refused(monkeypatch):
+    monkeypatch.setattr(compat_mesh, "_KEEPS_ORDER", False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, group_desc: (ranks, group_desc))
+    assert new_group_in_order((0, 2), group_desc="mesh_a") == ([0, 2], "mesh_a")
+    with pytest.raises(UnsupportedTorchError, match=r"sorts the ranks of a process group, and \[2, 0\] have to stay in their order"):
+        new_group_in_order((2, 0), group_desc="mesh_a")

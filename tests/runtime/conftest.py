@@ -7,6 +7,7 @@ from dtensor_compile.compat import counters, fetch, guards, unwrap
 from dtensor_compile.compat.fake_group import simulated_job
 from dtensor_compile.runtime.native import native
 from dtensor_compile.testing import make_mesh
+from tests.runtime import needs_native
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def job():
         yield
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=[pytest.param("native", marks=needs_native), "torch"])
 def mesh(request, job, monkeypatch):
     if request.param == "torch":
         for module in (fetch, guards, unwrap):

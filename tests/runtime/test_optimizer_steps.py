@@ -14,6 +14,7 @@ from dtensor_compile.compat import counters, guards
 from dtensor_compile.runtime.native import READS, native
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.runtime import needs_native
 
 MAKE = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
@@ -302,6 +303,7 @@ def test_inputs_are_read_and_guarded_together(mesh):
     assert "UNPACK_SEQUENCE" in {instruction.opname for instruction in dis.get_instructions(entry.code)}
 
 
+@needs_native
 def test_walk():
     class Holder:
         pass

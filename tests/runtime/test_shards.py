@@ -9,6 +9,9 @@ from dtensor_compile.compat.host_time import checks_of_guards
 from dtensor_compile.runtime.native import native
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.runtime import needs_native
+
+pytestmark = needs_native
 
 
 class Model(nn.Module):

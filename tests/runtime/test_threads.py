@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_compile.runtime.native import native
 from dtensor_compile.testing import make_mesh, on_ranks
+from tests.runtime import needs_native
 
 ROUNDS = 150
 
@@ -49,6 +50,7 @@ def at_once(*functions):
         raise errors[0]
 
 
+@needs_native
 @on_ranks(1, timeout=60)
 def test_backward_through_the_same_parameters():
     """The eager one holds the lock of a gradient and waits for the GIL; the compiled one has the GIL."""

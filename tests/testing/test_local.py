@@ -43,6 +43,15 @@ def test_collectives_move_what_they_do_between_processes():
     assert not dist.is_initialized()
 
 
+def test_a_group_that_does_not_end_is_an_error(monkeypatch):
+    def fail():
+        raise AttributeError("no comms")
+
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
+    with pytest.raises(AttributeError, match="no comms"):
+        run_in_threads(2, lambda rank: rank)
+
+
 def test_ranks_that_wait_for_each_other_end_at_once():
     def body(rank):
         if rank:
