@@ -8,7 +8,7 @@ from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, compare, gradient_difference, loss_difference
 from dtensor_compile.testing import make_mesh, run_on_ranks
 
-SMALL = LlamaConfig(layers=2, dim=64, ffn_dim=192, heads=8, kv_heads=4, vocab=256, sequence=32)
+SMALL = LlamaConfig(layers=1, dim=64, ffn_dim=192, heads=8, kv_heads=4, vocab=256, sequence=32)
 
 
 def train(name, world, stock):

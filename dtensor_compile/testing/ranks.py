@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -203,6 +204,9 @@ def _serve(pipe: Any, rank: int, world: int, directory: str, path: list[str]) ->
     from dtensor_compile.compat.gloo import one_gloo_worker
 
     torch.set_num_threads(1)
+    # What is imported stays; graphs that are being traced are looked through less often for what could be freed.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     one_gloo_worker(share_device=True)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
     with contextlib.suppress(EOFError, OSError):  # the test session is over
