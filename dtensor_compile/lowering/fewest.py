@@ -43,13 +43,14 @@ def fewest_sent(before: State, after: State, mesh_shape: tuple[int, ...], shape:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _in_common(old: Cuts, new: Cuts, size: int, mesh_dims: int) -> np.ndarray:
-    """Of a tensor dim, the elements that a rank holds under both, by its coordinate along the mesh dims that cut it; a copy is not made."""
+    """Of a tensor dim, the elements that a rank holds under both, by its coordinate along the mesh dims that cut it."""
     along = [1] * mesh_dims
     for i, n, _ in (*old, *new):
         along[i] = n
     result = np.empty(along, dtype=np.int64)
     for place in np.ndindex(*along):
         result[place] = length(common(held(_at(old, place), size), held(_at(new, place), size)))
+    result.setflags(write=False)  # all who ask get this one
     return result
 
 
