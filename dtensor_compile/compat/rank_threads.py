@@ -235,7 +235,7 @@ def run_in_threads(
     _THREADS.works()
     if dist.is_initialized():
         raise RuntimeError("this process has a process group of its own: ranks in threads need one that has none")
-    store, results, errors = dist.HashStore(), [None] * world, {}
+    store, results = dist.HashStore(), [None] * world
     stock_init, stock_new = dist.init_process_group, dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -260,12 +260,13 @@ def run_in_threads(
             pass
         except BaseException as raised:  # noqa: BLE001 - the caller gets it
             raised.add_note(f"on rank {rank}")
-            errors[rank] = error = raised
+            error = raised
         finally:
             try:
                 if dist.is_initialized():
                     dist.destroy_process_group()
             except Exception as raised:  # noqa: BLE001 - as above
+                raised.add_note(f"on rank {rank}")
                 error = error or raised
             finally:
                 turns.end(rank, error)

@@ -83,12 +83,9 @@ def native_calls() -> Iterator[None]:
         return stock_wrapper(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw, **others)
 
     def backward(grad_input_metas: Sequence[Meta] | None = None) -> tuple[Any, Any]:
-        if grad_input_metas is not None and threading.get_ident() == owner:
-            unwrap, wrap = stock_backward(list(map(_from_parts, grad_input_metas)))
-        else:
-            unwrap, wrap = stock_backward(grad_input_metas)
-        if wrap is None or threading.get_ident() != owner:
-            return unwrap, wrap
+        if grad_input_metas is None or threading.get_ident() != owner:
+            return stock_backward(grad_input_metas)
+        unwrap, wrap = stock_backward(list(map(_from_parts, grad_input_metas)))
         if serves():
             with contextlib.suppress(_NotPlain):
                 return unwrap, native().Wrap(_results(grad_input_metas)[0], True)

@@ -329,15 +329,16 @@ def _exchanges(problem: Problem, state: State) -> Iterator[Step]:
         dims = exchange.changed_dims(state, after, problem.mesh_shape)
         if not all(map(problem.fixed, dims)):
             continue
+        if problem.detours:  # counting who sends what takes longer than the rest
+            least = fewest_sent(state, after, problem.mesh_shape, problem.shape)
+            if not problem.may_end(after, least, problem.collectives - 1):
+                continue
         # Those that talk in any case, those that hold what may be missing too, and all that may serve.
         talk = {i for i in chosen if isinstance(state[i], (Partial, *CUTS))}
         hold = talk | {i for i in problem.active if type(state[i]) in CUTS and state[i].dim in dims}
         for group in dict.fromkeys(tuple(sorted(ranks)) for ranks in (talk, hold, hold | set(chosen))):
             if not any(type(state[i]) in CUTS for i in group):
                 continue
-            least = fewest_sent(state, after, problem.mesh_shape, problem.shape) if problem.detours else 0
-            if problem.detours and not problem.may_end(after, least, problem.collectives - 1):
-                break  # counting takes longer than the rest
             counted = exchange.traffic(state, after, group, problem.mesh_shape, problem.shape)
             if counted is not None and counted.elements:
                 yield problem.step("exchange", group, state, after)

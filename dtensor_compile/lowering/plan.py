@@ -179,12 +179,12 @@ def _free(problem: Problem) -> tuple[Step, ...] | None:
     sent = sum(step.elements for step in direct or ())
     if not sent or not problem.may_detour:
         return direct
-    most = sent - WORTH_A_DETOUR * sent
-    if not replace(problem, most=most).may_end(problem.start, 0, math.inf):
+    detour = replace(problem, detours=True, most=sent - WORTH_A_DETOUR * sent)
+    if not detour.may_end(problem.start, 0, math.inf):
         return direct
     # Where messages count, the way of the fewest seconds decides, also where it sends too much.
-    other = _search(replace(problem, detours=True, most=most if problem.network.uniform else math.inf))
-    return other if other and sum(step.elements for step in other) < most else direct
+    other = _search(detour if problem.network.uniform else replace(detour, most=math.inf))
+    return other if other and sum(step.elements for step in other) < detour.most else direct
 
 
 def _search(problem: Problem) -> tuple[Step, ...] | None:
