@@ -155,12 +155,15 @@ class Region:
             return None  # strides of uneven shards are not the same on all ranks
         return self.move(member.held[0], member.was[0], node)
 
-    def there(self, node: torch.fx.Node, reader: torch.fx.Node) -> Cost | None:
-        """What it costs that a member reads another one as it needs it, where that is as in the graph."""
-        member = self.members[node]
-        needs = [need for operand, need in zip(tensors_of(reader) or (), self.members[reader].needs) if operand is node]
-        costs = [self.move(member.was[0], need, node) for need in needs] if len(member.was) == 1 else [None]
-        return sum_of(costs)
+    def reads(self, node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, Cost | None, Cost | None]]:
+        """What a member that is held reads, and what that costs: where it is as in the graph, and where it is held.
+
+        Whole tensors are cut for nothing along a mesh dim, but not where another one inside of it shards the same tensor dim.
+        """
+        for operand, need in zip(tensors_of(node) or (), self.members[node].needs):
+            have, member = self.known(operand), self.members.get(operand)
+            here = self.move(have, need, operand) if have is not None else None
+            yield operand, here, here if member is None else self.move(member.held[0], need, operand)
 
     def cost(self, part: Iterable[torch.fx.Node], held: frozenset[torch.fx.Node]) -> Cost | None:
         """What the redistributions of a part send where the nodes `held` are held; None where that cannot be."""
@@ -170,8 +173,8 @@ class Region:
             costs += [there if node in held else stays for stays, there in self.choices(node)]
             if node in held and (others or any(user not in held for user in mine)):
                 costs.append(self.back(node))
-            if node not in held:
-                costs += [self.there(node, user) for user in mine if user in held]
+            if node in held:
+                costs += [there if operand in held else here for operand, here, there in self.reads(node)]
         return sum_of(costs)
 
     def rewrite(self, held: frozenset[torch.fx.Node]) -> None:
@@ -326,6 +329,10 @@ def cut(region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int]
         for here, there in region.choices(node):
             pay(k, moves, here)
             pay(stays, k, there)
+        for operand, here, there in region.reads(node):
+            pay(stays, k, there)
+            if operand in number and there is not None:
+                pay(number[operand], k, None if here is None else max(0, weight(here) - weight(there)))
         if len(member.was) > 1:
             for user in mine:
                 pay(k, number[user], None)
@@ -343,7 +350,6 @@ def cut(region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int]
             pay(through, k, region.back(node))
         for user in mine:
             pay(number[user], through, None)
-            pay(k, number[user], region.there(node, user))
         if others:
             pay(stays, through, None)
     _, (_, away) = nx.minimum_cut(graph, stays, moves)

@@ -132,6 +132,19 @@ def test_on_a_2d_mesh():
     assert sent
 
 
+@on_ranks(4)
+def test_what_is_whole_along_an_outer_mesh_dim_is_not_cut_for_nothing():
+    """Both terms are sent to one layout; the sum in another one sends as often, as one of them has to be cut along the outer dim.
+
+    Found by the fuzzer (seed 89031): the cut counted as free, and the pass ended in its own check.
+    """
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    sources, target = ([Shard(1), Shard(1)], [Replicate(), Shard(1)]), [Shard(1), Shard(0)]
+    x, y = (distribute_tensor(torch.randn(4, 8), mesh, source, src_data_rank=0).requires_grad_() for source in sources)
+    _, kinds = check(lambda x, y: x.redistribute(placements=target) + y.redistribute(placements=target), x, y)
+    assert "move_redistributions" not in kinds
+
+
 @on_ranks(2)
 def test_sums_of_uneven_shards_have_eagers_numbers():
     for name, (function, _) in SMALLER.items():
