@@ -299,3 +299,20 @@ def views_that_are_none(program):
         for out, right in zip(compiled(program)(x), whole):
             torch.testing.assert_close(out.full_tensor(), right)
         assert_parity(program, [x], loss=sum_of_full_squares, backend="dtensor_aten")
+
+
+@pytest.mark.parametrize("backend", ["dtensor_aten", "dtensor"])
+@on_ranks(2)
+def test_a_view_of_a_result_that_was_made_of_a_local_tensor(backend):
+    """Two DTensors of one local tensor: torch counted one more result of the graph than there was (fuzz seeds 87135 and 89054)."""
+
+    def of_anothers_shard(x):
+        y = DTensor.from_local(x.to_local() * 2, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+        return y, y.flatten(1)
+
+    def in_two_placements(x):
+        shard = x.to_local() * 2
+        return tuple(DTensor.from_local(shard, x.device_mesh, [p], run_check=False) for p in (Shard(0), Partial()))
+
+    for program in (of_anothers_shard, in_two_placements):
+        assert_parity(program, [sharded(6, 3, 2, mesh=make_mesh((2,)), grad=True)], loss=sum_of_full_squares, backend=backend, calls=2)

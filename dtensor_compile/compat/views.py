@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from torch._functorch import aot_autograd
-from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -31,6 +31,7 @@ from dtensor_compile.compat.tangents import expected_placements
     hook("torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper"),
     BUILD,
     hook("torch._functorch.aot_autograd:run_functionalized_fw_and_collect_metadata", "f ..."),
+    hook("torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass", "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only"),
     without="values of views could be wrong",
     essential=True,
 )
@@ -46,9 +47,12 @@ def views_of_dtensors() -> Iterator[None]:
 
     A result that is the only view of its base comes out of the graph as it is. torch calls ``_unsafe_view`` on it first, so that autograd
     does not take it for a view: a DTensor that was just made is none, and an empty one has no view in shards.
+
+    And the graph returns the bases that the DTensors need. torch counts those that local tensors alone would need: DTensors that were made
+    of one tensor are views of nothing, and their local tensors are of it.
     """
     owner, build = threading.get_ident(), runtime_wrappers._create_runtime_wrapper
-    analyze = aot_autograd.run_functionalized_fw_and_collect_metadata
+    analyze, unwrap = aot_autograd.run_functionalized_fw_and_collect_metadata, graph_capture.aot_dispatch_subclass
     ours = functools.partial(_alias, runtime_wrappers.gen_alias_from_base)
 
     def build_ours(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -60,6 +64,14 @@ def views_of_dtensors() -> Iterator[None]:
     def analyze_ours(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
         return analyze(_without_false_views(function) if threading.get_ident() == owner else function, **kwargs)
 
+    def unwrap_ours(*args: Any, meta: Any, **kwargs: Any) -> Any:
+        unwrapped = unwrap(*args, meta=meta, **kwargs)
+        if threading.get_ident() == owner and unwrapped.maybe_subclass_meta is not None:
+            results = meta.subclass_fw_graph_out_meta
+            bases = results[len(results) - meta.num_intermediate_bases :]
+            unwrapped.maybe_subclass_meta.fw_metadata.num_intermediate_bases = sum(getattr(base, "arg_count", 1) for base in bases)
+        return unwrapped
+
     def keep_views(metadata: Any) -> None:
         kinds = metadata.output_info
         metadata.unsafe_view_out_indices = [i for i in metadata.unsafe_view_out_indices if kinds[i].raw_type is not DTensor]
@@ -70,6 +82,7 @@ def views_of_dtensors() -> Iterator[None]:
         functions_built(before=keep_views),
         strides_of_results(),
         mock.patch.object(aot_autograd, "run_functionalized_fw_and_collect_metadata", analyze_ours),
+        mock.patch.object(graph_capture, "aot_dispatch_subclass", unwrap_ours),
     ):
         yield
 
