@@ -12,7 +12,8 @@ both, so that they stay in the order of the program, as what a program sends its
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from dtensor_compile.capture.redistribute import carry_out, decided_by, redistri
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
-from dtensor_compile.lowering.splice import splice, without_values
+from dtensor_compile.lowering.splice import cut_out, splice, without_values
 from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, describe, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
@@ -36,13 +37,56 @@ _known: dict[Any, torch.fx.Graph] = {}
 _MOST_KNOWN = 1 << 13
 
 
+class _Expansion(NamedTuple):
+    """What a redistribute node becomes.
+
+    Attributes:
+        key: what decides it within one graph.
+        of_one_mesh: it redistributes on one mesh.
+        texts, shape: arguments of the operator, besides the local tensor.
+        inputs: that, and the symbolic sizes.
+        fixed: no size is symbolic.
+    """
+
+    key: Any
+    of_one_mesh: bool
+    texts: tuple[str, ...]
+    shape: Sequence[Any]
+    inputs: list[torch.fx.Node]
+    fixed: bool
+
+    @classmethod
+    def of(cls, node: torch.fx.Node) -> _Expansion:
+        of_one_mesh = node.target is redistribute_op
+        source, *texts, shape = node.args if of_one_mesh else node.args[:-1]
+        symbolic = [size for size in shape if isinstance(size, torch.fx.Node)]
+        value = source.meta["val"]
+        fixed = not symbolic and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+        key = (*texts, *shape, value.shape, value.stride(), value.dtype, value.device) if fixed else node
+        return cls(key, of_one_mesh, tuple(texts), shape, [source, *symbolic], fixed)
+
+    def lasting(self) -> Any:
+        """What decides it in every graph of this process, None where nothing does; process groups that it needs are made."""
+        if not (self.fixed and self.of_one_mesh):
+            return None
+        return self.key, decided_by(*self.texts, self.shape, self.inputs[0].meta["val"].element_size())
+
+    def function(self, local: torch.Tensor, *sizes: torch.SymInt) -> torch.Tensor:
+        """What is traced on the values of `inputs`."""
+        remaining = iter(sizes)
+        given = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in self.shape]
+        return carry_out(local, *self.texts, given) if self.of_one_mesh else carry_out_across(local, *self.texts, given, 0)
+
+
 def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> list[Decision]:
     """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a decision says so."""
     decisions = []
+    nodes = [*redistributions(graph), *across(graph)]
     traced: dict[Any, torch.fx.Graph] = {}
-    for node in (*redistributions(graph), *across(graph)):
+    fresh = _trace_together(nodes)
+    for node in nodes:
         try:
-            lower_node(node, traced)
+            _lower_node(node, traced, fresh)
         except Exception as error:
             if strict and isinstance(error, PlanError):
                 raise PlanError(f"{node.args[0].name} of {node.meta['val'].dtype} at {source_line(node)}: {error}") from error
@@ -54,37 +98,57 @@ def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> lis
     return decisions
 
 
-def lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
+def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: Mapping[Any, torch.fx.Graph]) -> None:
     """Replaces one redistribute node by the expansion of its plan.
 
     Args:
-        traced: expansions by what decides them; layers of a model repeat theirs, and tracing one takes milliseconds.
+        traced: expansions that are in the graph, by what decides them; layers of a model repeat theirs, and tracing one takes
+            milliseconds.
+        fresh: some that are not yet, in which the fake values are those of the graph.
     """
-    graph, of_one_mesh = node.graph, node.target is redistribute_op
-    source, *texts, shape = node.args if of_one_mesh else node.args[:-1]
-    symbolic = [size for size in shape if isinstance(size, torch.fx.Node)]
-    inputs = [source, *symbolic]
-    value = source.meta["val"]
-    fixed = not symbolic and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-    key = (*texts, *shape, value.shape, value.stride(), value.dtype, value.device) if fixed else node
-
-    def function(local: torch.Tensor, *sizes: torch.SymInt) -> torch.Tensor:
-        remaining = iter(sizes)
-        given = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in shape]
-        return carry_out(local, *texts, given) if of_one_mesh else carry_out_across(local, *texts, given, 0)
-
-    again = key in traced
+    graph, this = node.graph, _Expansion.of(node)
+    again = this.key in traced
     if not again:
-        lasting = (key, decided_by(*texts, shape, value.element_size())) if fixed and of_one_mesh else None
+        lasting = this.lasting()
         again = lasting in _known
-        traced[key] = _known[lasting] if again else trace_local(function, [n.meta["val"] for n in inputs]).graph
-        if lasting is not None and not again:
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[lasting] = without_values(traced[key])
+        if again:
+            traced[this.key] = _known[lasting]
+        else:
+            part = fresh.get(this.key)
+            traced[this.key] = part if part is not None else trace_local(this.function, [n.meta["val"] for n in this.inputs]).graph
+            if lasting is not None:
+                if len(_known) >= _MOST_KNOWN:
+                    _known.clear()
+                _known[lasting] = without_values(traced[this.key])
     meta = {name: node.meta[name] for name in _INHERITED if name in node.meta}
-    meta |= {REDISTRIBUTES: True} if of_one_mesh else {ACROSS: f"{describe(node)} of {list(shape)}"}
+    meta |= {REDISTRIBUTES: True} if this.of_one_mesh else {ACROSS: f"{describe(node)} of {list(this.shape)}"}
     with graph.inserting_before(node):
-        result = splice(graph, traced[key], inputs, meta, again=again)
+        result = splice(graph, traced[this.key], this.inputs, meta, again=again)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _trace_together(nodes: Iterable[torch.fx.Node]) -> dict[Any, torch.fx.Graph]:
+    """Expansions that are not known, of those that last, by key: in one trace, as to begin and to end one takes a third of the time."""
+    wanted: dict[Any, _Expansion] = {}
+    try:
+        for node in nodes:
+            this = _Expansion.of(node)
+            if this.key not in wanted and (lasting := this.lasting()) is not None and lasting not in _known:
+                wanted[this.key] = this
+        sources = list(dict.fromkeys(this.inputs[0] for this in wanted.values()))  # a trace tells values apart, not arguments
+        if len({id(source.meta["val"]) for source in sources}) < len(sources):
+            return {}
+
+        def function(*values: torch.Tensor) -> list[torch.Tensor]:
+            local = dict(zip(sources, values))
+            return [this.function(local[this.inputs[0]]) for this in wanted.values()]
+
+        whole = trace_local(function, [source.meta["val"] for source in sources]).graph if len(wanted) > 1 else None
+    except Exception:  # noqa: BLE001 - one of them cannot be had: each by itself tells of which that is true
+        whole = None
+    if whole is None:
+        return {}
+    inputs = dict(zip(sources, whole.find_nodes(op="placeholder")))
+    results = whole.output_node().args[0]
+    return {key: cut_out(result, inputs[this.inputs[0]]) for (key, this), result in zip(wanted.items(), results)}

@@ -36,6 +36,22 @@ def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], m
     raise AssertionError("a graph has an output")
 
 
+def cut_out(result: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Graph:
+    """The graph of what `result` is made of, as one that is traced on the placeholder `source` alone: `splice` it."""
+    needed, pending = {source, result}, [result]
+    while pending:
+        more = [node for node in pending.pop().all_input_nodes if node not in needed]
+        needed.update(more)
+        pending += more
+    part = torch.fx.Graph()
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in result.graph.nodes:
+        if node in needed:
+            values[node] = part.node_copy(node, lambda n: values[n])
+    part.output(values[result])
+    return part
+
+
 def without_values(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy to keep for other traces, whose nodes have no fake values (and so keep no tracer alive): `splice` it `again`."""
     copy = torch.fx.Graph()
