@@ -16,6 +16,7 @@ from dtensor_compile.capture.mesh import mesh_layout, mesh_text
 from dtensor_compile.capture.spec import REDUCE_OPS
 from dtensor_compile.capture.trace import emit_redistribution
 from dtensor_compile.compat import mesh as compat_mesh
+from dtensor_compile.compat.comm_debug_mode import is_counting
 from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
@@ -99,8 +100,9 @@ def check_redistributions() -> Iterator[None]:
     A size that varies is fixed where a rank gets one row of it or none: torch takes 0 and 1 for other programs than all other sizes,
     so that this rank would fix it and the others would not, and their graphs would call other collectives.
 
-    All go by the operator, as later in the trace. What torch does takes ten times as long, warns of collectives that are not made, and
-    for strided shards finds out what is where with tensors of indices, whose values are not there while tracing.
+    All go by the operator, as later in the trace, but where eager's collectives are counted. What torch does takes longer, warns of
+    collectives that are not made, and for strided shards finds out what is where with tensors of indices, whose values are not there
+    while tracing.
     """
 
     def check(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -110,7 +112,8 @@ def check_redistributions() -> Iterator[None]:
             for placements in (source.placements, target.placements):
                 _fix_sizes_of_single_rows(shape, placements, compat_mesh.real_mesh(target.mesh).shape)
                 check_reductions(placements, f"a tensor of shape {list(shape)}")
-        return emit_redistribution(local, source, target, stock)
+        strided = any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements))
+        return stock() if is_counting() and not strided else emit_redistribution(local, source, target, stock)
 
     with redistribute_hook(check):
         yield

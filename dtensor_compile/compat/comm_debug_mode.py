@@ -17,7 +17,7 @@ from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from dtensor_compile.compat.after_graph import call_after_graph, is_export
 from dtensor_compile.compat.dynamo import Translator, build, build_unguarded, constant_source, graph_break, read_attribute
@@ -53,6 +53,11 @@ class _Counter(CommDebugMode):
         for packet, count in self.comm_counts.items():
             found[self.ours.get(packet, packet)] += count
         return found
+
+
+def is_counting() -> bool:
+    """Whether what this thread runs is counted as eager's."""
+    return any(isinstance(mode, _Counter) for mode in _get_current_dispatch_mode_stack())
 
 
 def fill(mode: CommDebugMode, counts: Counts) -> CommDebugMode:

@@ -210,6 +210,28 @@ def test_what_was_traced_before_is_put_in_again_with_values_of_the_new_trace_alo
 
 
 @on_ranks(2)
+def test_what_a_graph_needs_is_traced_together():
+    """Three expansions, two of them of one tensor, and one without a collective; none is there twice."""
+    mesh, sizes = mesh_text(make_mesh((2,))), [6, 4]
+
+    def function(x):
+        whole, columns = (redistribute_op(x, "S(0)", target, mesh, sizes) for target in ("R", "S(1)"))
+        return whole * 2, columns, redistribute_op(whole + 1, "R", "S(0)", mesh, sizes), redistribute_op(x * 3, "S(0)", "R", mesh, sizes)
+
+    local = torch.arange(12.0).reshape(3, 4) + dist.get_rank()
+    gm = make_fx(function, tracing_mode="fake")(local)
+    wanted = gm(local)
+    lowering._known.clear()
+    with mock.patch.object(lowering, "trace_local", wraps=lowering.trace_local) as trace:
+        lower_redistributions(gm.graph, strict=True)
+    assert trace.call_count == 1 and len(lowering._known) == 3
+    gm.graph.lint()
+    gm.recompile()
+    assert all(torch.equal(a, b) for a, b in zip(gm(local), wanted, strict=True))
+    assert len({id(value) for value in values_of(gm.graph)}) == len(values_of(gm.graph))
+
+
+@on_ranks(2)
 def test_what_was_traced_for_another_process_group_is_not_put_in_again():
     names = []
     for _ in range(2):

@@ -158,7 +158,7 @@ def test_decision_and_report_tell_the_range(topology, measure):
     assert all(other == first for other in others)
     decisions, rows = first
     assert [decision[:2] for decision in decisions] == [("S(0)S(1)->RS(1)", "all_gather[dp] S(0)->R")]
-    assert rows == [decisions[0][2]] and rows[0].startswith(f"{measure} for s") and " >= 2" in rows[0]
+    assert rows == [decisions[0][2]] and rows[0].startswith(f"{measure} for s") and " >= 4 in steps of 4" in rows[0]
 
 
 def fixed():
