@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.compat import counters
-from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 
 
@@ -86,6 +86,14 @@ def test_gradients_are_placed_as_in_eager(name):
 @on_ranks(2, timeout=240)
 def test_gradients_are_placed_as_in_eager_through_inductor():
     check("two results", "dtensor")
+
+
+@on_ranks(4)
+def test_the_gradient_of_sums_that_are_expanded():
+    """torch makes it contiguous, for which DTensor would shard the new rows among those that hold terms (fuzz seed 89187)."""
+    shards = distribute_tensor(torch.randn(7), make_mesh((2, 2)), [Replicate(), Shard(0)]).to_local()
+    x = DTensor.from_local(shards, make_mesh((2, 2)), [Partial(), Shard(0)], run_check=False, shape=(7,), stride=(1,))
+    assert_parity(lambda x: (x * 3).expand(2, 7), [x.detach().requires_grad_()], loss=usual_gradient, backend="dtensor_aten", calls=2)
 
 
 @on_ranks(2)

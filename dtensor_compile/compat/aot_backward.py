@@ -65,6 +65,7 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
     "gradients of results that the loss does not use, or that come placed otherwise than expected",
     BUILD,
     hook("torch.distributed.tensor:DTensor.__coerce_tangent_metadata__", "self"),
+    hook("torch._functorch._aot_autograd.collect_metadata_analysis:coerce_tangent_and_suggest_memory_format", "x"),
     without="they are an error of torch's in the backward pass",
 )
 @contextlib.contextmanager

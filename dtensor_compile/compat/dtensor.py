@@ -65,6 +65,14 @@ def with_local(local: torch.Tensor, spec: Spec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with memory of its own that requires no gradient, placed as the tensor is (``clone`` adds up partial sums)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    with torch.no_grad():
+        return with_local(tensor._local_tensor.clone(), tensor._spec)
+
+
 def is_traced(local: torch.Tensor) -> bool:
     """Whether a local tensor has no values: somebody traces what is done with it."""
     return isinstance(local, (FakeTensor, FunctionalTensor))
@@ -185,6 +193,6 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
 
 __all__ = [
     "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
-    "apply_mask", "canonical_placements", "in_storages_of_their_own", "is_traced", "local_and_spec", "make_spec", "memory_of", "storage_of",
-    "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local", "writes_to_arguments",
+    "apply_mask", "canonical_placements", "copy_of", "in_storages_of_their_own", "is_traced", "local_and_spec", "make_spec", "memory_of",
+    "storage_of", "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local", "writes_to_arguments",
 ]  # fmt: skip

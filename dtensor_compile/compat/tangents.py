@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -206,9 +207,11 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
     """While it is entered, AOTAutograd traces backward passes on this thread for the gradients that are assumed.
 
     Where nothing is, those of sums not yet added up are for replicas. torch redistributes for that, and takes strided shards of the
-    result for an order of shards, for which operators have other rules: eager's gradient is like the result in that too.
+    result for an order of shards, for which operators have other rules: eager's gradient is like the result in that too. And it makes
+    the gradient of an expanded result contiguous first, for which DTensor shards what is not added up yet.
     """
     owner, stock, asked = threading.get_ident(), DTensor.__coerce_tangent_metadata__, 0
+    suggest = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
 
     def coerce(self: DTensor) -> DTensor:
         nonlocal asked
@@ -226,7 +229,14 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
         local = self._local_tensor.new_empty(shape)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride())
 
-    with mock.patch.object(DTensor, "__coerce_tangent_metadata__", coerce):
+    def replicas_first(value: Any) -> Any:
+        found = _like_in_replicas(value) if isinstance(value, DTensor) and threading.get_ident() == owner else None
+        return suggest(value if found is None else found)
+
+    with (
+        mock.patch.object(DTensor, "__coerce_tangent_metadata__", coerce),
+        mock.patch.object(collect_metadata_analysis, "coerce_tangent_and_suggest_memory_format", replicas_first),
+    ):
         yield
 
 

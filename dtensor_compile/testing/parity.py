@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.dtensor import copy_of
 from dtensor_compile.compat.rank_threads import is_rank_thread
 from dtensor_compile.testing.compare import TOLERANCE, Allowed, Difference, compare_values
 
@@ -213,7 +214,7 @@ def assert_parity(model: Any, inputs: Sequence[Any], **kwargs: Any) -> None:
 
 def _kept(value: Any) -> Any:
     """A copy of what later steps may write to."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return copy_of(value) if isinstance(value, torch.Tensor) else value
 
 
 def _fresh(values: Any) -> Any:
@@ -222,8 +223,7 @@ def _fresh(values: Any) -> Any:
 
     def copied(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in made:
-            with torch.no_grad():
-                made[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+            made[id(x)] = copy_of(x).requires_grad_(x.requires_grad)
         return made[id(x)]
 
     return pytree.tree_map_only(torch.Tensor, copied, values)

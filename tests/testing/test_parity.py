@@ -6,7 +6,7 @@ import unittest.mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dtensor_compile.passes
@@ -149,6 +149,20 @@ def check_seeded(name, settings):
 def test_a_wrong_pass_is_caught_and_named(name):
     with pytest.raises(RankError, match=f"differs from eager[\\s\\S]*rank 0: output[\\s\\S]*the graph pass {name} makes"):
         on_ranks(2)(check_seeded)(name, Settings("dtensor_aten"))
+
+
+@on_ranks(2)
+def test_inputs_that_are_not_added_up_stay_so():
+    """Copies for the runs are placed as what was given: `clone` of a DTensor would add it up."""
+    seen = []
+
+    def program(x):
+        seen.append(x.placements)
+        return x * 2
+
+    x = DTensor.from_local(torch.ones(3), make_mesh((2,)), [Partial()], run_check=False).requires_grad_()
+    assert not compare_steps(program, [x], backend="dtensor_aten")
+    assert set(seen) == {(Partial(),)}
 
 
 # ---- the decorator -----------------------------------------------------------------------------------------------------------
