@@ -22,6 +22,22 @@ def allow_implicit_replication(allowed: bool) -> None:
     torch._C._set_dtensor_allow_implicit_replication(allowed)
 
 
+def implicit_replication_is_allowed() -> bool:
+    """Whether operators take plain tensors for replicated DTensors now, on this thread."""
+    return torch._C._get_dtensor_allow_implicit_replication()
+
+
+@contextlib.contextmanager
+def implicit_replication(allowed: bool = True) -> Iterator[None]:
+    """While it is entered, operators take plain tensors for replicated DTensors, or do not; torch's own ends with "do not"."""
+    before = implicit_replication_is_allowed()
+    allow_implicit_replication(allowed)
+    try:
+        yield
+    finally:
+        allow_implicit_replication(before)
+
+
 def start_loss_parallel() -> None:
     """From now on losses over DTensors are computed in parallel."""
     loss._enable_custom_loss_ops()
@@ -35,7 +51,7 @@ def end_loss_parallel() -> None:
 def _remember() -> Callable[[], None]:
     """Returns what makes the settings what they are now."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    allowed, handled = torch._C._get_dtensor_allow_implicit_replication(), dict(handlers)
+    allowed, handled = implicit_replication_is_allowed(), dict(handlers)
 
     def restore() -> None:
         allow_implicit_replication(allowed)

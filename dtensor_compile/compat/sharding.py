@@ -47,7 +47,6 @@ from torch.distributed.tensor._ops import utils as op_utils
 from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -59,6 +58,7 @@ from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.dynamo import STANDS_FOR
 from dtensor_compile.compat.hooks import hook, if_there, needs
 from dtensor_compile.compat.mesh import mesh_dims, rank_map, real_mesh
+from dtensor_compile.compat.settings import implicit_replication
 
 aten = torch.ops.aten
 

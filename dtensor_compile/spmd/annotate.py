@@ -12,16 +12,17 @@ parameters as well. In a compiled function a mark is a constraint on the value f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 from dtensor_compile.compat.dynamo import fact_guard
+from dtensor_compile.compat.settings import allow_implicit_replication, implicit_replication, implicit_replication_is_allowed
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd.constraint import agree, as_dtensor, constrain
 from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
@@ -29,8 +30,10 @@ from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placement
 from dtensor_compile.spmd.propagate import Mark
 
 _NOTE = "_dtensor_compile_mark"
-#: Texts of the meshes that something was marked on: programs over them may mix plain tensors, which are equal on all ranks, with DTensors.
+#: Texts of the meshes that something was marked on: programs with marks mix plain tensors, which are equal on all ranks, with DTensors.
 _marked_meshes: set[str] = set()
+#: Whether the program that is being traced may do so without a mark.
+_allowed_outside: ContextVar[bool | None] = ContextVar("_allowed_outside", default=None)
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,15 @@ def guard_marks(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None
     """The code that is being compiled holds for inputs with these marks, if anything was marked in this process."""
     if not _marked_meshes:
         return
+    placed = []
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and "grapharg" in node.meta:
-            _guard_mark(node.meta["grapharg"].source)
+        if isinstance(value, torch.Tensor) and "grapharg" in node.meta:
+            if not isinstance(value, DTensor):
+                _guard_mark(node.meta["grapharg"].source)
+            elif mark_of(value) is not None:
+                placed.append(node)
+    for node in placed[:1]:  # on DTensors marks say no more than that plain tensors may stand beside them: one is enough for that
+        _guard_mark(node.meta["grapharg"].source)
 
 
 def note(t: torch.Tensor, mesh: Mesh, mark: Mark) -> None:
@@ -68,9 +77,28 @@ def anything_is_marked() -> bool:
     return bool(_marked_meshes)
 
 
-def plain_tensors_are_replicated() -> contextlib.AbstractContextManager[None]:
-    """For the time of tracing: operators take plain tensors beside DTensors, if anything was marked in this process."""
-    return implicit_replication() if _marked_meshes else contextlib.nullcontext()
+@contextlib.contextmanager
+def plain_tensors_are_replicated() -> Iterator[None]:
+    """For the time of tracing: operators take plain tensors beside DTensors, if anything was marked in this process.
+
+    Only the captured graph shows whether the program has marks: see `plain_tensors_are_as_outside`.
+    """
+    if not _marked_meshes:
+        yield
+        return
+    token = _allowed_outside.set(implicit_replication_is_allowed())
+    try:
+        with implicit_replication():
+            yield
+    finally:
+        _allowed_outside.reset(token)
+
+
+def plain_tensors_are_as_outside() -> None:
+    """For the rest of a trace of a program without marks: operators refuse plain tensors beside DTensors where eager does."""
+    allowed = _allowed_outside.get()
+    if allowed is not None:
+        allow_implicit_replication(allowed)
 
 
 def mark_sharding(

@@ -33,7 +33,7 @@ from dtensor_compile.compat.record import (
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.passes.nodes import source_line
-from dtensor_compile.spmd.annotate import guard_marks, mark_of
+from dtensor_compile.spmd.annotate import guard_marks, mark_of, plain_tensors_are_as_outside
 from dtensor_compile.spmd.constraint import agree, constrain
 from dtensor_compile.spmd.factor_cache import FactorCache
 from dtensor_compile.spmd.in_place import function_name
@@ -62,6 +62,7 @@ def spread_annotations(
     guard_marks(gm, example_inputs)
     mesh = _mesh_of(gm, example_inputs)
     if mesh is None:
+        plain_tensors_are_as_outside()
         return
     for part in graphs_in(gm):
         for node in part.graph.find_nodes(op="call_function", target=constrain):

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from dtensor_compile import record
 from dtensor_compile.errors import MeshError, PlacementError
@@ -197,6 +198,7 @@ def test_marks_in_compiled_programs():
     _priorities_decide()
     _sharded_module_trains()
     _outside_of_programs()
+    _programs_without_marks()
     _errors()
 
 
@@ -342,6 +344,25 @@ def _outside_of_programs():
     a, b = shard_as(wrap_as_sharded_tensor(t, mesh, ("dp", None)), t)
     assert a.placements == b.placements and torch.equal(b.full_tensor(), t)
     assert all(torch.equal(x, t) for x in shard_as(t, t)) and mark_sharding_with_gradients(t, mesh, ("dp", None)).equal(t)
+
+
+def _programs_without_marks():
+    """They mix plain tensors with DTensors where eager does, whatever else is marked in the process."""
+    mesh = mesh22()
+    plain = torch.ones(4, 4)
+    mark_sharding(torch.ones(4, 4), mesh, ("dp", None))
+    placed, noted = distribute_tensor(plain, mesh.to_device_mesh(), [Shard(0), Replicate()]), wrap_as_sharded_tensor(plain, mesh, ("dp", None))
+    torch._dynamo.reset()
+    double = torch.compile(lambda x, y: x + y, backend="dtensor_aten", fullgraph=True)
+    assert torch.equal(double(noted, plain).full_tensor(), plain * 2)
+    for _ in range(2):
+        with pytest.raises(Exception, match="mixed torch.Tensor and DTensor"):
+            double(placed, plain)
+    with implicit_replication():
+        assert torch.equal(double(placed, plain).full_tensor(), plain * 2)
+        assert torch.equal((placed + plain).full_tensor(), plain * 2), "compiling has ended the setting of the program"
+    with pytest.raises(Exception, match="mixed torch.Tensor and DTensor"):
+        placed + plain
 
 
 def _errors():
