@@ -112,8 +112,9 @@ def check_redistributions() -> Iterator[None]:
             for placements in (source.placements, target.placements):
                 _fix_sizes_of_single_rows(shape, placements, compat_mesh.real_mesh(target.mesh).shape)
                 check_reductions(placements, f"a tensor of shape {list(shape)}")
-        strided = any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements))
-        return stock() if is_counting() and not strided else emit_redistribution(local, source, target, stock)
+        if is_counting() and not any(isinstance(p, StridedShard) for p in (*source.placements, *target.placements)):
+            return stock()
+        return emit_redistribution(local, source, target, stock)
 
     with redistribute_hook(check):
         yield

@@ -171,9 +171,9 @@ class Region:
         for node in part:
             mine, _, others = self.readers(node)
             costs += [there if node in held else stays for stays, there in self.choices(node)]
-            if node in held and (others or any(user not in held for user in mine)):
-                costs.append(self.back(node))
             if node in held:
+                if others or any(user not in held for user in mine):
+                    costs.append(self.back(node))
                 costs += [there if operand in held else here for operand, here, there in self.reads(node)]
         return sum_of(costs)
 
