@@ -30,6 +30,7 @@ from dtensor_compile.compat.inductor import compile_as_stock, compile_with_induc
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states, share_groups
 from dtensor_compile.compat.scheduler import rearrange
+from dtensor_compile.compat.settings import implicit_replication_is_allowed
 from dtensor_compile.compat.shapes import sizes_from_expressions, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.unwrap import native_calls
@@ -161,7 +162,8 @@ def dtensor(
         log.decided([runs_uncompiled(graph, said)])
 
     planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.kernel_costs, opts.overlap_memory, opts.redistribution_memory, opts.regather
-    key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, cache_key())
+    replicates = implicit_replication_is_allowed()
+    key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, replicates, cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),
         capture_redistributions(),

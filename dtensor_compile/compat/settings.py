@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss
 from torch.fx.node import has_side_effect
 
-from dtensor_compile.compat.dynamo import Retrack, Translator, VariableTracker, build, constant_argument
+from dtensor_compile.compat.dynamo import Retrack, Translator, VariableTracker, build, constant_argument, constant_source, fact_guard
 from dtensor_compile.compat.dynamo_calls import Call, handle_calls
 
 _c10d = torch._C._distributed_c10d
@@ -25,6 +26,15 @@ def allow_implicit_replication(allowed: bool) -> None:
 def implicit_replication_is_allowed() -> bool:
     """Whether operators take plain tensors for replicated DTensors now, on this thread."""
     return torch._C._get_dtensor_allow_implicit_replication()
+
+
+_still_allowed = fact_guard("IMPLICIT_REPLICATION", lambda read: read())
+
+
+def guard_implicit_replication() -> None:
+    """The code that is being compiled holds while operators go on taking plain tensors, if they do now."""
+    if implicit_replication_is_allowed():
+        _still_allowed(constant_source(InstructionTranslator.current_tx(), "setting", implicit_replication_is_allowed))
 
 
 @contextlib.contextmanager

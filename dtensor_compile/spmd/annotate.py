@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dynamo import fact_guard
-from dtensor_compile.compat.settings import allow_implicit_replication, implicit_replication, implicit_replication_is_allowed
+from dtensor_compile.compat.settings import allow_implicit_replication, guard_implicit_replication, implicit_replication, implicit_replication_is_allowed
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd.constraint import agree, as_dtensor, constrain
 from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
@@ -95,10 +95,14 @@ def plain_tensors_are_replicated() -> Iterator[None]:
 
 
 def plain_tensors_are_as_outside() -> None:
-    """For the rest of a trace of a program without marks: operators refuse plain tensors beside DTensors where eager does."""
+    """For the rest of a trace of a program without marks: operators refuse plain tensors beside DTensors where eager does.
+
+    The compiled code holds for calls where eager takes them too.
+    """
     allowed = _allowed_outside.get()
     if allowed is not None:
         allow_implicit_replication(allowed)
+    guard_implicit_replication()
 
 
 def mark_sharding(
