@@ -316,3 +316,21 @@ def test_a_view_of_a_result_that_was_made_of_a_local_tensor(backend):
 
     for program in (of_anothers_shard, in_two_placements):
         assert_parity(program, [sharded(6, 3, 2, mesh=make_mesh((2,)), grad=True)], loss=sum_of_full_squares, backend=backend, calls=2)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(2)
+def test_a_mask_that_was_gathered(dim):
+    """Inductor gathered it as integers of eight bytes, for which it wrote no kernel, or one of other gradients (fuzz seed 89496)."""
+
+    def chosen(x):
+        whole = x.redistribute(placements=[Replicate()])
+        return (torch.where((x > 0).redistribute(placements=[Replicate()]), whole, 0.0),)
+
+    def norm_of_rows(x):
+        return (torch.linalg.vector_norm(x, dim=1).redistribute(placements=[Shard(0)]),)
+
+    mesh = make_mesh((2,))
+    for program in (chosen, norm_of_rows):
+        x = distribute_tensor(torch.randn(16, 16), mesh, [Shard(dim)]).requires_grad_()
+        assert_parity(program, [x], loss=sum_of_full_squares, backend="dtensor", options={"strict": True}, calls=2)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.compat.cache_keys import meshes_by_layout
+from dtensor_compile.compat.collective_lowerings import masks_are_sent_as_they_are
 from dtensor_compile.compat.hooks import feature, hook, if_there
 from dtensor_compile.compat.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.libraries import rebuild_damaged_libraries
@@ -184,7 +185,8 @@ def compile_with_inductor(
         patches["reorder_for_peak_memory"] = False  # part of the kernel pass
     for place, run in kernel_passes.items():
         patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
-    inner = waits_are_kept()(inputs_checked_at_once()(compile_fx_inner))  # which also compiles a backward graph when it first runs
+    inner = masks_are_sent_as_they_are()(compile_fx_inner)  # which also compiles a backward graph when it first runs
+    inner = waits_are_kept()(inputs_checked_at_once()(inner))
     if uncompiled is not None:
         inner = run_uncompiled(inner, lowered, uncompiled)
     with meshes_by_layout(), rebuild_damaged_libraries():

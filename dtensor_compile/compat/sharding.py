@@ -49,7 +49,7 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -370,27 +370,37 @@ def _is_part_of_mesh(stock: Callable[[DeviceMesh], bool], self: DeviceMesh) -> b
 #: placements that an operator could have, and remembers in eager alone.
 _costs: dict[Any, float] = {}
 _MOST_COSTS = 1 << 16
+#: Where they are kept on what traces.
+_COSTS_OF_TRACE = "_dtensor_compile_costs"
 
 
 def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTensorSpec) -> float:
-    """Cost of a redistribution in torch's estimate; it depends on layouts and sizes alone, not on the rank."""
+    """Cost of a redistribution in torch's estimate; it depends on layouts and sizes alone, not on the rank.
+
+    One of symbolic sizes is an expression, which belongs to one trace.
+    """
     metas, mesh = (current.tensor_meta, target.tensor_meta), real_mesh(current.mesh)
-    sizes = [(tuple(meta.shape), tuple(meta.stride), meta.dtype) for meta in metas if meta is not None]
-    symbolic = any(type(size) is not int for shape, stride, _ in sizes for size in (*shape, *stride))
-    if len(sizes) < 2 or symbolic or current.mesh != target.mesh or mesh.get_coordinate() is None:
+    if None in metas or current.mesh != target.mesh or mesh.get_coordinate() is None:
         return stock(current, target)
+    symbolic = next((size for meta in metas for size in (*meta.shape, *meta.stride) if isinstance(size, torch.SymInt)), None)
+    known = _costs if symbolic is None else vars(get_proxy_mode() or symbolic.node.shape_env).setdefault(_COSTS_OF_TRACE, {})
+    sizes = [(*map(_expression, meta.shape), *map(_expression, meta.stride), meta.dtype) for meta in metas]
     layout = mesh.device_type, rank_map(mesh), *mesh_dims(mesh)
     key = str(layout), *sizes, *((s.placements, s.shard_order) for s in (current, target))
     try:
-        found = _costs.get(key)
+        found = known.get(key)
     except TypeError:  # a mask that has no hash
         return stock(current, target)
     if found is None:
         found = stock(current, target)
-        if len(_costs) >= _MOST_COSTS:
-            _costs.clear()
-        _costs[key] = found
+        if len(known) >= _MOST_COSTS:
+            known.clear()
+        known[key] = found
     return found
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
