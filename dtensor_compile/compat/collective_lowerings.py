@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.compat.collectives import functional
 from dtensor_compile.compat.hooks import hook, needs
 
-c10d = torch.ops._c10d_functional
-
 #: Those with a number beside the tensor: the size of the group, or the rank that sends.
-_WITH_NUMBERS = (c10d.all_gather_into_tensor.default, c10d.broadcast.default)
+_WITH_NUMBERS = (functional("all_gather_into_tensor"), functional("broadcast"))
 
 
 @needs(
@@ -42,18 +41,9 @@ def masks_are_sent_as_they_are() -> Iterator[None]:
 
         return lower
 
-    with contextlib.ExitStack() as stack:
-        for op in _WITH_NUMBERS:
-            if hasattr(lowerings.get(op), "__wrapped__"):
-                stack.enter_context(_replaced(lowerings, op, unpromoted(lowerings[op])))
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
-    """While it is entered; what others add to the table meanwhile stays."""
-    before, table[key] = table[key], value
+    stock = {op: lowerings[op] for op in _WITH_NUMBERS if hasattr(lowerings.get(op), "__wrapped__")}
+    lowerings.update({op: unpromoted(lowering) for op, lowering in stock.items()})
     try:
         yield
     finally:
-        table[key] = before
+        lowerings.update(stock)  # what others added to the table meanwhile stays

@@ -38,10 +38,10 @@ def guard_implicit_replication() -> None:
 
 
 @contextlib.contextmanager
-def implicit_replication(allowed: bool = True) -> Iterator[None]:
-    """While it is entered, operators take plain tensors for replicated DTensors, or do not; torch's own ends with "do not"."""
+def implicit_replication() -> Iterator[None]:
+    """While it is entered, operators take plain tensors for replicated DTensors; afterwards as before (torch's own: no more)."""
     before = implicit_replication_is_allowed()
-    allow_implicit_replication(allowed)
+    allow_implicit_replication(True)
     try:
         yield
     finally:

@@ -63,8 +63,8 @@ def guard_marks(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None
                 _guard_mark(node.meta["grapharg"].source)
             elif mark_of(value) is not None:
                 placed.append(node)
-    for node in placed[:1]:  # on DTensors marks say no more than that plain tensors may stand beside them: one is enough for that
-        _guard_mark(node.meta["grapharg"].source)
+    if placed:  # on DTensors marks say no more than that plain tensors may stand beside them: one is enough for that
+        _guard_mark(placed[0].meta["grapharg"].source)
 
 
 def note(t: torch.Tensor, mesh: Mesh, mark: Mark) -> None:
