@@ -25,6 +25,7 @@ from dtensor_compile.checks import check_program, shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
 from dtensor_compile.compat.data_dependent import backward_in_time
+from dtensor_compile.compat.donated import saved_tensors_are_kept
 from dtensor_compile.compat.effects import tokens_from_inputs
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
@@ -169,6 +170,7 @@ def dtensor(
         capture_redistributions(),
         mark_local_tensors(),
         dtensor_tangents(gm, tangents),
+        saved_tensors_are_kept(),
         tokens_from_inputs(),
         bind_shard_sizes(),
         place_random_states(),

@@ -334,3 +334,28 @@ def test_a_mask_that_was_gathered(dim):
     for program in (chosen, norm_of_rows):
         x = distribute_tensor(torch.randn(16, 16), mesh, [Shard(dim)]).requires_grad_()
         assert_parity(program, [x], loss=sum_of_full_squares, backend="dtensor", options={"strict": True}, calls=2)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@on_ranks(3)
+def test_a_graph_that_is_retained(dynamic):
+    """A backward pass of Inductor's writes over saved tensors: torch refused to retain the graph, on the ranks that have such tensors."""
+
+    def program(x):
+        whole = x.sin().redistribute(placements=[Replicate()])
+        return torch.where((x > 0).redistribute(placements=[Replicate()]), whole.exp(), 0.0).redistribute(placements=[Shard(1)])
+
+    mesh = make_mesh((3,))
+    compiled = torch.compile(program, backend="dtensor", fullgraph=True, dynamic=dynamic)
+    for retained in ((0, 2), (3, 0, 1)):  # one whose first backward pass writes over them, and one whose first does not
+        torch._dynamo.reset()
+        for times in retained:
+            for rows in (5, 2):  # of two rows one rank has none
+                x = sharded(rows, 4, mesh=mesh, grad=True)
+                for again in range(times + 1):
+                    gradients = []
+                    for call in (program, compiled):
+                        y = call(x)
+                        loss = y.full_tensor().square().sum()
+                        gradients.append([torch.autograd.grad(loss, x, retain_graph=i < again)[0].full_tensor() for i in range(again + 1)])
+                    torch.testing.assert_close(gradients[1], gradients[0])
