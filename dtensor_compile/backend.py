@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from dtensor_compile.compat.aot_backward import dtensor_tangents
 from dtensor_compile.compat.data_dependent import backward_in_time
 from dtensor_compile.compat.donated import saved_tensors_are_kept
 from dtensor_compile.compat.effects import tokens_from_inputs
+from dtensor_compile.compat.final_sizes import plan_until_sizes_stay
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states, share_groups
@@ -186,9 +188,10 @@ def dtensor(
         for scope in (*scopes, report_fallbacks(log.decided)):
             stack.enter_context(scope)
         if opts.kernels == "aten":
-            compiled = compile_to_aten(gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
+            compile = functools.partial(compile_to_aten, gm, example_inputs, joint_pass=plan_joint_graph, post_grad_pass=lower_graph)
         else:
-            compiled = compile_with_inductor(
+            compile = functools.partial(
+                compile_with_inductor,
                 gm,
                 example_inputs,
                 joint_pass=plan_joint_graph,
@@ -199,6 +202,7 @@ def dtensor(
                 cacheable=GRAPH_FUNCTIONS,
                 uncompiled=None if opts.strict else tell_uncompiled,
             )
+        compiled = plan_until_sizes_stay(compile)
     agreement.reach()
     return without_bases(restore_spent_graphs(gm, heed_aliases(gm, remember_arguments(compiled, tangents))), bases)
 

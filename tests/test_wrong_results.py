@@ -359,3 +359,17 @@ def test_a_graph_that_is_retained(dynamic):
                         loss = y.full_tensor().square().sum()
                         gradients.append([torch.autograd.grad(loss, x, retain_graph=i < again)[0].full_tensor() for i in range(again + 1)])
                     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@on_ranks(3)
+def test_a_size_that_only_the_backward_pass_fixes():
+    """A result was planned with a size that the trace of its gradient made a number: the graph returned one integer less."""
+
+    def program(x):
+        norm = torch.linalg.vector_norm(x, dim=1).redistribute(placements=[Shard(0)])
+        return (norm,)
+
+    mesh = make_mesh((3,))
+    for rows in (5, 2, 7):
+        x = sharded(rows, 5, mesh=mesh, grad=True)
+        assert_parity(program, [x], loss=sum_of_full_squares, backend="dtensor_aten", dynamic=True)
