@@ -25,8 +25,8 @@ from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.checks import check_program, shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
+from dtensor_compile.compat.backward_runs import backward_runs
 from dtensor_compile.compat.data_dependent import backward_in_time
-from dtensor_compile.compat.donated import saved_tensors_are_kept
 from dtensor_compile.compat.effects import tokens_from_inputs
 from dtensor_compile.compat.final_sizes import plan_until_sizes_stay
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
@@ -90,12 +90,17 @@ def dtensor(
         AgreementError: it calls other collectives on another rank.
         PlanError: a redistribution needs more memory than ``redistribution_memory``.
     """
-    opts = Options.parse(mode, options)
+    agreement = Agreement.of_frame()
+    with agreement.failures_told():
+        return _compile(gm, example_inputs, Options.parse(mode, options), agreement)
+
+
+def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Options, agreement: Agreement) -> Callable[..., Any]:
     check_program(gm, example_inputs)
     check_counts(gm)
     write_once(gm)
     guard_mesh_order(gm, example_inputs)
-    log, tangents, agreement = GraphLog(), Tangents.of_frame(), Agreement.of_frame()
+    log, tangents = GraphLog(), Tangents.of_frame()
     spread_annotations(gm, example_inputs, log.decided, opts.fallback)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
@@ -172,7 +177,7 @@ def dtensor(
         capture_redistributions(),
         mark_local_tensors(),
         dtensor_tangents(gm, tangents),
-        saved_tensors_are_kept(),
+        backward_runs(agreement.reach_backward, agreement.fail),
         tokens_from_inputs(),
         bind_shard_sizes(),
         place_random_states(),

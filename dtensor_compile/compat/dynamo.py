@@ -31,7 +31,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, set_code_exec_strategy, skip_code
-from torch._dynamo.exc import raise_observed_exception, unimplemented
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, raise_observed_exception, unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.source import AttrSource, GlobalSource, GradSource, TypeSource, is_from_optimizer_source
@@ -206,6 +206,11 @@ def of_compilation_on_stack(name: str) -> Any:
             return frame.f_locals.get(name)
         frame = frame.f_back
     return None
+
+
+def restarts_analysis(error: BaseException) -> bool:
+    """Whether an error is Dynamo's way to begin a trace anew, or to leave a frame alone."""
+    return isinstance(error, (RestartAnalysis, SkipFrame))
 
 
 def _compiler_on_stack() -> Any:

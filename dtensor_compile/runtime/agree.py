@@ -14,6 +14,10 @@ recompilation for another local shape for instance, says and waits for nothing. 
 none for a call. Ranks also say over which groups a graph communicates: where a redistribution would wait for a rank that has compiled
 the same function as often, and never to anything over that group, that is an error when `PATIENCE` is over.
 
+A backward pass may be compiled with its forward pass on one rank, and on another when it first runs (where sizes vary and a shard of
+that rank does not): it is announced when it is compiled, and compared when it runs. A rank that cannot compile says so, and those
+that wait for it raise.
+
     rank 0: graph 0 of step (train.py:12)  all_gather, all_reduce  -> store; reads rank 1's, raises
     rank 1: graph 0 of step (train.py:12)  all_gather              -> store; reads rank 0's, raises
 
@@ -23,19 +27,21 @@ function's announcements over that group differ.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo import of_compilation_on_stack
+from dtensor_compile.compat.dynamo import of_compilation_on_stack, restarts_analysis
 from dtensor_compile.errors import AgreementError
 from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, source_line
 from dtensor_compile.report.graphs import group_of
+from dtensor_compile.report.recorder import graph_name
 from dtensor_compile.runtime.book import Book, current_book, digest
 
 log = logging.getLogger("dtensor_compile")
@@ -137,24 +143,35 @@ class Agreement:
     Attributes:
         function: what is compiled, named alike on every rank.
         graphs: number of graphs noted.
-        noted: those that have not been announced yet.
+        noted: those that have not been announced yet, with whether they run at once.
         groups: of each of these graphs the groups over which it communicates, by its name.
         compiled: whether the forward is compiled, so that a graph that is noted now runs at once.
+        time: which compilation of the function on this rank it is.
+        failures: how often its backward pass could not be compiled or compared; each run of it tries again.
+        forward_graphs: number of graphs that were compiled at once.
+        later: what others have to say to backward graphs that are compiled, and have not run.
     """
 
     function: str
     graphs: int = 0
-    noted: list[tuple[str, tuple[int, ...], Announcement]] = field(default_factory=list)
+    noted: list[tuple[str, tuple[int, ...], Announcement, bool]] = field(default_factory=list)
     groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     compiled: bool = False
+    time: int = 0
+    failures: int = 0
+    forward_graphs: int = 0
+    later: list[_Waiting] = field(default_factory=list)
 
     @classmethod
     def of_frame(cls) -> Agreement:
         """For the frame that is being compiled on this thread."""
         code = of_compilation_on_stack("code")
-        if code is None:
-            return cls("")
-        return cls(f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})")
+        function = f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
+        book = current_book()
+        if book is None:
+            return cls(function)
+        time = book.compilations[function] = book.compilations.get(function, 0) + 1
+        return cls(function, time=time)
 
     def note(self, graph: torch.fx.Graph) -> None:
         """Takes in a lowered graph; one that is compiled when it first runs, as some backward passes are, is announced at once.
@@ -171,7 +188,7 @@ class Agreement:
         by_group = collectives_by_group(graph)
         self.groups[name] = list(by_group)
         for ranks, calls in by_group.items():
-            self.noted.append((name, ranks, Announcement.of(calls, symbolic)))
+            self.noted.append((name, ranks, Announcement.of(calls, symbolic), self.compiled or graph_name(graph) == "forward"))
         if self.compiled:
             self.reach()
 
@@ -181,7 +198,9 @@ class Agreement:
         Raises:
             AgreementError: another rank's graph calls other collectives over the same group.
         """
-        self.compiled, noted, self.noted = True, self.noted, []
+        if not self.compiled:
+            self.compiled, self.forward_graphs = True, self.graphs
+        noted, self.noted = self.noted, []
         groups, self.groups = self.groups, {}
         book = current_book()
         if book is None:
@@ -189,16 +208,91 @@ class Agreement:
         if not self.graphs:  # from a cache, which keeps what an earlier compilation agreed on
             book.store.set(book.key((), self.function, dist.get_rank()), "1")
             return
-        try:
+        waiting: list[_Waiting] = []
+        with _while_the_store_is_there():
             for name, ranks in groups.items():
                 book.graphs[name] = book.graphs.get(name, 0) + 1
                 book.store.set(_groups_key(book, name, book.graphs[name], dist.get_rank()), json.dumps(ranks))
-            waiting = [e for name, ranks, mine in noted for e in _announce(book, self.function, name, ranks, mine)]
+            for name, ranks, mine, runs_now in noted:
+                (waiting if runs_now else self.later).extend(self._announce(book, name, ranks, mine))
             _compare(book, waiting)
-        except AgreementError:
+
+    def reach_backward(self) -> None:
+        """Compares backward graphs that were compiled with their forward graph; called before they first run.
+
+        Raises:
+            AgreementError: as `reach`.
+        """
+        book = current_book()
+        if book is None or not self.later:
+            return
+        later = [entry for entry in self.later if entry.book is book]
+        try:
+            with _while_the_store_is_there():
+                _compare(book, later)
+        except AgreementError:  # what the program does when it runs the backward pass again
+            self.failures += 1
+            self.later = [replace(entry, failed=self._failure_key(book, entry.rank)) for entry in later]
             raise
-        except RuntimeError as error:
-            log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and with it the job
+        self.later = []
+
+    @contextlib.contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """While it is entered, an error that leaves it is told to the others (`fail`)."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Says that this rank cannot compile the function, or its backward pass; whoever waits for it raises."""
+        book = current_book()
+        if book is None or restarts_analysis(error):
+            return
+        if not isinstance(error, AgreementError):  # of which the others know
+            with _while_the_store_is_there():
+                reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+                book.store.set(self._failure_key(book, dist.get_rank()), reason)
+        self.failures += 1
+        self.graphs = min(self.graphs, self.forward_graphs)
+
+    def _announce(self, book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[_Waiting]:
+        before: list[Announcement] = book.announced.setdefault((ranks, name), [])
+        place, rank = len(before), dist.get_rank()
+        again = next((p for p in range(place) if (ranks, name, p) in book.unanswered), None)
+        if again is not None:  # the others have announced nothing in this place: one of them failed
+            book.unanswered.remove((ranks, name, again))
+            place, counts = again, before[again].digest != mine.digest
+            before[place] = mine
+        elif any(mine.agrees(other.digest) and (ranks, name, p) not in book.refused for p, other in enumerate(before)):
+            return
+        else:
+            counts = True
+            before.append(mine)
+        text = json.dumps([mine.digest, [str(call) for call in mine.calls]])
+        book.store.set(book.key(ranks, name, place, rank), text)
+        for text in {mine.digest, f"{mine.kinds}:?"} if counts else ():
+            times = book.said[ranks, text] = book.said.get((ranks, text), 0) + 1
+            book.store.set(book.key(ranks, text, times, rank), "1")
+        for other in ranks:
+            if other != rank:
+                enough = (book.key(ranks, mine.digest, book.said[ranks, mine.digest], other), book.key((), self.function, other))
+                same_place = book.key(ranks, name, place, other)
+                yield _Waiting(book, name, ranks, mine, other, place, same_place, enough, self._failure_key(book, other))
+
+    def _failure_key(self, book: Book, rank: int) -> str:
+        return book.key((), f"failure of {self.function}", self.time, self.failures, rank)
+
+
+@contextlib.contextmanager
+def _while_the_store_is_there() -> Iterator[None]:
+    try:
+        yield
+    except AgreementError:
+        raise
+    except RuntimeError as error:
+        log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and with it the job
 
 
 @dataclass
@@ -210,8 +304,10 @@ class _Waiting:
         same_place: key of the other rank's announcement in that place.
         enough: keys of which each says that there is nothing to compare: it has announced the same as often, for whatever
             functions, or takes this one from a cache.
+        failed: key under which it says that it cannot compile the same function.
     """
 
+    book: Book
     name: str
     ranks: tuple[int, ...]
     mine: Announcement
@@ -219,23 +315,7 @@ class _Waiting:
     place: int
     same_place: str
     enough: tuple[str, ...]
-
-
-def _announce(book: Book, function: str, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[_Waiting]:
-    before: list[Announcement] = book.announced.setdefault((ranks, name), [])
-    if any(mine.agrees(other.digest) and (ranks, name, place) not in book.refused for place, other in enumerate(before)):
-        return
-    place, rank = len(before), dist.get_rank()
-    before.append(mine)
-    text = json.dumps([mine.digest, [str(call) for call in mine.calls]])
-    book.store.set(book.key(ranks, name, place, rank), text)
-    for text in {mine.digest, f"{mine.kinds}:?"}:
-        times = book.said[ranks, text] = book.said.get((ranks, text), 0) + 1
-        book.store.set(book.key(ranks, text, times, rank), "1")
-    for other in ranks:
-        if other != rank:
-            enough = (book.key(ranks, mine.digest, book.said[ranks, mine.digest], other), book.key((), function, other))
-            yield _Waiting(name, ranks, mine, other, place, book.key(ranks, name, place, other), enough)
+    failed: str
 
 
 def _compare(book: Book, waiting: list[_Waiting]) -> None:
@@ -248,6 +328,9 @@ def _compare(book: Book, waiting: list[_Waiting]) -> None:
                 if not entry.mine.agrees(digest):
                     _refuse(book, entry)
                     raise AgreementError(_difference(entry, digest, calls))
+            elif book.store.check([entry.failed]):
+                book.unanswered.add((entry.ranks, entry.name, entry.place))
+                raise AgreementError(_failure(entry, book.store.get(entry.failed).decode()))
             elif not any(book.store.check([key]) for key in entry.enough):
                 still.append(entry)
         waiting = still
@@ -293,6 +376,13 @@ def _missing(entry: _Waiting) -> str:
         f"wait for ever: it has {entry.mine.calls[0]} over ranks {', '.join(map(str, entry.ranks))}, and rank {entry.rank} has none "
         "over these. Every rank of a mesh has to redistribute in the same way: look for a branch on the rank or on a value that "
         "differs between ranks; where sizes vary (dynamic=True), ranks may have fixed other ones, and dynamic=False compiles for each."
+    )
+
+
+def _failure(entry: _Waiting, reason: str) -> str:
+    return (
+        f"rank {entry.rank} could not compile what rank {dist.get_rank()} compiled as {entry.name}, and rank {dist.get_rank()} would "
+        f"wait for it for ever in {entry.mine.calls[0]}. Rank {entry.rank} said: {reason}"
     )
 
 

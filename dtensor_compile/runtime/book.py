@@ -18,8 +18,10 @@ class Book:
         group, store: the default process group and its store.
         announced: announcements of graphs, by the ranks of a group and the graph's name (`runtime.agree`).
         refused: places of announcements with which another rank's did not agree.
+        unanswered: places of announcements that another rank could not answer, for it failed.
         said: how often this rank has announced the same collectives of a group, for whatever graphs.
         graphs: how often a graph was compiled, by its name.
+        compilations: how often the compilation of a function began, by its name.
         met: how often `ranks` have met about a topic (`runtime.meet`).
         epoch: counts the process groups that this rank had on that store, which may outlive them.
     """
@@ -28,8 +30,10 @@ class Book:
         self.group, self.store = group, default_store()
         self.announced: dict[tuple[tuple[int, ...], str], list[Any]] = {}
         self.refused: set[tuple[tuple[int, ...], str, int]] = set()
+        self.unanswered: set[tuple[tuple[int, ...], str, int]] = set()
         self.said: dict[tuple[tuple[int, ...], str], int] = {}
         self.graphs: dict[str, int] = {}
+        self.compilations: dict[str, int] = {}
         self.met: dict[tuple[tuple[int, ...], str], int] = {}
         self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
 

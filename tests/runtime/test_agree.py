@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from dtensor_compile import backend
+from dtensor_compile.report.recorder import graph_name
 from dtensor_compile.runtime import agree
 from dtensor_compile.runtime.agree import Announcement, Call
 from dtensor_compile.testing import make_mesh, on_ranks
@@ -32,9 +34,9 @@ def patient(test):
     """Ranks wait for each other for a minute, so that a busy machine does not look like a rank that is not coming."""
 
     @functools.wraps(test)
-    def run():
+    def run(**arguments):
         with patience(60.0):
-            test()
+            test(**arguments)
 
     return run
 
@@ -116,6 +118,31 @@ def test_a_rank_that_recompiles_to_more_is_not_stopped_by_those_that_do_not():
     assert ran.sum() == (8 + 8 * 8 if rank == 0 else 8)
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@on_ranks(2, timeout=60)
+@patient
+def test_a_rank_that_cannot_compile_says_so_to_those_that_wait(which):
+    rank, stock = dist.get_rank(), backend.lower_redistributions
+
+    def lower(graph, **options):
+        if rank == 1 and graph_name(graph) == which:
+            raise ValueError("nothing to lower it to\nin this place")
+        return stock(graph, **options)
+
+    def step(x):
+        compiled(lambda x: (x * 2).redistribute(placements=[Shard(1)]))(x).to_local().sum().backward()
+
+    dtype = torch.float64 if which == "forward" else torch.float32  # ranks do not wait where they have announced the same before
+    x = distribute_tensor(torch.ones(6, 2, dtype=dtype), make_mesh((2,), ("tp",)), [Shard(0)]).requires_grad_()
+    said = "nothing to lower it to"
+    if rank == 0:
+        said = f"rank 1 could not compile .* all_to_all.*Rank 1 said: ValueError: {said}"
+    with unittest.mock.patch.object(backend, "lower_redistributions", lower), pytest.raises(Exception, match=said):
+        step(x)
+    step(x)  # the job still runs
+    assert x.grad.full_tensor().sum() == 24
+
+
 # ---- ranks that differ and go on ---------------------------------------------------------------------------------------------
 
 
@@ -182,3 +209,13 @@ def test_uneven_shards_and_their_backward_agree():
         x = distribute_tensor(torch.ones(rows, 3), mesh, [Shard(0)]).requires_grad_()
         assert seconds(lambda: run(x).to_local().sum().backward()) < agree.PATIENCE
         assert x.grad.full_tensor().tolist() == [[2.0] * 3] * rows
+
+
+@on_ranks(3)
+@patient
+def test_a_backward_that_one_rank_compiles_with_its_forward():
+    """Of five columns rank 2 has one, which is no symbol; it compiles its backward pass when that runs."""
+    run = compiled(lambda x: torch.linalg.vector_norm(x, dim=1).redistribute(placements=[Shard(0)]), dynamic=True)
+    x = distribute_tensor(torch.ones(5, 5), make_mesh((3,)), [Shard(1)]).requires_grad_()
+    assert seconds(lambda: run(x).full_tensor().sum().backward()) < agree.PATIENCE
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full((5, 5), 5**-0.5))
