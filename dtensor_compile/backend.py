@@ -22,6 +22,7 @@ from dtensor_compile.capture.repeated_writes import write_once
 from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.capture.spent_graphs import restore_spent_graphs
 from dtensor_compile.capture.trace import capture_redistributions
+from dtensor_compile.capture.unread_collectives import calls_collectives, drop_unread_collectives
 from dtensor_compile.checks import check_program, shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
@@ -106,6 +107,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         return compile_as_stock(gm, example_inputs, opts.inductor)
     merged = merge_groups(tensor_meshes(gm))
     join_groups(gm)
+    own_collectives = calls_collectives(gm)
     bases = return_bases(gm)
     writes = may_write(gm)
     tangents.repeatable = not writes
@@ -122,6 +124,8 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         bind_meshes_to_primals(graph)
         make_tokens_real(graph)
         make_masks_boolean(graph)
+        if not own_collectives:
+            drop_unread_collectives(graph)
         log.captured(graph)
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)

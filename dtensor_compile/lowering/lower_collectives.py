@@ -30,7 +30,7 @@ from dtensor_compile.compat.collectives import (
     traced_in_backward,
     wait_tensor,
 )
-from dtensor_compile.passes.nodes import cost_of, is_redistribution
+from dtensor_compile.passes.nodes import cost_of, is_redistribution, is_wait
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
 _ORDERED = ORDERED | {*EFFECTS}
@@ -60,6 +60,7 @@ def hold_collectives(graph: torch.fx.Graph) -> None:
     are uneven these differ between ranks, and so would the collectives of their graphs.
     """
     results = next(iter(graph.find_nodes(op="output"))).all_input_nodes
+    results += [wait for wait in filter(is_wait, graph.nodes) if not wait.users]  # of the program, where it was traced
     pending, in_forward = [node for node in results if not traced_in_backward(node)], set[torch.fx.Node]()
     while pending:
         node = pending.pop()
