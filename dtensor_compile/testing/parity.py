@@ -66,6 +66,7 @@ class Case:
         loss: makes a scalar of the output (or None), whose backward is compared too; None compares the forward alone.
         optimizer: makes an optimizer of the parameters, which steps after each backward.
         calls: how often the step runs, on the same inputs; without an optimizer gradients add up.
+        backwards: how often the backward pass of each call but the first runs; it retains the graph for the next one.
         allowed: how far numbers may be apart.
     """
 
@@ -73,6 +74,7 @@ class Case:
     loss: Loss | None = None
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     calls: int = 2
+    backwards: int = 1
     allowed: Allowed = field(default_factory=Allowed)
 
     def run(self, settings: Settings) -> dict[str, Any]:
@@ -88,8 +90,9 @@ class Case:
             out = function(*args, **kwargs)
             outputs.append(out if optimizer is None else pytree.tree_map(_kept, out))  # parameters change under their views
             loss = self.loss(out) if self.loss is not None else None
-            if loss is not None:
-                loss.backward()
+            backwards = 0 if loss is None else self.backwards if call else 1
+            for left in reversed(range(backwards)):
+                loss.backward(retain_graph=left > 0)
             if optimizer is not None and call + 1 < self.calls:  # the last gradients stay, to be compared
                 optimizer.step()
                 optimizer.zero_grad()

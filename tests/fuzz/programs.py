@@ -351,7 +351,7 @@ def case_of_program(program: Program, calls: int = 2, kernels: str = "aten") -> 
         exec(code, names)
         return names["program"], [eval(text, names) for text in program.inputs], {}
 
-    return Case(make, loss=sum_of_squares, calls=calls, allowed=Allowed(program.computed_in(kernels)))
+    return Case(make, loss=sum_of_squares, calls=calls, backwards=2, allowed=Allowed(program.computed_in(kernels)))
 
 
 def settings_of(program: Program, kernels: str = "aten") -> dict[str, Settings]:
