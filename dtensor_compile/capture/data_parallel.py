@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from dtensor_compile.capture.groups import Group, send_alike, send_with
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.collectives import functional, wait_tensor
 from dtensor_compile.compat.dtensor import Placement, Spec, local_and_spec, make_spec, redistribute_local, with_local
@@ -48,11 +49,12 @@ class _Unsharding(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype | None
     reduction: Reduction
+    group: Group
 
     def move(self, local: torch.Tensor, before: tuple[Placement, ...], after: tuple[Placement, ...]) -> torch.Tensor:
         mesh = real_mesh(self.mesh)
         source, target = (make_spec(mesh, placements, self.size, local.dtype) for placements in (before, after))
-        return redistribute_local(local, source, target)
+        return send_with(redistribute_local(local, source, target), self.group)
 
 
 class _Unshard(torch.autograd.Function):
@@ -74,6 +76,7 @@ class _Unshard(torch.autograd.Function):
         how, reduction = ctx.how, ctx.how.reduction
         if how.outer_mesh is not None:
             grad, _ = local_and_spec(grad.redistribute(placements=ctx.outer.placements))
+            send_with(grad, how.group)
         grad = _divide(_cast(grad, reduction.dtype), reduction.before)
         grad = how.move(grad, (Partial(reduction.op),) * len(how.placements), how.placements)
         grad = _cast(_divide(grad, reduction.after), ctx.spec.tensor_meta.dtype)
@@ -89,6 +92,7 @@ def unshard(
     dtype: torch.dtype | None,
     reduction: tuple[Any, ...],
     reshard: bool,
+    group: str,
 ) -> torch.Tensor:
     """What the forward uses in place of a parameter that data-parallel ranks share.
 
@@ -101,11 +105,12 @@ def unshard(
         dtype: of the result; None keeps that of the parameter.
         reduction: a `Reduction`.
         reshard: the backward gathers it again, instead of keeping it.
+        group: name of what is gathered and reduced together.
 
     Returns:
         The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter.
     """
-    how = _Unsharding(mesh, outer_mesh, parse_spec(placements), tuple(size), dtype, Reduction(*reduction))
+    how = _Unsharding(mesh, outer_mesh, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group))
     with recomputed_in_backward(reshard):
         return _Unshard.apply(param, how)
 
@@ -114,19 +119,24 @@ class _AverageGradient(torch.autograd.Function):
     """DDP divides before it sums; so does this, for the same rounding."""
 
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-        ctx.group, ctx.ranks = group, ranks
+    def forward(ctx: Any, param: torch.Tensor, group: str, ranks: int, together: Group) -> torch.Tensor:
+        ctx.group, ctx.ranks, ctx.together = group, ranks, together
         return param.view_as(param)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         mean = functional("all_reduce")((grad / ctx.ranks).contiguous(), "sum", ctx.group)
-        return wait_tensor(mean), None, None
+        send_alike(send_with(mean, ctx.together))
+        return wait_tensor(mean), None, None, None
 
 
-def average_gradient(param: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-    """`param`, whose gradient is the mean over the process group of that name, which has so many ranks."""
-    return _AverageGradient.apply(param, group, ranks)
+def average_gradient(param: torch.Tensor, group: str, ranks: int, name: str, limits: tuple[int, ...]) -> torch.Tensor:
+    """`param`, whose gradient is the mean over the process group `group`, which has `ranks` ranks.
+
+    Args:
+        name, limits: of what is reduced together (`Group`).
+    """
+    return _AverageGradient.apply(param, group, ranks, Group(name, tuple(limits)))
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

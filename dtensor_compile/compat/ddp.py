@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._composable.replicate import _ReplicateState
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -45,6 +46,7 @@ def facts(module: DDP) -> tuple[Any, ...]:
     return (
         tuple(test(module) for test, _ in _OBSTACLES),
         group_name(module),
+        bucket_limits(module),
         len(module._module_parameters),
         module.broadcast_buffers,
     )
@@ -93,6 +95,16 @@ def buffers(module: DDP) -> list[str]:
     """Names, within the wrapped module, of the buffers that the first rank sends to all."""
     module._assign_modules_buffers()
     return list(module.named_module_buffers) if module.broadcast_buffers else []
+
+
+def bucket_limits(module: DDP) -> tuple[int, ...]:
+    """Bytes of gradients at which a bucket is full, of the first one and of those after it, as torch's reducer has them from the
+    second step on: the first is small by default, so that something is sent early."""
+    own = getattr(module, "bucket_bytes_cap_list", None)  # since 2.13
+    if own:
+        return tuple(own)
+    whole = int(module.bucket_bytes_cap)
+    return (dist._DEFAULT_FIRST_BUCKET_BYTES, whole) if module.bucket_bytes_cap_default else (whole,)
 
 
 def group(module: DDP) -> torch.distributed.ProcessGroup:

@@ -25,7 +25,7 @@ from dtensor_compile.lowering.least_time import least_seconds
 from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
-from dtensor_compile.passes.nodes import REDISTRIBUTES, is_start, is_wait
+from dtensor_compile.passes.nodes import COMMUNICATES, REDISTRIBUTES, is_wait
 from dtensor_compile.report.graphs import collective_of, flops_of, itemsize_of
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
@@ -152,16 +152,14 @@ def tie_draws_and_starts(nodes: Nodes) -> Nodes:
 
 
 def loosen(nodes: Nodes) -> Nodes:
-    """Ties each collective to the one before it and to no wait."""
+    """Ties each collective, and what communicates where it stands, to the one before it and to no wait."""
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
 
-    starts = [node for node in nodes if contains_collective(node)]
-    if not _only_redistributions(starts):
-        return nodes
-    for before, node in zip(starts, starts[1:]):
+    starts = [node for node in nodes if contains_collective(node) or _sends_where_it_stands(node)]
+    for before, node in itertools.pairwise(starts):
         own = next(iter(node.get_buffer_names()))
         if any(buffer.get_name() == own and buffer.get_mutations() for buffer in node.get_outputs()):
             continue  # the same kind of dependency says what it writes over
@@ -191,7 +189,7 @@ def rearrange(
 
     nodes, buffers = _order_for_memory(nodes)
     starts = [node for node in nodes if contains_collective(node)]
-    if not starts or not _only_redistributions(starts):
+    if not starts:
         return nodes
     cluster = topology or default_cluster(next(iter(starts[0].get_outputs())).node.get_device().type)
     tasks = _tasks(nodes, buffers, cluster, measured)
@@ -230,23 +228,36 @@ def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster, measured: 
         tasks.append(Task(makes=(memory[name],), given=True))
     made_by: dict[str, int] = {}
     started: dict[torch.fx.Node, int] = {}
+    roles = [_role(node) for node in nodes]
+    # Where ranks may run other programs, a wait stays behind the collectives that it is behind (`schedule_graph`).
+    own_sends = any(role.starts and not role.redistributes for role in roles)
+    fixed, last_start, first = -1, -1, len(tasks)
     for index, node in enumerate(nodes, len(tasks)):
         for buffer in node.get_outputs():
             name, size = buffer.get_name(), buffer.mpi_buffer
             made_by[name] = index
             memory[name] = Buffer(size.size_alloc, size.size_free, name in outputs)
-    for index, node in enumerate(nodes, len(tasks)):
+    for index, (node, role) in enumerate(zip(nodes, roles), len(tasks)):
         after = {made_by[dep.name] for dep in node.unmet_dependencies if dep.name in made_by} - {index}
         about: dict[str, Any] = {}
-        origin = _collective_origin(node)
-        if origin is not None and is_start(origin):
-            about["link"], about["seconds"] = cost_of(cluster, collective_of(origin))
+        if fixed >= 0:
+            after.add(fixed)
+        start = started.get(_start_of(role.origin)) if role.waits and role.origin is not None else None
+        if role.stays or role.waits and start is None:
+            after.update(range(max(fixed, first), index))
+            fixed = index
+        if role.starts:
+            about["link"], about["seconds"] = _cost(role.origin, cluster)
             about["host"] = host_seconds(cluster.backend)
-            started[origin] = index
-        elif origin is not None and (start := started.get(_start_of(origin))) is not None:
+            if role.origin is not None:
+                started[role.origin] = index
+            after.update({last_start} if last_start >= 0 else ())
+            last_start = index
+        elif start is not None:
             about["waits_for"] = start
             after.add(start)
-        else:
+            after.update({last_start} if own_sends else ())
+        elif not role.waits:
             about["seconds"] = _seconds(node, cluster, measured)
         makes = tuple(memory[buffer.get_name()] for buffer in node.get_outputs())
         reads = tuple(memory[buffer.get_name()] for buffer in node.mpi_node.pred_buffers)
@@ -254,20 +265,72 @@ def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster, measured: 
     return tasks
 
 
-def _collective_origin(node: Any) -> torch.fx.Node | None:
-    """The node of the graph that a kernel starts or waits for a collective for."""
+@dataclasses.dataclass(frozen=True)
+class _Role:
+    """What a kernel does for the order of the others.
+
+    Attributes:
+        origin: the node of the graph that a collective or a wait was lowered from; None where that is not known.
+        starts, waits: it starts a collective, or waits for one.
+        stays: it communicates where it stands, so that everything keeps its side of it.
+    """
+
+    origin: torch.fx.Node | None = None
+    starts: bool = False
+    waits: bool = False
+    stays: bool = False
+
+    @property
+    def redistributes(self) -> bool:
+        """Whether all ranks of the group run it alike."""
+        return self.origin is not None and REDISTRIBUTES in self.origin.meta
+
+
+def _role(node: Any) -> _Role:
     from torch._inductor.utils import contains_collective, contains_wait
 
-    if not contains_collective(node) and not contains_wait(node):
+    if contains_wait(node):
+        return _Role(_collective_origin(node), waits=True)
+    if contains_collective(node):
+        return _Role(_collective_origin(node), starts=True)
+    return _Role(stays=_sends_where_it_stands(node))
+
+
+def _collective_origin(node: Any) -> torch.fx.Node | None:
+    """The node of the graph that a kernel starts or waits for a collective for.
+
+    Inductor may have made a collective one that writes over its input, and counts among the origins of a kernel also those of what
+    it computes for its input; what was lowered itself comes last in the graph.
+    """
+    operator_name = _functional_name(getattr(node.node, "op_overload", None))
+    found = [origin for origin in node.node.get_origins() if _functional_name(origin.target) == operator_name]
+    if operator_name is None or not found:
         return None
-    found = [origin for origin in node.node.get_origins() if is_start(origin) or is_wait(origin)]
-    return found[0] if len(found) == 1 else None
+    if len(found) > 1:
+        wanted = set(found)
+        found = [origin for origin in found[0].graph.nodes if origin in wanted]
+    return found[-1]
 
 
-def _only_redistributions(starts: Nodes) -> bool:
-    """Whether all ranks of a group run what communicates alike; what a program sends itself stays as Inductor puts it."""
-    origins = [_collective_origin(node) for node in starts]
-    return all(origin is not None and REDISTRIBUTES in origin.meta for origin in origins)
+def _functional_name(target: Any) -> str | None:
+    """``_c10d_functional::all_reduce`` for that operator and those that write over their input or to ``out``; None for others."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in COMMUNICATES:
+        return None
+    name = target._schema.name
+    return name.removesuffix("_").removesuffix("_out") if target._schema.is_mutable else name
+
+
+def _sends_where_it_stands(node: Any) -> bool:
+    """Whether a kernel communicates, and not as a start with a wait of its own."""
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    namespace = getattr(getattr(node.node, "op_overload", None), "namespace", None)
+    return namespace in COMMUNICATES and not contains_collective(node) and not contains_wait(node)
+
+
+def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float]:
+    """Link and seconds of a collective; nothing is known of one without an origin."""
+    return ("unknown", 0.0) if origin is None else cost_of(cluster, collective_of(origin))
 
 
 def _start_of(wait: torch.fx.Node) -> torch.fx.Node:

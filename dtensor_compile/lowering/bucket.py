@@ -1,11 +1,13 @@
-"""Small collectives of one kind, group and dtype become one.
+"""Collectives that the program sends together become one, and so do small ones, of one kind, process group and dtype.
 
     before   a = all_gather(x); b = wait(a); c = all_gather(y); d = wait(c)
     after    s = all_gather_coalesced([x, y]); b = wait(s[0]); d = wait(s[1])
 
 One message carries what several did: each rank sends and receives the same elements, and each element is gathered or added as
 before (with more than 2 ranks gloo's all_reduce goes around its ring from another start, so that the last bits of a sum may
-differ). It pays while a collective takes longer to start than to send: up to `FULL` times what the link carries in its latency.
+differ). What one ``fully_shard`` wraps is gathered and reduced together, and gradients of ``DistributedDataParallel`` fill its
+buckets (`capture/groups.py`). Beyond that it pays while a collective takes longer to start than to send: up to `FULL` times what
+the link carries in its latency.
 Nothing is copied for it in the graph: these are the coalesced forms of the backend, which sends several tensors at once (NCCL),
 or packs them beside compute, in the thread that sends (gloo). What gloo would scatter is packed by one kernel instead, for an
 exchange (`reduce_by_exchange.py`).
@@ -23,15 +25,17 @@ topology. Collectives of the program's own are no part of them, and no bucket re
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
+from dtensor_compile.capture.groups import GROUP, Group
 from dtensor_compile.compat.collectives import functional
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.start_order import is_light
-from dtensor_compile.passes.nodes import FUSED, PART, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
-from dtensor_compile.report.graphs import collective_of
+from dtensor_compile.passes.nodes import FUSED, PART, RECORDED_AS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
+from dtensor_compile.report.graphs import collective_of, result_bytes
 from dtensor_compile.topology.links import Cluster, rounds
 
 _COALESCED = {
@@ -46,39 +50,98 @@ FULL = 8.0
 
 @dataclass
 class _Bucket:
-    """Collectives that become one, in order; `late` where it starts at the last of them."""
+    """Collectives that become one.
+
+    Attributes:
+        starts: in the order of the graph.
+        late: it starts at the last of them, else at the first.
+        stretch: number of the stretch between nodes that no bucket reaches across.
+        group: what the program sends together; None where it says nothing.
+        sends: bytes that this rank sends.
+        full: no more is added.
+    """
 
     starts: list[torch.fx.Node] = field(default_factory=list)
-    bytes: int = 0
     late: bool = False
+    stretch: int = 0
+    group: Group | None = None
+    sends: int = 0
+    full: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors that are sent."""
+        return sum(result_bytes(start.args[0]) for start in self.starts)  # type: ignore[arg-type]
+
+    def key(self) -> Hashable:
+        """What collectives of one bucket have in common."""
+        first = self.starts[0]
+        value = first.args[0].meta["val"]  # type: ignore[union-attr]
+        return first.target, first.args[1:], value.dtype, value.device, self.late, self.stretch
+
+    def add(self, other: _Bucket) -> None:
+        self.starts += other.starts
+        self.sends += other.sends
 
 
-def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster) -> list[Decision]:
-    """Merges small collectives of a lowered graph; returns one decision a bucket."""
-    return [_merge(bucket) for bucket in _buckets(graph, cluster) if len(bucket.starts) > 1]
+def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool = True) -> list[Decision]:
+    """Merges collectives of a lowered graph; returns one decision a bucket.
 
-
-def _buckets(graph: torch.fx.Graph, cluster: Cluster) -> list[_Bucket]:
+    Args:
+        further: also those that the program does not send together, where `cluster` says that it pays.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    done: list[_Bucket] = []
-    filling: dict[object, _Bucket] = {}
+    buckets = _as_the_program_says(list(_alone(graph, cluster)), position)
+    if further:
+        buckets = _merge_small(buckets, cluster, position)
+    return [_merge(bucket) for bucket in buckets if len(bucket.starts) > 1]
+
+
+def _alone(graph: torch.fx.Graph, cluster: Cluster) -> Iterator[_Bucket]:
+    """Each collective that may be in a bucket, by itself."""
+    stretch = 0
     for node in graph.nodes:
         if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta:
-            filling.clear()
+            stretch += 1
         if not is_start(node) or REDISTRIBUTES not in node.meta or node.target not in _COALESCED or {PART, FUSED} & node.meta.keys():
             continue
-        this = collective_of(node)
-        full = FULL * _saturating(cluster, this.kind, this.ranks)
-        if this.bytes >= full or any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
+        if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
             continue
-        late = _unused(node)
-        key = (node.target, node.args[1:], this.dtype, node.meta["val"].device, late)
-        bucket = filling.get(key)
-        if bucket is None or bucket.bytes + this.bytes > full or not late and not _ready(node, bucket.starts[0], position):
-            bucket = filling[key] = _Bucket(late=late)
-            done.append(bucket)
-        bucket.starts.append(node)
-        bucket.bytes += this.bytes
+        yield _Bucket([node], _unused(node), stretch, node.meta.get(GROUP), collective_of(node).bytes)
+
+
+def _as_the_program_says(alone: list[_Bucket], position: dict[torch.fx.Node, int]) -> list[_Bucket]:
+    """One bucket for what the program sends together, by kind, process group and dtype, as far as its limits let it grow."""
+    done: list[_Bucket] = []
+    filling: dict[Hashable, tuple[_Bucket, int]] = {}
+    for this in alone:
+        key = this.group and (this.group, this.key())
+        bucket, number = filling.get(key, (None, -1))
+        if bucket is None or this.group is None or bucket.full or not this.late and not _ready(this.starts[0], bucket.starts[0], position):
+            done.append(this)
+            bucket, number = filling[key] = this, number + 1
+        else:
+            bucket.add(this)
+        bucket.full = this.group is not None and bucket.bytes >= this.group.limit(number)
+    return done
+
+
+def _merge_small(buckets: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
+    """Buckets that take longer to start than to send become one."""
+    done: list[_Bucket] = []
+    filling: dict[Hashable, _Bucket] = {}
+    for this in sorted(buckets, key=lambda bucket: position[bucket.starts[-1 if bucket.late else 0]]):
+        about = collective_of(this.starts[0])
+        full = FULL * _saturating(cluster, about.kind, about.ranks)
+        into = filling.get(this.key())
+        if this.sends >= full:
+            done.append(this)
+        elif into is None or into.sends + this.sends > full or not this.late and not all(_ready(start, into.starts[0], position) for start in this.starts):
+            done.append(this)
+            filling[this.key()] = this
+        else:
+            into.add(this)
+            into.group = into.group if into.group == this.group else None
     return done
 
 
@@ -119,7 +182,7 @@ def _ready(start: torch.fx.Node, first: torch.fx.Node, position: dict[torch.fx.N
 
 
 def _merge(bucket: _Bucket) -> Decision:
-    starts = bucket.starts
+    starts = sorted(bucket.starts, key={node: index for index, node in enumerate(bucket.starts[0].graph.nodes)}.__getitem__)
     first, place = starts[0], starts[-1] if bucket.late else starts[0]
     graph = first.graph
     if not bucket.late:
@@ -128,6 +191,8 @@ def _merge(bucket: _Bucket) -> Decision:
     with graph.inserting_before(place):
         merged = graph.call_function(_COALESCED[first.target], ([start.args[0] for start in starts], *first.args[1:]))
         merged.meta = {**inherited, "val": [start.meta["val"] for start in starts]}
+        if carried := [carried for start in starts for carried in collective_of(start).carries]:
+            merged.meta[RECORDED_AS] = tuple(carried)
         items = [graph.call_function(operator.getitem, (merged, index)) for index in range(len(starts))]
     for start, item in zip(starts, items):
         item.meta = dict(start.meta)
@@ -136,7 +201,8 @@ def _merge(bucket: _Bucket) -> Decision:
         start.replace_all_uses_with(item)
         graph.erase_node(start)
     kind, where = collective_of(merged).kind, source_line(merged)
-    reason = f"{bucket.bytes:,} bytes in one message: a collective of that size still takes as long to start as to send"
+    why = "as the program groups them" if bucket.group else "a collective of that size still takes as long to start as to send"
+    reason = f"{bucket.sends:,} bytes in one message: {why}"
     return Decision("bucket_collectives", where, reason, f"{len(starts)} {kind}", f"1 {kind}")
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtensor_compile.capture.across import carry_out_across
+from dtensor_compile.capture.groups import GROUP
 from dtensor_compile.capture.redistribute import carry_out, decided_by, redistribute_op
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.decisions import Decision
@@ -27,7 +28,7 @@ from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, acr
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (
-    "stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr", "original_aten", RECORDED_AS,
+    "stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr", "original_aten", RECORDED_AS, GROUP,
 )  # fmt: skip
 
 

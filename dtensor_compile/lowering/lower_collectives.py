@@ -30,7 +30,7 @@ from dtensor_compile.compat.collectives import (
     traced_in_backward,
     wait_tensor,
 )
-from dtensor_compile.passes.nodes import cost_of, is_redistribution, is_wait
+from dtensor_compile.passes.nodes import COMMUNICATES, cost_of, is_redistribution, is_wait
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
 _ORDERED = ORDERED | {*EFFECTS}
@@ -122,7 +122,7 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
 
 
 def _communicates(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) in ("dtensor_compile", "_c10d_functional", "_dtensor")
+    return getattr(node.target, "namespace", None) in COMMUNICATES
 
 
 def _writes(node: torch.fx.Node) -> bool:

@@ -19,7 +19,8 @@ from dtensor_compile.topology.links import Cluster
 
 #: Names under which they can be left out.
 LOWERED_PASSES: tuple[str, ...] = ("decompose_products", "bucket_collectives", "reduce_by_exchange", "schedule_graph")
-#: Those that run only where the user asks for them; the second also for a topology that the user names, whose latency says what pays.
+#: Those that run only where the user asks for them. `bucket_collectives` merges what the program groups by default, and more than that
+#: where the user asks for it, names a topology, whose latency says what pays, or runs on CPUs, where starting takes long on any network.
 LOWERED_OPTIONAL: tuple[str, ...] = ("decompose_products", "bucket_collectives")
 
 
@@ -43,15 +44,16 @@ def passes_after_lowering(
 
     def bucket_collectives(graph: torch.fx.Graph) -> list[Decision]:
         cluster = cluster_for(graph, topology)
-        return bucket(graph, cluster) if cluster is not None else []
+        if cluster is None:
+            return []
+        return bucket(graph, cluster, further=bucket_collectives.__name__ in enabled or topology is not None or cluster.backend == "gloo")
 
     def in_order(graph: torch.fx.Graph) -> list[Decision]:
         return schedule_graph(graph, topology, overlap_memory, measured)
 
     in_order.__name__ = schedule_graph.__name__
     passes = (decompose_products, bucket_collectives, reduce_by_exchange, in_order)
-    out = {*LOWERED_OPTIONAL} - {*enabled, *(() if topology is None else (bucket_collectives.__name__,))}
-    return tuple(run for run in passes if run.__name__ not in out)
+    return tuple(run for run in passes if run is not decompose_products or run.__name__ in enabled)
 
 
 def kernels_in_order(before: Simulation, after: Simulation, least: float) -> Decision:

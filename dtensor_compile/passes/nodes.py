@@ -11,6 +11,7 @@ import torch
 from torch.fx.node import map_arg
 
 from dtensor_compile.capture.across import redistribute_across_op
+from dtensor_compile.capture.groups import REDISTRIBUTES as REDISTRIBUTES
 from dtensor_compile.capture.marks import MARK, Mark
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
@@ -23,13 +24,9 @@ from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.lowering.plan import bytes_sent, collectives
 from dtensor_compile.lowering.shards import cuts_evenly
 
-#: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives.
+#: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives. Of a
+#: collective that was merged of several: pairs of the number and the bytes that are sent for it.
 RECORDED_AS = "dtensor_compile_recorded_as"
-
-#: Key of a node's ``meta``: it is part of a redistribution, which all ranks of its mesh run alike (what a program sends itself
-#: need not be so: stages of a pipeline run different programs).
-REDISTRIBUTES = "dtensor_compile_redistributes"
-
 
 #: Key of a node's ``meta``: it starts a part of what was one collective, and stays by itself.
 PART = "dtensor_compile_part"
@@ -39,6 +36,10 @@ FUSED = "dtensor_compile_fused"
 
 #: Key of a node's ``meta``: it is part of a redistribution from one mesh to another, and of which.
 ACROSS = "dtensor_compile_across"
+
+
+#: Namespaces of operators that communicate.
+COMMUNICATES = frozenset(("dtensor_compile", "_c10d_functional", "_dtensor"))
 
 
 class Redistribution(NamedTuple):
@@ -93,8 +94,7 @@ def is_fixed(node: torch.fx.Node) -> bool:
     """Whether a node of a lowered graph stays where it is: it writes to memory, has effects, or communicates where it stands."""
     if node.op != "call_function" or is_start(node) or is_wait(node):
         return False
-    namespace = getattr(node.target, "namespace", "")
-    return namespace in ("dtensor_compile", "_c10d_functional", "_dtensor") or node.is_impure(impure_random=False)
+    return getattr(node.target, "namespace", "") in COMMUNICATES or node.is_impure(impure_random=False)
 
 
 def read(node: torch.fx.Node) -> Redistribution:

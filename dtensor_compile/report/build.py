@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,9 +76,8 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
         for index, (graph, timing) in enumerate(zip(graphs, schedules))
         for row in _collectives(graph, timing, index, numbers)
     ]
-    redistributions = tuple(
-        _redistribution(r, recording, [c for c in collectives if c.redistribution == index]) for index, r in enumerate(captured)
-    )
+    carried = [carried for graph in graphs for carried in (this.carries for this in graph.collectives)]
+    redistributions = tuple(_redistribution(r, recording, list(_sent(r.number, collectives, carried))) for r in captured)
     first = itertools.accumulate((len(graph.collectives) for graph in graphs), initial=0)
     return Side(
         name=name,
@@ -119,6 +119,7 @@ def _recompile(this: Compilation) -> model.Recompile:
 def _collectives(graph: GraphRecord, timing: Schedule, index: int, numbers: dict[int, int]) -> Iterable[model.Collective]:
     seconds = {timed.index: timed.seconds for timed in timing.communication}
     for i, this in enumerate(graph.collectives):
+        first, *also = [numbers[number] for number, _ in this.carries if number in numbers] or [None]
         yield model.Collective(
             kind=this.kind,
             mesh_dim=this.mesh_dim,
@@ -132,11 +133,29 @@ def _collectives(graph: GraphRecord, timing: Schedule, index: int, numbers: dict
             seconds=seconds[i],
             exposed_seconds=timing.exposed[i],
             graph=index,
-            redistribution=numbers.get(this.redistribution) if this.redistribution is not None else None,
+            redistribution=first,
+            also=tuple(also),
         )
 
 
-def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Sequence[model.Collective]) -> Redistribution:
+class _Sent(NamedTuple):
+    """What one collective sends for one redistribution: bytes, and its part of the seconds."""
+
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+def _sent(number: int, collectives: Sequence[model.Collective], carried: Sequence[tuple[tuple[int, int], ...]]) -> Iterable[_Sent]:
+    """What was sent for the redistribution of that number; a collective of several is shared by bytes."""
+    for this, carries in zip(collectives, carried):
+        own = [sent for other, sent in carries if other == number]
+        if own:
+            part = sum(own) / this.bytes if this.bytes else 1 / len(carries)
+            yield _Sent(sum(own), this.seconds * part, this.exposed_seconds * part)
+
+
+def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Sequence[_Sent]) -> Redistribution:
     by, reason, fate = "", "", "sent"
     if this.number not in recording.kept:
         fate = "removed"

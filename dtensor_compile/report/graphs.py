@@ -56,7 +56,8 @@ class Collective:
         mesh_dim: name of the mesh dim that the group belongs to, or the name of the group.
         ranks: global ranks of the group.
         shape, dtype: of the local input; symbolic sizes by their hints.
-        redistribution: number of the `CapturedRedistribution` that it came from, where it came from one.
+        carries: of each `CapturedRedistribution` that it carries, the number, and the bytes that it sends of it; several where
+            collectives were merged.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class Collective:
     ranks: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    redistribution: int | None = None
+    carries: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,14 @@ def _collective(node: torch.fx.Node, name: str) -> Collective:
         ranks=ranks,
         shape=size_hints(inputs[0].shape) if inputs else (),
         dtype=str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
-        redistribution=node.meta.get(RECORDED_AS),
+        carries=_carried(node.meta.get(RECORDED_AS), sent),
     )
+
+
+def _carried(recorded: int | tuple[tuple[int, int], ...] | None, sent: int) -> tuple[tuple[int, int], ...]:
+    if recorded is None:
+        return ()
+    return ((recorded, sent),) if isinstance(recorded, int) else recorded
 
 
 def group_of(node: torch.fx.Node) -> dist.ProcessGroup | None:

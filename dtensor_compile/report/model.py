@@ -18,7 +18,7 @@ from dtensor_compile.errors import DTensorCompileError
 
 #: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is
 #: added.
-VERSION = "1.2"
+VERSION = "1.3"
 
 Phase = Literal["forward", "backward"]
 #: What became of a redistribution: it is sent, the passes took it away, or it needs no message (a slice).
@@ -153,6 +153,7 @@ class Collective:
             input.
         graph: index in `Side.graphs`.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
+        also: indices of the others that it carries, where collectives were merged.
     """
 
     kind: str
@@ -168,6 +169,7 @@ class Collective:
     exposed_seconds: float
     graph: int
     redistribution: int | None = None
+    also: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ def _span(process: int, side: Side, graph: Graph, span: Span, start: float) -> I
         cause = side.redistributions[this.redistribution]
         about |= {"change": f"{cause.before}->{cause.after}", "plan": list(cause.plan)}
         about |= {"why": "asked for" if cause.explicit else f"for {cause.operator}"}
+    if this.also:
+        about |= {"carries": 1 + len(this.also)}
     name = f"{this.kind}[{this.mesh_dim}]"
     yield _complete(process, span.stream, name, start, span.seconds, about)
     if this.exposed_seconds > 0:

@@ -12,9 +12,11 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 | meshes of one and two dims, shards of any dim, with TP         | same                                                          |
 | mixed precision, gradient_divide_factor, force_sum            | same                                                          |
 | reshard_after_forward                                         | True: gathered again in backward; False: kept; number: as True |
+| what one fully_shard wraps                                    | gathered together, reduced together, by dtype                 |
 | prefetching, streams, symmetric memory, unshard(async_op)     | nothing: the graph is scheduled as a whole                    |
-| DDP: buckets, gradient_as_bucket_view, static_graph           | nothing: one mean per parameter                               |
-| DDP: broadcast_buffers                                        | same, before the forward                                      |
+| DDP: bucket_cap_mb                                            | same                                                          |
+| DDP: gradient_as_bucket_view, static_graph                    | nothing                                                       |
+| DDP: broadcast_buffers                                        | same, before the forward, a message for each dtype            |
 | DDP: no_sync; the next call that averages                     | same; in the latter torch's reducer does it, after the graph  |
 | DDP: communication hooks, hooks of parameters                 | torch's reducer averages, as the hooks expect, after the graph |
 | what ``compat/fsdp.py`` and ``compat/ddp.py`` list as obstacles | graph break ``data-parallel-setting``; runs in eager        |
@@ -102,9 +104,16 @@ def _move(value, device):
 
 
 def _broadcast_buffers(tensors, group):
-    """Takes the buffers of the first rank."""
+    """Takes the buffers of the first rank; those of one dtype and device in one message, as torch does it."""
+    together = {}
     for tensor in tensors:
-        broadcast(tensor, group=group, group_src=0)
+        together.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for alike in together.values():
+            whole = torch.cat([tensor.reshape(-1) for tensor in alike])
+            broadcast(whole, group=group, group_src=0)
+            for tensor, part in zip(alike, whole.split([tensor.numel() for tensor in alike])):
+                tensor.copy_(part.view_as(tensor))
 
 
 def _set_param_sync(module, value):
@@ -131,7 +140,18 @@ def _places(module: torch.nn.Module, sharded: fsdp.Sharded) -> list[tuple[str, s
     return [(paths[part], name) for part, name in sharded.places if part in paths]
 
 
-def _unsharded(tx: Translator, sharded: fsdp.Sharded, param: VariableTracker) -> VariableTracker:
+def _group_name(tx: Translator, owner: Any, module: torch.nn.Module) -> str:
+    """Name of what one forward of a wrapped module gathers: that of `owner`, and how often `module` was called before.
+
+    Modules that were wrapped in one list have one owner, and are gathered together.
+    """
+    numbers, calls = notes(tx, "owners"), notes(tx, "calls")
+    number = numbers.setdefault(id(owner), len(numbers))
+    call = calls[id(module)] = calls.get(id(module), -1) + 1
+    return f"{type(owner).__name__} {number}, call {call}"
+
+
+def _unsharded(tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str) -> VariableTracker:
     op, before, after = sharded.divide
     return emit_call(
         tx,
@@ -144,6 +164,7 @@ def _unsharded(tx: Translator, sharded: fsdp.Sharded, param: VariableTracker) ->
         sharded.dtype,
         tuple(Reduction(sharded.reduce_dtype, op, before, after)),
         sharded.reshard,
+        group,
     )
 
 
@@ -162,12 +183,13 @@ def _fsdp_pre_forward(
         _refuse("modules in a list, whose parameters are whole already", "fully_shard")
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         inputs, named_inputs = (_trace(tx, _cast, value, policy.param_dtype) for value in (inputs, named_inputs))
+    group = _group_name(tx, state, real_value(tx, module))
     for sharded in fsdp.sharded_parameters(state):
         made: list[VariableTracker] = []
 
         def whole(found: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made) -> VariableTracker:
             if not made:  # a tied parameter is gathered once
-                made.append(_unsharded(tx, sharded, found.realize() if at_rest else member(tx, owner[0], sharded.path)))
+                made.append(_unsharded(tx, sharded, found.realize() if at_rest else member(tx, owner[0], sharded.path), group))
             return made[0]
 
         for path, name in _places(real_value(tx, module), sharded):
@@ -204,11 +226,12 @@ def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: b
         leaves_of_a_reducer(tx).update({id(parameter): parameter for parameter in ddp.parameters(owner)})
         return
     made, group = notes(tx, "averaged"), ddp.group(owner)
+    name, limits = _group_name(tx, owner, owner), ddp.bucket_limits(owner)
     for path, name, parameter in ddp.paths_of(real_value(tx, module), set(ddp.parameters(owner))):
 
         def averaged(param: VariableTracker, parameter: torch.nn.Parameter = parameter) -> VariableTracker:
             if id(parameter) not in made:
-                made[id(parameter)] = emit_call(tx, average_gradient, param, group.group_name, group.size())
+                made[id(parameter)] = emit_call(tx, average_gradient, param, group.group_name, group.size(), name, limits)
             return made[id(parameter)]
 
         replace_parameter(tx, submodule(tx, module, path), name, averaged)

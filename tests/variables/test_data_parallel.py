@@ -1,6 +1,7 @@
 """Data-parallel wrappers inside a compiled region: eager's numbers, gradients and module state, in one graph."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dtensor_compile.causes import code_in
 from dtensor_compile.compat import counters
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from dtensor_compile.topology.links import CLUSTERS, Cluster, Link
 
 BACKEND = "dtensor_aten"
 #: 7 and 13 do not divide evenly over 2 or 4 ranks; the bias of 3 leaves one of 4 ranks without a shard.
@@ -554,7 +556,7 @@ def test_averages_in_the_backward_are_recorded():
     model = DDP(MLP())
     with dtensor_compile.record() as recording:
         compiled(lambda x: model(x))(local_input(SIZES[0])).sum().backward()
-    assert [c.kind for c in recording.collectives] == ["all_reduce"] * 4
+    assert [(c.kind, c.bytes) for c in recording.collectives] == [("all_reduce", 4 * sum(p.numel() for p in model.parameters()))]
 
 
 @on_ranks(2)
@@ -635,14 +637,100 @@ def test_ddp_with_compiled_autograd():
 # ---- what is sent --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reshard, gathers", [(True, 12), (False, 8)])
-@on_ranks(2)
-def test_parameters_are_gathered_again_in_the_backward_if_they_are_not_kept(reshard, gathers):
+#: A network on which starting costs nothing: what the program does not send together is not merged.
+FAST_TO_START = Cluster("fast to start", 1, Link(1e-12, 1e9), Link(1e-12, 1e9), CLUSTERS["cpu-loopback"].device, backend="gloo")
+
+
+def sent_by(build, width=6, topology=FAST_TO_START, call=lambda model: lambda x: model(x)):
+    """Kinds of the collectives of a forward and a backward pass, and the redistributions that the report calls removed."""
     counters.reset()
-    model = Blocks()
-    for block in model.blocks:
-        fully_shard(block, mesh=dp_mesh(), reshard_after_forward=reshard)
+    torch.manual_seed(0)
+    model = build()
     with dtensor_compile.record() as recording:
-        compiled(lambda x: model(x))(local_input(6)).sum().backward()
-    sent = [c.kind for c in recording.collectives]
-    assert sent.count("all_gather") == gathers and sent.count("all_to_all") == 8  # reductions, exchanged on gloo
+        compiled(call(model), options={"topology": topology})(local_input(width)).float().sum().backward()
+    removed = [r for r in recording.report().ours.redistributions if r.fate == "removed"]
+    return [c.kind for c in recording.collectives], removed
+
+
+@pytest.mark.parametrize("reshard, gathers", [(True, 4), (False, 2)])
+@on_ranks(2)
+def test_what_one_fully_shard_wraps_is_gathered_and_reduced_as_one(reshard, gathers):
+    def build():
+        model = Blocks()
+        for block in model.blocks:
+            fully_shard(block, mesh=dp_mesh(), reshard_after_forward=reshard)
+        return model
+
+    sent, removed = sent_by(build)
+    assert sent.count("all_gather") == gathers and sent.count("all_to_all") == 2  # reductions, exchanged on gloo
+    assert len(sent) == gathers + 2 and not removed
+
+
+@on_ranks(2)
+def test_modules_wrapped_in_one_list_are_gathered_as_one():
+    def build():
+        model = Blocks()
+        fully_shard(list(model.blocks), mesh=dp_mesh())
+        return fully_shard(model, mesh=dp_mesh(), reshard_after_forward=False)
+
+    sent, removed = sent_by(build)
+    assert sorted(sent) == ["all_gather"] * 3 + ["all_to_all"] * 2 and not removed  # blocks twice; the norm is the root's
+    assert_same(build, width=6)
+
+
+@on_ranks(2)
+def test_a_module_that_is_called_twice_is_gathered_twice():
+    def build():
+        model = Blocks(n=1)
+        fully_shard(model.blocks[0], mesh=dp_mesh(), reshard_after_forward=True)
+        return model
+
+    def twice(model):
+        return lambda x: model(model(x))
+
+    sent, _ = sent_by(build, call=twice)
+    assert sent.count("all_gather") <= 4 and sent.count("all_to_all") <= 2
+    assert_same(build, call=twice, width=6)
+
+
+@on_ranks(2)
+def test_parameters_of_two_dtypes_are_gathered_apart():
+    def build():
+        model = Blocks(n=1)
+        model.blocks[0].up.weight = nn.Parameter(model.blocks[0].up.weight.detach().double())
+        model.blocks[0].up.bias = nn.Parameter(model.blocks[0].up.bias.detach().double())
+        model.blocks[0].forward = types.MethodType(lambda m, x: m.down(m.up(x.double()).float()), model.blocks[0])
+        fully_shard(model.blocks[0], mesh=dp_mesh(), reshard_after_forward=False)
+        return model
+
+    sent, _ = sent_by(build)
+    assert sorted(sent) == ["all_gather"] * 2 + ["all_to_all"] * 2
+    assert_same(build, width=6)
+
+
+@on_ranks(4)
+def test_replicas_of_shards_reduce_as_one_over_each_mesh_dim():
+    sent, _ = sent_by(lambda: per_block(make_mesh((2, 2), ("replicas", "shards"))))
+    assert sent.count("all_reduce") == 3 and sent.count("all_to_all") == 3  # two blocks, and what is left to the root
+
+
+@pytest.mark.parametrize("mebibytes, buckets", [(None, 2), (25, 1), (1, 3)])
+@on_ranks(2)
+def test_gradients_fill_the_buckets_of_ddp(mebibytes, buckets):
+    """Two layers of 1.6 and 1.6 MiB; as torch's reducer has them from the second step on."""
+
+    def build():
+        return DDP(MLP((640, 640, 640)), bucket_cap_mb=mebibytes)
+
+    sent, removed = sent_by(build, width=640)
+    assert sent == ["all_reduce"] * min(buckets, 2) and not removed
+
+
+@on_ranks(2)
+def test_buffers_of_ddp_are_sent_in_one_message_a_dtype():
+    def build():
+        return DDP(nn.Sequential(MLP((6, 6, 6)), nn.BatchNorm1d(6), nn.BatchNorm1d(6)))
+
+    sent, _ = sent_by(build)
+    assert sent == ["broadcast", "broadcast", "all_reduce"]
+    assert_same(build, width=6)
