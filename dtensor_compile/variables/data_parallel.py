@@ -226,12 +226,12 @@ def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: b
         leaves_of_a_reducer(tx).update({id(parameter): parameter for parameter in ddp.parameters(owner)})
         return
     made, group = notes(tx, "averaged"), ddp.group(owner)
-    name, limits = _group_name(tx, owner, owner), ddp.bucket_limits(owner)
+    together, limits = _group_name(tx, owner, owner), ddp.bucket_limits(owner)
     for path, name, parameter in ddp.paths_of(real_value(tx, module), set(ddp.parameters(owner))):
 
         def averaged(param: VariableTracker, parameter: torch.nn.Parameter = parameter) -> VariableTracker:
             if id(parameter) not in made:
-                made[id(parameter)] = emit_call(tx, average_gradient, param, group.group_name, group.size(), name, limits)
+                made[id(parameter)] = emit_call(tx, average_gradient, param, group.group_name, group.size(), together, limits)
             return made[id(parameter)]
 
         replace_parameter(tx, submodule(tx, module, path), name, averaged)
