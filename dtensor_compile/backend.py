@@ -33,13 +33,14 @@ from dtensor_compile.compat.final_sizes import plan_until_sizes_stay
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states, share_groups
-from dtensor_compile.compat.scheduler import rearrange
+from dtensor_compile.compat.scheduler import KernelOrder, orders_kernels, rearrange
 from dtensor_compile.compat.settings import implicit_replication_is_allowed
 from dtensor_compile.compat.shapes import sizes_from_expressions, split_nary
 from dtensor_compile.compat.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.unwrap import native_calls
 from dtensor_compile.compat.views import views_of_dtensors
 from dtensor_compile.cross_mesh import join_groups
+from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
@@ -55,6 +56,7 @@ from dtensor_compile.lowering.lower_collectives import (
 from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.regather import regather
+from dtensor_compile.lowering.schedule_graph import ORDERED, explain
 from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.lowering.size_ranges import tell_ranges
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
@@ -144,12 +146,17 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         hold_draws(graph)
         view_again(graph)
 
+    orders_again, of_the_graph = opts.schedule and opts.kernels != "aten" and orders_kernels(), list[Decision]()
+
     @plans_for(opts.topology, opts.redistribution_memory)
     def lower_graph(graph: torch.fx.Graph) -> None:
         split_nary(graph)
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
-        log.decided(run_passes(graph, lowered_passes if opts.schedule else (), disabled=opts.disable_passes, strict=opts.strict))
+        decided = run_passes(graph, lowered_passes if opts.schedule else (), disabled=opts.disable_passes, strict=opts.strict)
+        # What is said of the order holds of the kernels, where they are ordered again.
+        of_the_graph[:] = [d for d in decided if d.kind == ORDERED and orders_again]
+        log.decided([d for d in decided if d not in of_the_graph])
         view_again(graph)
         log.lowered(graph)
         agreement.note(graph)
@@ -158,17 +165,18 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     def order_kernels(kernels: list[Any]) -> list[Any]:
         try:
             return rearrange(
-                kernels,
-                topology=opts.topology,
-                overlap_memory=opts.overlap_memory,
-                measured=measured,
-                told=lambda *found: log.decided([kernels_in_order(*found)]),
+                kernels, topology=opts.topology, overlap_memory=opts.overlap_memory, measured=measured, told=tell_order
             )
         except Exception as error:
             if opts.strict:
                 raise
-            log.decided([dropped("schedule_kernels", error)])
+            log.decided([*of_the_graph, dropped("schedule_kernels", error)])
             return kernels
+
+    def tell_order(found: KernelOrder) -> None:
+        log.decided([kernels_in_order(found.before, found.after, found.least)])
+        log.decided(explain(found.tasks, found.order, found.after, found.starts))
+        log.ordered(found.collectives, found.operations)
 
     def tell_uncompiled(graph: str, said: str) -> None:
         log.decided([runs_uncompiled(graph, said)])

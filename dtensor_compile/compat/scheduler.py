@@ -25,8 +25,8 @@ from dtensor_compile.lowering.least_time import least_seconds
 from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
-from dtensor_compile.passes.nodes import COMMUNICATES, REDISTRIBUTES, is_wait
-from dtensor_compile.report.graphs import collective_of, flops_of, itemsize_of
+from dtensor_compile.passes.nodes import COMMUNICATES, REDISTRIBUTES, is_wait, source_line
+from dtensor_compile.report.graphs import Collective, Operation, collective_of, flops_of, itemsize_of, module_path
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
@@ -173,8 +173,39 @@ def loosen(nodes: Nodes) -> Nodes:
     return nodes
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelOrder:
+    """The order in which the kernels of a graph run.
+
+    Attributes:
+        tasks, order: what was put in order, and the order; inputs that can be freed among them.
+        before, after: what is predicted for Inductor's order and for this one.
+        least: seconds that every order takes (`dtensor_compile.lowering.least_time`).
+        starts: the collectives that are known, by task.
+        operations: the kernels, starts and waits in order, for the report.
+    """
+
+    tasks: list[Task]
+    order: list[int]
+    before: Simulation
+    after: Simulation
+    least: float
+    starts: dict[int, Collective]
+    operations: list[Operation]
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """In the order in which they start."""
+        return [self.starts[index] for index in self.order if index in self.starts]
+
+
+def orders_kernels() -> bool:
+    """Whether this torch lets us put kernels in order."""
+    return ORDER.works()
+
+
 def rearrange(
-    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, measured: bool, told: Callable[[Simulation, Simulation, float], None]
+    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, measured: bool, told: Callable[[KernelOrder], None]
 ) -> Nodes:
     """The kernels in an order in which collectives run beside compute.
 
@@ -183,9 +214,11 @@ def rearrange(
         topology: what the seconds are of; None for the default of the device.
         overlap_memory: part of the peak of Inductor's own order that may be added to it.
         measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are estimated.
-        told: is told what is predicted for Inductor's order and for ours, and the seconds that every order takes.
+        told: is told what was found; of a graph that another one calls, nothing.
     """
+    from torch._inductor.graph import SubgraphLowering
     from torch._inductor.utils import contains_collective
+    from torch._inductor.virtualized import V
 
     nodes, buffers = _order_for_memory(nodes)
     starts = [node for node in nodes if contains_collective(node)]
@@ -196,9 +229,50 @@ def rearrange(
     given = len(tasks) - len(nodes)
     before = simulate(tasks, range(len(tasks)))
     order = arrange(tasks, excess(overlap_memory, before.peak))
-    after = simulate(tasks, order)
-    told(before, after, least_seconds(tasks))
+    if not isinstance(V.graph, SubgraphLowering):
+        roles = {index: _role(node) for index, node in enumerate(nodes, given)}
+        found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}
+        operations = _operations(nodes, given, tasks, order, found)
+        told(KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, operations))
     return [nodes[index - given] for index in order if index >= given]
+
+
+def _operations(nodes: Nodes, given: int, tasks: list[Task], order: list[int], starts: Mapping[int, Collective]) -> list[Operation]:
+    """Kernels in `order` as a report has them; collectives count in the order in which they start, those that are known."""
+    numbers = {index: number for number, index in enumerate(index for index in order if index in starts)}
+    operations = []
+    for index in order:
+        task, node = tasks[index], nodes[index - given] if index >= given else None
+        if node is None or task.link is not None and index not in starts:
+            continue
+        if index in starts:
+            this = starts[index]
+            operations.append(Operation(this.kind, this.where, this.module, starts=numbers[index]))
+        elif task.waits_for is not None:
+            if task.waits_for in starts:
+                this = starts[task.waits_for]
+                operations.append(Operation("wait_tensor", this.where, this.module, waits_for=numbers[task.waits_for]))
+        elif task.seconds:
+            operations.append(_operation(node))
+    return operations
+
+
+def _operation(node: Any) -> Operation:
+    """What a kernel that computes does."""
+    parts = node.get_nodes()
+    origins = [origin for part in parts if part.node is not None for origin in part.node.get_origins() if origin.op == "call_function"]
+    names = dict.fromkeys(origin.target.__name__.split(".")[0] for origin in sorted(origins, key=lambda o: o.name))
+    called = [part.node.get_origin_node() for part in parts if part.is_extern() or part.is_template()]
+    called = [origin for origin in called if origin is not None]
+    source = (called or origins or [None])[0]
+    return Operation(
+        name=called[0].target._schema.name.replace("::", ".") if called and hasattr(called[0].target, "_schema") else "fused " + " ".join(names),
+        where=source_line(source) if source is not None else "",
+        module=module_path(source) if source is not None else "",
+        flops=sum(map(flops_of, called)),
+        bytes=node.get_read_write_buffers_sizes(),
+        itemsize=next((itemsize_of(origin) for origin in called or origins), 4),
+    )
 
 
 def _order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:

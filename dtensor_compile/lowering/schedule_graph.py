@@ -16,16 +16,22 @@ the kernels as they are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.start_order import hoist_gathers
-from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
+from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait
 from dtensor_compile.report.graphs import Collective, collective_of, result_bytes, work_of
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
+
+
+#: Kind of the decisions about an order.
+ORDERED = "schedule"
 
 
 def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, measured: bool = False) -> list[Decision]:
@@ -51,8 +57,7 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
     for index in order:
         if nodes[index].op not in ("placeholder", "output"):
             output.prepend(nodes[index])
-    after = simulate(tasks, order)
-    return [_decision(nodes, order, index, tasks, after) for index in after.exposed]
+    return explain(tasks, order, simulate(tasks, order), {index: collective_of(node) for index, node in enumerate(nodes) if is_start(node)})
 
 
 def cost_of(cluster: Cluster, this: Collective) -> tuple[str, float]:
@@ -147,24 +152,41 @@ def _aliases(node: torch.fx.Node) -> bool:
     return is_wait(node) or bool(getattr(node.target, "is_view", False)) or is_start(node.all_input_nodes[0])
 
 
-def _decision(nodes: list[torch.fx.Node], order: list[int], index: int, tasks: list[Task], after: Simulation) -> Decision:
-    exposed, seconds = after.exposed[index], tasks[index].seconds
-    this = collective_of(nodes[index])
-    if exposed <= 0:
-        reason = f"hidden: {seconds * 1e3:.2f} ms beside compute"
-    else:
-        reason = f"{exposed * 1e3:.2f} of {seconds * 1e3:.2f} ms exposed: {_why(order, index, tasks)}"
-    text = f"{this.kind}[{this.mesh_dim}]"
-    return Decision("schedule", source_line(nodes[index]), reason, text, text)
+def explain(tasks: Sequence[Task], order: Sequence[int], found: Simulation, collectives: Mapping[int, Collective]) -> list[Decision]:
+    """A decision for each collective of an order: hidden, or exposed and why.
+
+    Args:
+        found: what `order` was simulated to take.
+        collectives: the records of the starts among `tasks`; those without one are left out.
+    """
+    place = {index: at for at, index in enumerate(order)}
+    first_wait: dict[int, int] = {}
+    for at, index in enumerate(order):
+        if (start := tasks[index].waits_for) is not None:
+            first_wait.setdefault(start, at)
+    computes = [at for at, index in enumerate(order) if tasks[index].seconds and tasks[index].link is None]
+    decisions = []
+    for index, exposed in found.exposed.items():
+        this, seconds = collectives.get(index), tasks[index].seconds
+        if this is None:
+            continue
+        start, wait = place[index], first_wait.get(index, len(order))
+        beside = any(start < at < wait for at in computes)
+        if exposed > 0:
+            reason = f"{exposed * 1e3:.2f} of {seconds * 1e3:.2f} ms exposed: {_why(start, wait, computes)}"
+        elif beside:
+            reason = f"hidden: {seconds * 1e3:.2f} ms beside compute"
+        else:
+            reason = f"{seconds * 1e3:.2f} ms, over while others are waited for; nothing is computed between its start and its wait"
+        text = f"{this.kind}[{this.mesh_dim}]"
+        decisions.append(Decision(ORDERED, this.where, reason, text, text))
+    return decisions
 
 
-def _why(order: list[int], index: int, tasks: list[Task]) -> str:
-    """Why nothing hides it, read off the order that was found."""
-    place = order.index(index)
-    computed_before = any(tasks[i].seconds and tasks[i].link is None for i in order[:place])
-    wait = next((i for i in order[place:] if tasks[i].waits_for == index), None)
-    if not computed_before:
+def _why(start: int, wait: int, computes: Sequence[int]) -> str:
+    """Why nothing hides a collective that starts and is waited for at these places of an order."""
+    if not computes or start < computes[0]:
         return "it starts with the graph, and the first compute needs it"
-    if wait is None or order.index(wait) == len(order) - 2:
+    if wait > computes[-1]:
         return "nothing is left to compute when it starts"
     return "what it sends is ready too late before its first use, and all else depends on it or has run"

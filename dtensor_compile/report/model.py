@@ -213,6 +213,7 @@ class Graph:
         nodes: number of nodes.
         compute_seconds, communication_seconds, exposed_seconds, seconds: of one run; `seconds` is compute and exposed.
         spans: what runs when.
+        rests_on: what order and times are read from: the compiled ``"kernels"``, or the ``"graph"`` before them, where there are none.
     """
 
     function: str
@@ -223,6 +224,7 @@ class Graph:
     exposed_seconds: float
     seconds: float
     spans: tuple[Span, ...] = ()
+    rests_on: Literal["kernels", "graph"] = "graph"
 
 
 @dataclass(frozen=True)

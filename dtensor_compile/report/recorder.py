@@ -55,6 +55,7 @@ class GraphRecord:
         nodes: number of nodes.
         compilation: during which it was made; None for a backward pass that another backend compiled when it first ran.
         extra_copies: bytes that copies for collectives write in kernels of their own (`lowering.extra_copies`).
+        rests_on: what `collectives` and `operations` are read from: the compiled ``"kernels"``, or the ``"graph"`` before them.
     """
 
     name: str
@@ -63,6 +64,7 @@ class GraphRecord:
     nodes: int = 0
     compilation: Compilation | None = None
     extra_copies: int = 0
+    rests_on: str = "graph"
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,13 @@ class GraphLog:
             log.info("%s", decision)
         for recording_ in self.recordings:
             recording_.decisions.extend(decisions)
+
+    def ordered(self, collectives: list[Collective], operations: list[Operation]) -> None:
+        """Takes in the compiled code of the graph that was lowered last: what runs, in the order in which it runs."""
+        for recording_ in self.recordings:
+            this = next((graph for graph in reversed(recording_.graphs) if graph.compilation is self.compilation), None)
+            if this is not None:
+                this.collectives, this.operations, this.rests_on = collectives, operations, "kernels"
 
     def lowered(self, graph: torch.fx.Graph) -> None:
         _show("lowered", graph)

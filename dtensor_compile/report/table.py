@@ -90,6 +90,7 @@ def _summary(report: Report, terminal: bool) -> Table:
         ("graph breaks", lambda s: str(len(s.breaks))),
         ("recompiles", lambda s: str(len(s.recompiles))),
         ("graphs", lambda s: str(len(s.graphs))),
+        ("order and times of", lambda s: ", ".join(sorted({f"the {g.rests_on}" for g in s.graphs})) or "-"),
         ("redistributions", lambda s: str(len(s.redistributions)) if s is report.ours else "-"),
         ("collectives", lambda s: str(s.totals.all.count)),
         ("bytes sent", lambda s: f"{s.totals.all.bytes:,}"),
