@@ -4,6 +4,7 @@ What is taken over, each for as long as `emulated` is entered:
 
 - `CudaTensorsAreFake` is the fake tensor mode: what is on ``cuda`` is fake, everything else is real.
 - ``torch.cuda`` and Dynamo's device interface answer with the properties of the GPU.
+- A module that is moved or cast keeps its parameters, as with tensors that a device holds.
 - A torch without a GPU, whether built for CUDA or not, gets a device in name (`offline/native_code`): its autograd ends the process
   otherwise, or asks the driver.
 - Inductor loads kernels and generated code through `Hooks`; its caches are off, and what it remembers of devices is forgotten.
@@ -58,6 +59,8 @@ _GPU = feature(
     hook("torch._inductor.select_algorithm:ExternKernelCaller"),
     hook("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init"),
     hook("torch._subclasses.fake_tensor:init_gpu_context", "device"),
+    hook("torch._C:_swap_tensor_impl"),
+    hook("torch.nn:Module._apply", "self fn recurse"),
     hook("torch.fx.experimental.proxy_tensor:unset_fake_temporarily", ""),
     without="programs are looked at on a CPU",
     essential=True,
@@ -130,6 +133,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
         stack.enter_context(_states_of_optimizers(mode))
+        stack.enter_context(_modules_keep_parameters())
         stack.enter_context(mode)
         yield
 
@@ -150,6 +154,61 @@ def _states_of_optimizers(mode: FakeTensorMode) -> Iterator[None]:
             if isinstance(cls, type) and "_init_group" in vars(cls):
                 stack.enter_context(mock.patch.object(cls, "_init_group", under(vars(cls)["_init_group"])))
         yield
+
+
+@contextlib.contextmanager
+def _modules_keep_parameters() -> Iterator[None]:
+    """``module.to(...)`` and its like change parameters in place, as they do on a device; optimizers and ties hold them.
+
+    torch replaces a parameter that becomes fake by another, and cannot convert one that is fake.
+    """
+    stock = torch.nn.Module._apply
+
+    def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        parameters = dict(self._parameters)
+        for name, parameter in parameters.items():
+            if parameter is not None and _convert(parameter, fn):
+                self._parameters[name] = None
+        try:
+            return stock(self, fn, recurse=False)
+        finally:
+            self._parameters.update({name: value for name, value in parameters.items() if self._parameters[name] is None})
+
+    with mock.patch.object(torch.nn.Module, "_apply", apply):
+        yield
+
+
+def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Makes of a parameter and its gradient what `fn` does; False, with nothing done, where none of both is fake."""
+    with torch.no_grad():
+        converted = fn(parameter)
+        if not (isinstance(parameter, FakeTensor) or isinstance(converted, FakeTensor)):
+            return False
+        gradient = parameter.grad
+        parameter.grad = None
+        if converted is not parameter:
+            _become(parameter, converted)
+        if gradient is not None:
+            parameter.grad = fn(gradient).requires_grad_(gradient.requires_grad)
+    return True
+
+
+def _become(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """Gives a parameter the contents of a tensor that nobody else has."""
+    if isinstance(parameter, FakeTensor) and isinstance(other, FakeTensor):
+        parameter.data = other
+        parameter.fake_device = other.fake_device
+        return
+    other.requires_grad_(parameter.requires_grad)
+    own = {} if isinstance(parameter, FakeTensor) else vars(parameter)
+    other.__dict__.update(own, _is_param=True)
+    attributes = dict(vars(other))
+    parameter.__class__ = type(other) if isinstance(other, FakeTensor) else torch.nn.Parameter
+    parameter.__dict__.clear()
+    parameter.__dict__.update(attributes)
+    torch._C._swap_tensor_impl(parameter, other)
 
 
 @functools.cache
