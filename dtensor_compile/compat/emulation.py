@@ -281,13 +281,28 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-class _Stream(_Nothing):
-    """Takes the place of streams and events: whatever is asked of it is done."""
+class _Done(_Nothing):
+    """A stream or an event on which all work is done."""
+
+    cuda_stream = device_index = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event(_Done):
+    def elapsed_time(self, end: _Event) -> float:
+        return 0.0
+
+
+class _Stream(_Done):
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event if event is not None else _Event()
 
 
 def _first(*args: Any, **kwargs: Any) -> int:
@@ -316,7 +331,7 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         "_DeviceGuard": _Nothing,
         "device": _Nothing,
         "Stream": _Stream,
-        "Event": _Stream,
+        "Event": _Event,
         "stream": _Nothing,
         "current_stream": _Stream,
         "default_stream": _Stream,
