@@ -26,12 +26,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch._dynamo import device_interface
+from torch._C._distributed_c10d import _create_work_from_future
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,6 +63,9 @@ _GPU = feature(
     hook("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init"),
     hook("torch._subclasses.fake_tensor:init_gpu_context", "device"),
     hook("torch._C:_swap_tensor_impl"),
+    hook("torch._C._distributed_c10d:_create_work_from_future"),
+    hook("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log"),
+    hook("torch.distributed:_verify_params_across_processes"),
     hook("torch.nn:Module._apply", "self fn recurse"),
     hook("torch.fx.experimental.proxy_tensor:unset_fake_temporarily", ""),
     without="programs are looked at on a CPU",
@@ -95,7 +101,8 @@ class CudaTensorsAreFake(FakeTensorMode):
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
         if isinstance(func, HigherOrderOperator) or _is_for_cuda(args, kwargs):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
         if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
             return args[0].clone()
         with fake_tensor.unset_fake_temporarily():
@@ -108,6 +115,15 @@ def _is_for_cuda(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return True
     leaves = pytree.arg_tree_leaves(*args, **kwargs)
     return any(isinstance(x, FakeTensor) or isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
+
+
+def _with_future(result: Any) -> Any:
+    """Results of a collective, whose work has them in its future, as hooks of gradients expect; that of a fake group has nothing."""
+    if not (isinstance(result, tuple) and isinstance(result[-1], torch.ScriptObject)):
+        return result  # a barrier
+    future = torch.futures.Future[list[torch.Tensor]]()
+    future.set_result([x for x in pytree.tree_leaves(result[:-1]) if isinstance(x, torch.Tensor)])
+    return *result[:-1], _create_work_from_future(future).boxed()
 
 
 @contextlib.contextmanager
@@ -132,27 +148,39 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         _forget_devices()
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
-        stack.enter_context(_states_of_optimizers(mode))
+        stack.enter_context(_entered_while_traced(mode))
+        stack.enter_context(_no_measured_times())
         stack.enter_context(_modules_keep_parameters())
         stack.enter_context(mode)
         yield
 
 
 @contextlib.contextmanager
-def _states_of_optimizers(mode: FakeTensorMode) -> Iterator[None]:
-    """Dynamo has optimizers make their states while it traces, without a mode; here with `mode`."""
+def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
+    """While Dynamo traces, without a mode, optimizers make their states and ``replicate`` its wrapper; here they do with `mode`."""
 
-    def under(init_group: Callable[..., Any]) -> Callable[..., Any]:
+    def under(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with mode:
-                return init_group(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        return functools.wraps(init_group)(run)
+        return functools.wraps(function)(run)
 
+    makers = [(cls, "_init_group") for cls in vars(torch.optim).values() if isinstance(cls, type) and "_init_group" in vars(cls)]
     with contextlib.ExitStack() as stack:
-        for cls in vars(torch.optim).values():
-            if isinstance(cls, type) and "_init_group" in vars(cls):
-                stack.enter_context(mock.patch.object(cls, "_init_group", under(vars(cls)["_init_group"])))
+        for cls, name in (*makers, (DistributedDataParallel, "__init__")):
+            stack.enter_context(mock.patch.object(cls, name, under(vars(cls)[name])))
+        yield
+
+
+@contextlib.contextmanager
+def _no_measured_times() -> Iterator[None]:
+    """``DistributedDataParallel`` does without the times that it measures on the device, and without comparing its parameters with those
+    of other ranks, which it reads there."""
+    with (
+        mock.patch.object(dist.Logger, "set_runtime_stats_and_log", _nothing),
+        mock.patch.object(dist, "_verify_params_across_processes", _nothing),
+    ):
         yield
 
 
