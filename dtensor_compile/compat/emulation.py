@@ -62,6 +62,7 @@ _GPU = feature(
     hook("torch._inductor.select_algorithm:ExternKernelCaller"),
     hook("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init"),
     hook("torch._subclasses.fake_tensor:init_gpu_context", "device"),
+    hook("torch._subclasses.fake_tensor:run_fallback_kernel", "fake_mode func ..."),
     hook("torch._C:_swap_tensor_impl"),
     hook("torch._C._distributed_c10d:_create_work_from_future"),
     hook("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log"),
@@ -372,8 +373,18 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _first, create=True))
         stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
+        stack.enter_context(mock.patch.object(fake_tensor, "run_fallback_kernel", _without_kernel(fake_tensor.run_fallback_kernel)))
         stack.enter_context(mock.patch.object(proxy_tensor, "unset_fake_temporarily", _real_on_cpu))
         yield
+
+
+def _without_kernel(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """torch runs an operator that has no rule for fake tensors on the device. One that returns nothing, as fused SGD, needs no run."""
+
+    def run(fake_mode: FakeTensorMode, func: Any, *args: Any) -> Any:
+        return stock(fake_mode, func, *args) if func._schema.returns else None
+
+    return run
 
 
 @contextlib.contextmanager

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dtensor_compile import offline
-from dtensor_compile.demo.llama import LlamaConfig
+from dtensor_compile.demo.llama import Llama, LlamaConfig
+from dtensor_compile.demo.parallel import tensor_parallel
 
 TOOL = pathlib.Path(__file__).parents[2] / "tools" / "bench" / "configurations.py"
 spec = importlib.util.spec_from_file_location("configurations", TOOL)
@@ -107,6 +109,33 @@ def test_streams_and_events_say_that_all_is_done():
         torch.cuda.Stream().wait_event(event)
 
 
+OPTIMIZERS = {
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW capturable": lambda p: torch.optim.AdamW(p, capturable=True),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+SHARDED, PLAIN = "fully_shard x tensor parallel: mixed precision", "DDP: plain"
+
+
+# torch has no sharding rule for fused SGD, on a GPU neither.
+@pytest.mark.parametrize("name, optimizer", [(n, o) for n in (SHARDED, PLAIN) for o in OPTIMIZERS if (n, o) != (SHARDED, "SGD fused")])
+def test_optimizers_step_in_eager_after_clipping(name, optimizer):
+    with offline.job(configurations.RANKS), offline.device("h100"):
+        built = configurations.build(name, "cuda", TINY)
+        stepper = OPTIMIZERS[optimizer](built.model.parameters())
+        for _ in range(2):
+            built.step()
+            nn.utils.clip_grad_norm_(built.model.parameters(), 1.0)
+            stepper.step()
+            stepper.zero_grad()
+        states = [value for state in stepper.state.values() for value in state.values() if value.dim()]
+        assert len(states) >= len(list(built.model.parameters())) and all(value.device.type == "cuda" for value in states)
+
+
 # ---- compiled ------------------------------------------------------------------------------------------------------------------
 
 
@@ -133,3 +162,61 @@ def test_each_configuration_compiles_to_two_graphs(name):
         starts = [step.number for step in graph.steps if step.kind == "start"]
         assert sorted(step.number for step in graph.steps if step.kind == "wait") == starts
     assert sum(step.kind == "start" for step in backward.steps) > 0
+
+
+def test_clipping_and_an_optimizer_step_are_one_graph_more():
+    with offline.job(configurations.RANKS), offline.device("h100") as device:
+        built = configurations.build("fully_shard: mixed precision", "cuda", TINY)
+        optimizer = torch.optim.AdamW(built.model.parameters())
+
+        @torch.compile(backend="dtensor")
+        def update():
+            nn.utils.clip_grad_norm_(built.model.parameters(), 1.0)
+            optimizer.step()
+
+        built.step(lambda f: torch.compile(f, backend="dtensor", fullgraph=True))
+        update()
+    _, _, updates = device.graphs
+    assert [step.name for step in updates.steps if step.kind == "start"] == ["all_reduce_"]  # of the squares of the norm
+    assert updates.kernels
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD foreach", "SGD fused"])
+def test_steps_of_optimizers_compile(optimizer):
+    with offline.job(configurations.RANKS), offline.device("h100") as device:
+        built = configurations.build("fully_shard x tensor parallel: plain", "cuda", TINY)
+        stepper = OPTIMIZERS[optimizer](built.model.parameters())
+        step = torch.compile(stepper.step, backend="dtensor")
+        for _ in range(2):
+            built.step()
+            step()
+    assert device.graphs and not any(step.kind == "start" for graph in device.graphs for step in graph.steps)
+
+
+def test_checkpoint_wrapper_under_autocast():
+    with offline.job(8), offline.device("h100") as device:
+        mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))
+        model = tensor_parallel(Llama(TINY).to("cuda"), mesh["tp"])
+        model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        tokens = torch.zeros(2, TINY.sequence, dtype=torch.long, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = torch.compile(lambda x: model(x).square().mean(), backend="dtensor", fullgraph=True)(tokens)
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+    forward, backward = device.graphs
+    assert "bfloat16" in forward.source
+    again = [step.name for step in backward.steps if step.kind == "operator" and "attention" in step.name]
+    assert again == ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"]
+
+
+@pytest.mark.parametrize("name", ["HSDP: plain", "replicate (DDP): plain"])
+def test_a_root_whose_hooks_run_in_eager(name):
+    with offline.job(configurations.RANKS), offline.device("h100") as device:
+        built = configurations.build(name, "cuda", TINY)
+        compiled = torch.compile(built.model, backend="dtensor")
+        for _ in range(2):
+            compiled(built.inputs[0][0]).sum().backward()
+        assert all(p.grad is not None for p in built.model.parameters())
+    assert [graph.direction for graph in device.graphs] == ["forward", "backward"]
