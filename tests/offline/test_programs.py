@@ -220,3 +220,15 @@ def test_a_root_whose_hooks_run_in_eager(name):
             compiled(built.inputs[0][0]).sum().backward()
         assert all(p.grad is not None for p in built.model.parameters())
     assert [graph.direction for graph in device.graphs] == ["forward", "backward"]
+
+
+def test_shapes_of_llama_8b_on_256_ranks():
+    config = configurations.LLAMA_8B
+    with offline.job(256), offline.device("h100") as device:
+        built = configurations.build("fully_shard x tensor parallel: mixed precision", "cuda", config, mesh_shape=(32, 8))
+        built.step(lambda f: torch.compile(f, backend="dtensor", fullgraph=True))
+        weight = built.model.output.weight
+        assert weight.shape == (128256, 4096) and weight.grad.to_local().shape == (128256 // 256, 4096)
+    forward, backward = device.graphs
+    assert any("bfloat16" in step.sends for step in forward.steps if step.kind == "start")
+    assert any("float32" in step.sends for step in backward.steps if step.kind == "start")  # gradients
