@@ -4,6 +4,7 @@ What is taken over, each for as long as `emulated` is entered:
 
 - `CudaTensorsAreFake` is the fake tensor mode: what is on ``cuda`` is fake, everything else is real.
 - ``torch.cuda`` and Dynamo's device interface answer with the properties of the GPU.
+- A module that is moved or cast keeps its parameters, as with tensors that a device holds.
 - A torch without a GPU, whether built for CUDA or not, gets a device in name (`offline/native_code`): its autograd ends the process
   otherwise, or asks the driver.
 - Inductor loads kernels and generated code through `Hooks`; its caches are off, and what it remembers of devices is forgotten.
@@ -25,12 +26,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch._dynamo import device_interface
+from torch._C._distributed_c10d import _create_work_from_future
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,6 +62,12 @@ _GPU = feature(
     hook("torch._inductor.select_algorithm:ExternKernelCaller"),
     hook("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init"),
     hook("torch._subclasses.fake_tensor:init_gpu_context", "device"),
+    hook("torch._subclasses.fake_tensor:run_fallback_kernel", "fake_mode func ..."),
+    hook("torch._C:_swap_tensor_impl"),
+    hook("torch._C._distributed_c10d:_create_work_from_future"),
+    hook("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log"),
+    hook("torch.distributed:_verify_params_across_processes"),
+    hook("torch.nn:Module._apply", "self fn recurse"),
     hook("torch.fx.experimental.proxy_tensor:unset_fake_temporarily", ""),
     without="programs are looked at on a CPU",
     essential=True,
@@ -92,7 +102,8 @@ class CudaTensorsAreFake(FakeTensorMode):
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
         if isinstance(func, HigherOrderOperator) or _is_for_cuda(args, kwargs):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
         if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
             return args[0].clone()
         with fake_tensor.unset_fake_temporarily():
@@ -105,6 +116,15 @@ def _is_for_cuda(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return True
     leaves = pytree.arg_tree_leaves(*args, **kwargs)
     return any(isinstance(x, FakeTensor) or isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
+
+
+def _with_future(result: Any) -> Any:
+    """Results of a collective, whose work has them in its future, as hooks of gradients expect; that of a fake group has nothing."""
+    if not (isinstance(result, tuple) and isinstance(result[-1], torch.ScriptObject)):
+        return result  # a barrier
+    future = torch.futures.Future[list[torch.Tensor]]()
+    future.set_result([x for x in pytree.tree_leaves(result[:-1]) if isinstance(x, torch.Tensor)])
+    return *result[:-1], _create_work_from_future(future).boxed()
 
 
 @contextlib.contextmanager
@@ -129,27 +149,95 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         _forget_devices()
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
-        stack.enter_context(_states_of_optimizers(mode))
+        stack.enter_context(_entered_while_traced(mode))
+        stack.enter_context(_no_measured_times())
+        stack.enter_context(_modules_keep_parameters())
         stack.enter_context(mode)
         yield
 
 
 @contextlib.contextmanager
-def _states_of_optimizers(mode: FakeTensorMode) -> Iterator[None]:
-    """Dynamo has optimizers make their states while it traces, without a mode; here with `mode`."""
+def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
+    """While Dynamo traces, without a mode, optimizers make their states and ``replicate`` its wrapper; here they do with `mode`."""
 
-    def under(init_group: Callable[..., Any]) -> Callable[..., Any]:
+    def under(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with mode:
-                return init_group(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        return functools.wraps(init_group)(run)
+        return functools.wraps(function)(run)
 
+    makers = [(cls, "_init_group") for cls in vars(torch.optim).values() if isinstance(cls, type) and "_init_group" in vars(cls)]
     with contextlib.ExitStack() as stack:
-        for cls in vars(torch.optim).values():
-            if isinstance(cls, type) and "_init_group" in vars(cls):
-                stack.enter_context(mock.patch.object(cls, "_init_group", under(vars(cls)["_init_group"])))
+        for cls, name in (*makers, (DistributedDataParallel, "__init__")):
+            stack.enter_context(mock.patch.object(cls, name, under(vars(cls)[name])))
         yield
+
+
+@contextlib.contextmanager
+def _no_measured_times() -> Iterator[None]:
+    """``DistributedDataParallel`` does without the times that it measures on the device, and without comparing its parameters with those
+    of other ranks, which it reads there."""
+    with (
+        mock.patch.object(dist.Logger, "set_runtime_stats_and_log", _nothing),
+        mock.patch.object(dist, "_verify_params_across_processes", _nothing),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _modules_keep_parameters() -> Iterator[None]:
+    """``module.to(...)`` and its like change parameters in place, as they do on a device; optimizers and ties hold them.
+
+    torch replaces a parameter that becomes fake by another, and cannot convert one that is fake.
+    """
+    stock = torch.nn.Module._apply
+
+    def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        parameters = dict(self._parameters)
+        for name, parameter in parameters.items():
+            if parameter is not None and _convert(parameter, fn):
+                self._parameters[name] = None
+        try:
+            return stock(self, fn, recurse=False)
+        finally:
+            self._parameters.update({name: value for name, value in parameters.items() if self._parameters[name] is None})
+
+    with mock.patch.object(torch.nn.Module, "_apply", apply):
+        yield
+
+
+def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Makes of a parameter and its gradient what `fn` does; False, with nothing done, where none of both is fake."""
+    with torch.no_grad():
+        converted = fn(parameter)
+        if not (isinstance(parameter, FakeTensor) or isinstance(converted, FakeTensor)):
+            return False
+        gradient = parameter.grad
+        parameter.grad = None
+        if converted is not parameter:
+            _become(parameter, converted)
+        if gradient is not None:
+            parameter.grad = fn(gradient).requires_grad_(gradient.requires_grad)
+    return True
+
+
+def _become(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """Gives a parameter the contents of a tensor that nobody else has."""
+    if isinstance(parameter, FakeTensor) and isinstance(other, FakeTensor):
+        parameter.data = other
+        parameter.fake_device = other.fake_device
+        return
+    other.requires_grad_(parameter.requires_grad)
+    own = {} if isinstance(parameter, FakeTensor) else vars(parameter)
+    other.__dict__.update(own, _is_param=True)
+    attributes = dict(vars(other))
+    parameter.__class__ = type(other) if isinstance(other, FakeTensor) else torch.nn.Parameter
+    parameter.__dict__.clear()
+    parameter.__dict__.update(attributes)
+    torch._C._swap_tensor_impl(parameter, other)
 
 
 @functools.cache
@@ -222,13 +310,28 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-class _Stream(_Nothing):
-    """Takes the place of streams and events: whatever is asked of it is done."""
+class _Done(_Nothing):
+    """A stream or an event on which all work is done."""
+
+    cuda_stream = device_index = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event(_Done):
+    def elapsed_time(self, end: _Event) -> float:
+        return 0.0
+
+
+class _Stream(_Done):
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event if event is not None else _Event()
 
 
 def _first(*args: Any, **kwargs: Any) -> int:
@@ -257,7 +360,7 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         "_DeviceGuard": _Nothing,
         "device": _Nothing,
         "Stream": _Stream,
-        "Event": _Stream,
+        "Event": _Event,
         "stream": _Nothing,
         "current_stream": _Stream,
         "default_stream": _Stream,
@@ -270,8 +373,18 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _first, create=True))
         stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
+        stack.enter_context(mock.patch.object(fake_tensor, "run_fallback_kernel", _without_kernel(fake_tensor.run_fallback_kernel)))
         stack.enter_context(mock.patch.object(proxy_tensor, "unset_fake_temporarily", _real_on_cpu))
         yield
+
+
+def _without_kernel(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """torch runs an operator that has no rule for fake tensors on the device. One that returns nothing, as fused SGD, needs no run."""
+
+    def run(fake_mode: FakeTensorMode, func: Any, *args: Any) -> Any:
+        return stock(fake_mode, func, *args) if func._schema.returns else None
+
+    return run
 
 
 @contextlib.contextmanager
