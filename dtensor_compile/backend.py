@@ -26,6 +26,7 @@ from dtensor_compile.capture.unread_collectives import calls_collectives, drop_u
 from dtensor_compile.checks import check_program, shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot import compile_to_aten
 from dtensor_compile.compat.aot_backward import dtensor_tangents
+from dtensor_compile.compat.async_inputs import async_inputs, keep_gradients_of_async_inputs
 from dtensor_compile.compat.backward_runs import backward_runs
 from dtensor_compile.compat.data_dependent import backward_in_time
 from dtensor_compile.compat.effects import tokens_from_inputs
@@ -183,7 +184,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
 
     planned_for = str(opts.topology and to_values(opts.topology)), opts.schedule, opts.kernel_costs, opts.overlap_memory, opts.redistribution_memory, opts.regather
     replicates = implicit_replication_is_allowed()
-    key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, replicates, cache_key())
+    key = (opts.disable_passes, opts.enable_passes, opts.strict, opts.fallback, planned_for, replicates, async_inputs(example_inputs), cache_key())
     scopes: list[contextlib.AbstractContextManager[None]] = [
         plans_for(opts.topology),
         capture_redistributions(),
@@ -198,6 +199,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         backward_in_time(),
         sizes_from_expressions(),
         native_calls(),
+        keep_gradients_of_async_inputs(example_inputs),
     ]
     if not opts.strict:
         scopes.append(defer_backward_errors(log.decided))

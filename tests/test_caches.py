@@ -5,8 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dtensor_compile import offline
+from dtensor_compile.compat import counters
+from dtensor_compile.compat.inductor import fresh_caches
 from dtensor_compile.compat.libraries import is_whole_library
+from dtensor_compile.testing import make_mesh
 
 SCRIPT = """
 import torch, torch.distributed as dist, torch.nn as nn
@@ -48,6 +54,36 @@ def test_a_cache_shared_by_the_ranks_gives_each_its_own_graph(tmp_path):
     for _ in range(2):
         answers = run_job(tmp_path)
         assert "rank 0 equal" in answers and "rank 1 equal" in answers
+
+
+def step(x, w):
+    loss = (x @ w).redistribute(placements=[Replicate()]).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_a_graph_whose_global_sizes_follow_from_local_ones_is_found_again():
+    # Of such sizes the graph gets `2*s3` as an input, and `s3` by the local tensor alone.
+    def run(*batches):
+        torch._dynamo.reset()
+        counters.reset()
+        compiled = torch.compile(step, backend="dtensor", fullgraph=True)
+        for batch in batches:
+            x, w = (
+                DTensor.from_local(torch.randn(rows, 4), mesh, [placement], run_check=False).requires_grad_()
+                for rows, placement in ((batch, Shard(0)), (4, Replicate()))
+            )
+            compiled(x, w)
+            assert x.grad.shape == x.shape and x.grad.placements == x.placements
+        found = torch._dynamo.utils.counters["inductor"]
+        return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+
+    with offline.job(2), fresh_caches():
+        mesh = make_mesh((2,), ("dp",))
+        assert run(2, 3) == (0, 2)
+        assert run(2, 3, 5) == (2, 0)
+        # The kernel for up to 512 rows sums in another way than that for more: it is guarded by the local size.
+        assert run(2, 600) == (1, 1)
 
 
 ALONE = """

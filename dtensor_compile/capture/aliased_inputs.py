@@ -1,7 +1,8 @@
 """Inputs that share memory through a DTensor: programs that write to them run operator by operator.
 
-AOTAutograd finds out which inputs share memory by their storages, and a DTensor does not show that of its local tensor. Two DTensors
-over one local tensor, or a DTensor and its local tensor, then count as two values, and a write to one does not reach the other:
+AOTAutograd finds out which inputs share memory by their storages, and a DTensor does not show that of its local tensor (nor does an
+AsyncCollectiveTensor that of its own). Two DTensors over one local tensor, or a DTensor and its local tensor, then count as two values, and
+a write to one does not reach the other:
 
     x, y over one local tensor: x.add_(1); return x + y      # compiled alone: y is still what it was
 
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.compat.async_inputs import async_inputs
 from dtensor_compile.compat.dtensor import in_storages_of_their_own, memory_of, writes_to_arguments
 
 #: Python's operators that write to their first argument: ``x += y``, ``x[i] = y``.
@@ -60,9 +62,13 @@ def _place_of_inplace(function: Callable[..., Any]) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def shares_memory(values: tuple[Any, ...]) -> bool:
-    """Whether two of `values` are one tensor, or share memory that at least one of them holds as the local tensor of a DTensor."""
-    if in_storages_of_their_own(values):
+def shares_memory(values: tuple[Any, ...], asynchronous: bool = False) -> bool:
+    """Whether two of `values` are one tensor, or share memory that at least one of them holds in another tensor, as a DTensor does.
+
+    Args:
+        asynchronous: AsyncCollectiveTensors are among them, which do not show the storage of the tensor that they hold.
+    """
+    if not asynchronous and in_storages_of_their_own(values):
         return False
     tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
     if len(set(tensors)) < len(tensors):
@@ -72,16 +78,16 @@ def shares_memory(values: tuple[Any, ...]) -> bool:
         if isinstance(value, torch.Tensor):
             memory = memory_of(value)
             if memory is not None:
-                spans.setdefault(memory.storage, []).append((memory.start, memory.end, memory.of_dtensor))
+                spans.setdefault(memory.storage, []).append((memory.start, memory.end, memory.held))
     return any(_overlap(sorted(shared)) for shared in spans.values() if len(shared) > 1)
 
 
 def _overlap(spans: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether two of these spans (in order of where they start) overlap, one of them of a DTensor."""
+    """Whether two of these spans (in order of where they start) overlap, one of them of a tensor that another one holds."""
     return any(
-        a_dtensor or b_dtensor
-        for i, (_, a_end, a_dtensor) in enumerate(spans)
-        for b_start, _, b_dtensor in spans[i + 1 :]
+        a_held or b_held
+        for i, (_, a_end, a_held) in enumerate(spans)
+        for b_start, _, b_held in spans[i + 1 :]
         if b_start < a_end
     )
 
@@ -90,9 +96,11 @@ def heed_aliases(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Call
     """`compiled` for inputs that share no memory through a DTensor, `gm` for others."""
     if not may_write(gm):
         return compiled
+    inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    asynchronous = bool(async_inputs(inputs))
 
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
-        return gm(*args) if shares_memory(args) else compiled(*args)
+        return gm(*args) if shares_memory(args, asynchronous) else compiled(*args)
 
     return run

@@ -1,8 +1,8 @@
 """A backward pass inside a region, as Dynamo sees it while it traces for our backend.
 
 torch can trace ``tensor.backward()`` (as ``torch.autograd.grad``, and an accumulation per leaf) and leaves it off. It does not
-run the hooks of leaf tensors then, and it refuses where compiled autograd is on, which has nothing to do in a backward pass that
-is part of the graph already.
+run the hooks of leaf tensors then, it gives gradients the placements of their leaves, and it refuses where compiled autograd is on, which
+has nothing to do in a backward pass that is part of the graph already.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._dynamo import compiled_autograd, config
+from torch._dynamo import compiled_autograd, config, polyfills
 from torch._dynamo.output_graph import OutputGraph, collect_reachable_grad_fns
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.distributed.tensor import DTensor
 
 from dtensor_compile.capture.spent_graphs import mark_spent
 from dtensor_compile.compat.dynamo import READ, Translator, fact_guard, graph_break, tensor_methods, traces_for_us
 from dtensor_compile.compat.hooks import hook, needs
+
+_stock_accumulate_grad = polyfills.accumulate_grad
 
 
 def _hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -64,6 +67,33 @@ def _attributes() -> Iterator[VariableTracker]:
             yield variable
 
 
+def _accumulate_grad(x: torch.Tensor, variable_grad: torch.Tensor | None, new_grad: torch.Tensor | None) -> torch.Tensor | None:
+    """``.grad`` of a leaf after a backward pass, which is traced, as autograd's AccumulateGrad makes it of a DTensor.
+
+    torch copies the gradient into a tensor like the leaf: a partial gradient would be reduced, which eager leaves to the program.
+
+    Args:
+        x: the leaf.
+        variable_grad: its ``.grad`` before.
+        new_grad: what the backward pass computed.
+    """
+    if new_grad is None:
+        return variable_grad
+    if not isinstance(new_grad, DTensor):
+        return _stock_accumulate_grad(x, variable_grad, new_grad)
+    if variable_grad is not None:
+        variable_grad.add_(new_grad)
+        return variable_grad
+    if new_grad.stride() != x.stride():
+        return new_grad.new_empty_strided(x.size(), x.stride()).copy_(new_grad)
+    if not any(placement.is_partial() for placement in new_grad.placements):
+        return new_grad.clone()
+    local = new_grad.to_local().clone()  # `clone` of the DTensor would reduce it
+    return DTensor.from_local(
+        local, new_grad.device_mesh, new_grad.placements, run_check=False, shape=new_grad.shape, stride=new_grad.stride()
+    )
+
+
 @contextlib.contextmanager
 def _traceable() -> Iterator[None]:
     with config.patch(trace_autograd_ops=True), compiled_autograd._disable():
@@ -88,6 +118,7 @@ class TracedGrad(TorchInGraphFunctionVariable):
     "backward passes inside of the region",
     hook("torch._dynamo.variables.tensor:TensorVariable.method_backward", "self tx ..."),
     hook("torch._dynamo.variables.tensor:TensorVariable._collect_backward_inputs", "self vars_iter ..."),
+    hook("torch._dynamo.polyfills:accumulate_grad", "x variable_grad new_grad"),
     hook("torch._dynamo.output_graph:OutputGraph._validate_outputs_safe_for_autograd_nodes", "self rv tx"),
     without="backward() breaks the graph, as in torch",
 )
@@ -102,7 +133,7 @@ def backward_in_the_region() -> Iterator[None]:
     def method_backward(self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any) -> VariableTracker | None:
         if not traces_for_us(tx):
             return stock["method_backward"](self, tx, *args, **kwargs)
-        with _traceable():
+        with _traceable(), mock.patch.object(polyfills, "accumulate_grad", _accumulate_grad):
             return stock["method_backward"](self, tx, *args, **kwargs)
 
     def collect(self: TensorVariable, variables: Iterable[VariableTracker], *args: Any, **kwargs: Any) -> Any:

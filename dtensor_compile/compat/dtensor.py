@@ -14,6 +14,7 @@ import torch.distributed.tensor._dispatch as _dispatch
 import torch.distributed.tensor._redistribute as _redistribute
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -116,12 +117,12 @@ def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
 
 
 class Memory(NamedTuple):
-    """Where the values of a tensor lie: storage, first byte and end in it, and whether it is the local tensor of a DTensor."""
+    """Where the values of a tensor lie: storage, first byte and end in it, and whether another tensor holds it, as a DTensor does."""
 
     storage: int
     start: int
     end: int
-    of_dtensor: bool
+    held: bool
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -130,8 +131,9 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """The memory of a tensor, or of the local tensor of a DTensor; None where it has none of its own."""
+    """The memory of a tensor, of the local tensor of a DTensor or of the tensor that a collective writes; None where it has none of its own."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local.elem if isinstance(local, AsyncCollectiveTensor) else local
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
         return None
     # An empty shard counts as one element: what shares memory on one rank then does so on all.

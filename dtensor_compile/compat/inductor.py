@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.compat.cache_keys import meshes_by_layout
+from dtensor_compile.compat.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, meshes_by_layout
 from dtensor_compile.compat.collective_lowerings import masks_are_sent_as_they_are
 from dtensor_compile.compat.hooks import feature, hook, if_there
 from dtensor_compile.compat.input_layouts import inputs_checked_at_once
@@ -173,6 +173,7 @@ def compile_with_inductor(
         _spell_out_alpha(graph)
         _keep_draws_in_order(graph)
 
+    key = key if GUARDS_LOCAL_SIZES.works() else None
     patches = {**EAGER_NUMBERS, **settings}
     if _CACHEABLE.works():
         patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
@@ -189,7 +190,8 @@ def compile_with_inductor(
     inner = waits_are_kept()(inputs_checked_at_once()(inner))
     if uncompiled is not None:
         inner = run_uncompiled(inner, lowered, uncompiled)
-    with meshes_by_layout(), rebuild_damaged_libraries():
+    inner = guards_of_local_sizes()(inner)
+    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 
 

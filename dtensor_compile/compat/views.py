@@ -150,10 +150,41 @@ def _alias(
     # `to_local` believes what it is told, and as partial each rank's copy would count as one term of a sum.
     gradient = expected_placements([p if p.is_replicate() else q for p, q in zip(result.placements, base.placements)])
     local = base.to_local(grad_placements=gradient) if requires_grad else base._local_tensor
-    view = local.as_strided(like.shape, like.stride(), like.storage_offset())
+    view = _laid_out_like(local, like)
     spec = result._spec
     whole = DTensor.from_local(view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
     return _refusing_writes(whole) if whole.requires_grad else whole
+
+
+def _laid_out_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The view of the memory of `base`, a plain tensor, that has the dtype, sizes, strides and offset of `like`, which is in that memory.
+
+    Autograd knows the view, but for one that takes the same bits for another kind of number, which has no gradient. Inductor copies a
+    slice to take its bits so: then it is `like`, with the right values and memory of its own.
+    """
+    stored = base.conj() if base.is_conj() else base
+    stored = torch._neg_view(stored) if stored.is_neg() else stored
+    view = _stored_like(stored, like)
+    view = view.conj() if like.is_conj() else view
+    return torch._neg_view(view) if like.is_neg() else view
+
+
+def _stored_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`_laid_out_like`, of numbers as they are stored: without the bits that say that they are to be conjugated or negated."""
+    sizes, strides, offset = like.size(), like.stride(), like.storage_offset()
+    if like.dtype == base.dtype:
+        return base.as_strided(sizes, strides, offset)
+    if base.is_complex() and like.dtype == base.dtype.to_real():
+        return torch.view_as_real(base).as_strided(sizes, strides, offset)
+    if like.is_complex() and base.dtype == like.dtype.to_real():
+        pairs = base.as_strided((*sizes, 2), (*(2 * stride for stride in strides), 1), 2 * offset)
+        return torch.view_as_complex(pairs)
+    if like.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+        return like
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides)) if like.numel() else -1
+    used = (offset + last + 1) * like.itemsize if like.numel() else 0  # bytes of the memory, up to the last one of `like`
+    flat = base.detach().as_strided((-(-used // base.itemsize),), (1,), 0)
+    return flat.view(like.dtype).as_strided(sizes, strides, offset)
 
 
 def _refusing_writes(x: torch.Tensor) -> torch.Tensor:
