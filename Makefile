@@ -9,7 +9,7 @@ PROGRAMS ?= 2000
 SEED ?= 0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-order bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +69,9 @@ bench-report: $(VENV)/.installed
 
 bench-call: $(VENV)/.installed
 	$(BIN)/python tools/bench/call_overhead.py
+
+bench-order: $(VENV)/.installed
+	$(BIN)/python tools/bench/order.py
 
 bench-redistribution: $(VENV)/.installed
 	$(BIN)/python tools/bench/redistribution.py

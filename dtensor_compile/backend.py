@@ -177,7 +177,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     def tell_order(found: KernelOrder) -> None:
         log.decided([kernels_in_order(found.before, found.after, found.least)])
         log.decided(explain(found.tasks, found.order, found.after, found.starts))
-        log.ordered(found.collectives, found.operations)
+        log.ordered(found)
 
     def tell_uncompiled(graph: str, said: str) -> None:
         log.decided([runs_uncompiled(graph, said)])

@@ -211,7 +211,7 @@ def _graph(graph: GraphRecord, timing: Schedule, first: int) -> Graph:
         exposed_seconds=sum(timing.exposed),
         seconds=timing.seconds,
         spans=tuple(sorted([*compute, *communication], key=lambda span: (span.start, span.stream))),
-        rests_on=graph.rests_on,  # type: ignore[arg-type]
+        rests_on="graph" if graph.order is None else "kernels",
     )
 
 

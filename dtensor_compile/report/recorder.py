@@ -40,6 +40,7 @@ from dtensor_compile.passes.nodes import RECORDED_AS, across, describe, read, re
 from dtensor_compile.report.graphs import Collective, Operation, module_path, operations_of
 
 if TYPE_CHECKING:
+    from dtensor_compile.compat.scheduler import KernelOrder
     from dtensor_compile.report.model import Report
 
 log = logging.getLogger("dtensor_compile")
@@ -55,7 +56,7 @@ class GraphRecord:
         nodes: number of nodes.
         compilation: during which it was made; None for a backward pass that another backend compiled when it first ran.
         extra_copies: bytes that copies for collectives write in kernels of their own (`lowering.extra_copies`).
-        rests_on: what `collectives` and `operations` are read from: the compiled ``"kernels"``, or the ``"graph"`` before them.
+        order: of the compiled kernels, from which `collectives` and `operations` are read then; None where there are none.
     """
 
     name: str
@@ -64,7 +65,7 @@ class GraphRecord:
     nodes: int = 0
     compilation: Compilation | None = None
     extra_copies: int = 0
-    rests_on: str = "graph"
+    order: KernelOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,12 @@ class GraphLog:
         for recording_ in self.recordings:
             recording_.decisions.extend(decisions)
 
-    def ordered(self, collectives: list[Collective], operations: list[Operation]) -> None:
-        """Takes in the compiled code of the graph that was lowered last: what runs, in the order in which it runs."""
+    def ordered(self, order: KernelOrder) -> None:
+        """Takes in the kernels of the graph that was lowered last: what runs, in the order in which it runs."""
         for recording_ in self.recordings:
             this = next((graph for graph in reversed(recording_.graphs) if graph.compilation is self.compilation), None)
             if this is not None:
-                this.collectives, this.operations, this.rests_on = collectives, operations, "kernels"
+                this.collectives, this.operations, this.order = order.collectives, order.operations, order
 
     def lowered(self, graph: torch.fx.Graph) -> None:
         _show("lowered", graph)

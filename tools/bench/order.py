@@ -1,0 +1,109 @@
+"""The order of the code that runs: which collectives have no kernel between start and wait, and what is exposed, on GPUs that are not there.
+
+    python tools/bench/order.py [--only TEXT] [--large] [--layers 2] [--json FILE]
+
+Configurations are those of `configurations.py`, on 8 simulated ranks of emulated H100s; with ``--large``, Llama-3-8B shapes on 32 x 8. The
+code that Inductor wrote is read (`dtensor_compile.report.written_code`); seconds are estimates of the cost model for its kernels.
+
+    data parallel    collectives over data-parallel ranks in a forward and backward pass, and for each wrapped module and dtype
+    no kernel        those of them that are waited for with no kernel since their start
+    ordered          graphs whose kernels were put in order, of those with collectives
+    exposed          seconds in which compute waits, as the kernels run; in Inductor's own order; and below which no order comes
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import time
+import warnings
+from typing import Any
+
+import torch
+from configurations import CONFIGURATIONS, LLAMA_8B, RANKS, build
+from rich.console import Console
+from rich.table import Table
+
+import dtensor_compile
+from dtensor_compile import offline
+from dtensor_compile.capture.mesh import group_dim_name
+from dtensor_compile.compat.inductor import fresh_caches
+from dtensor_compile.compat.mesh import group_named
+from dtensor_compile.report.written_code import written_collectives
+
+LARGE = ("fully_shard x tensor parallel: mixed precision", "fully_shard x tensor parallel: plain", "fully_shard x tensor parallel: uneven")
+
+
+def measure(name: str, large: bool, layers: int) -> dict[str, Any]:
+    """One configuration, in this process."""
+    warnings.simplefilter("ignore")
+    shape = {"config": dataclasses.replace(LLAMA_8B, layers=layers), "mesh_shape": (32, 8), "batch": 1} if large else {}
+    began = time.process_time()
+    with fresh_caches(), offline.job(256 if large else RANKS), offline.device("h100") as device:
+        built = build(name, "cuda", **shape)
+        with dtensor_compile.record() as recording:
+            built.step(lambda f: torch.compile(f, backend="dtensor", fullgraph=True, **built.options))
+        written = [this for graph in device.graphs for this in written_collectives(graph.source)]
+        over = {this.group: group_dim_name(group_named(this.group)) for this in written}
+        data_parallel = [this for this in written if over[this.group] != "tp"]
+    orders = [graph.order for graph in recording.graphs if graph.collectives]
+    found = [order for order in orders if order is not None]
+    wrapped = sum(hasattr(module, "_get_fsdp_state") for module in built.model.modules()) or 1
+    return {
+        "name": name,
+        "collectives": len(written),
+        "data_parallel": len(data_parallel),
+        "wrapped": wrapped,
+        "no_kernel": sum(not this.between for this in data_parallel),
+        "graphs": len(orders),
+        "ordered": len(found),
+        "seconds": sum(order.after.seconds for order in found),
+        "exposed": sum(sum(order.after.exposed.values()) for order in found),
+        "exposed_before": sum(sum(order.before.exposed.values()) for order in found),
+        "exposed_least": sum(order.least - _computing(order) for order in found),
+        "peak": [order.after.peak for order in found],
+        "peak_before": [order.before.peak for order in found],
+        "cpu_seconds": time.process_time() - began,
+    }
+
+
+def _computing(order: Any) -> float:
+    return sum(task.seconds + task.host if task.link is None else task.host for task in order.tasks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="configurations with this text in their names")
+    parser.add_argument("--large", action="store_true")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    rows = []
+    for name in LARGE if args.large else CONFIGURATIONS:
+        if args.only in name:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                rows.append(pool.apply(measure, (name, args.large, args.layers)))
+            print(rows[-1], flush=True)
+    table = Table(title="order of the code that runs, emulated H100" + (f", Llama-3-8B shapes, {args.layers} layers, 32 x 8" if args.large else ""))
+    for column in ("configuration", "collectives", "data parallel", "a module", "no kernel", "ordered", "step", "exposed", "Inductor's", "least"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            str(row["collectives"]),
+            str(row["data_parallel"]),
+            f"{row['data_parallel'] / row['wrapped']:.1f}",
+            f"{row['no_kernel']} ({row['no_kernel'] / max(1, row['data_parallel']):.0%})",
+            f"{row['ordered']} of {row['graphs']}",
+            *(f"{row[key] * 1e3:.2f} ms" for key in ("seconds", "exposed", "exposed_before", "exposed_least")),
+        )
+    Console(width=160).print(table)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file)
+
+
+if __name__ == "__main__":
+    main()
