@@ -19,12 +19,16 @@ import torch
 
 from dtensor_compile.capture.across import carry_out_across
 from dtensor_compile.capture.groups import GROUP
+from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import carry_out, decided_by, redistribute_op
+from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.inductor import trace_local
+from dtensor_compile.compat.mesh import my_rank
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
+from dtensor_compile.lowering.expand import local_shape
 from dtensor_compile.lowering.splice import cut_out, splice, without_values
-from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, describe, redistributions, source_line
+from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, describe, read, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (
@@ -83,6 +87,8 @@ def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> lis
     """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a decision says so."""
     decisions = []
     nodes = [*redistributions(graph), *across(graph)]
+    for node in redistributions(graph):
+        _say_sizes(node)
     traced: dict[Any, torch.fx.Graph] = {}
     fresh = _trace_together(nodes)
     for node in nodes:
@@ -97,6 +103,28 @@ def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> lis
             warnings.warn(f"dtensor_compile: {describe(node)} at {source_line(node)} {reason}", stacklevel=2)
             decisions.append(Decision("lower_redistributions", source_line(node), reason, describe(node), describe(node)))
     return decisions
+
+
+def _say_sizes(node: torch.fx.Node) -> None:
+    """A local tensor of a global shape of integers has sizes that are integers, also where what it is made of says so in symbols only.
+
+        before   g = mm(t, x): [2*(s//2), 8]; y = redistribute(g, "P", "S(0)", mesh, [4, 8])
+        after    g = mm(t, x); h = reshape(g, [4, 8]); y = redistribute(h, "P", "S(0)", mesh, [4, 8])
+
+    What is sent has these sizes then, by which collectives can be merged.
+    """
+    this = read(node)
+    value = this.local.meta["val"]
+    layout = parse_mesh(this.mesh)
+    coordinate = layout.coordinate(my_rank())
+    if coordinate is None or not all(isinstance(size, int) for size in this.shape) or all(isinstance(size, int) for size in value.shape):
+        return
+    sizes = local_shape(parse_spec(this.source), layout, coordinate, this.shape)
+    with node.graph.inserting_before(node):
+        known = node.graph.call_function(torch.ops.aten.reshape.default, (this.local, sizes))
+    known.meta = {name: this.local.meta[name] for name in _INHERITED if name in this.local.meta}
+    known.meta["val"] = value.new_empty(sizes)
+    node.replace_input_with(this.local, known)
 
 
 def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: Mapping[Any, torch.fx.Graph]) -> None:
