@@ -18,6 +18,7 @@ from dtensor_compile.capture.empty_masks import make_masks_boolean
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.marks import mark_local_tensors
 from dtensor_compile.capture.mesh import guard_mesh_order, merge_groups
+from dtensor_compile.capture.preserved_versions import keep_versions
 from dtensor_compile.capture.repeated_writes import write_once
 from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.capture.spent_graphs import restore_spent_graphs
@@ -223,7 +224,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
             )
         compiled = plan_until_sizes_stay(compile)
     agreement.reach()
-    return without_bases(restore_spent_graphs(gm, heed_aliases(gm, remember_arguments(compiled, tangents))), bases)
+    return without_bases(restore_spent_graphs(gm, keep_versions(gm, heed_aliases(gm, remember_arguments(compiled, tangents)))), bases)
 
 
 def dtensor_aten(

@@ -13,9 +13,10 @@ from dtensor_compile.compat.backward import TracedGrad, backward_in_the_region
 from dtensor_compile.compat.dynamo import Retrack
 from dtensor_compile.compat.dynamo_calls import handle_calls
 from dtensor_compile.compat.module_hooks import TracedModuleHooks, hooks_in_the_graph
+from dtensor_compile.compat.version_counters import versions_preserved_in_the_region
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (torch.autograd.grad, TracedGrad.retrack),
     (torch.utils.hooks.BackwardHook, handle_calls(TracedModuleHooks.make)),
 )
-CONTEXTS = (backward_in_the_region, hooks_in_the_graph)
+CONTEXTS = (backward_in_the_region, hooks_in_the_graph, versions_preserved_in_the_region)
