@@ -13,13 +13,14 @@ from unittest import mock
 
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.source import AttrSource, GetItemSource
-from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, tls
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
+from torch._guards import GuardSource
 
 from dtensor_compile.compat.dynamo import Source, Translator, traces_for_us
 from dtensor_compile.compat.dynamo_calls import Call, attribute
@@ -77,6 +78,29 @@ def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[
         stock(self)
 
     with mock.patch.object(InstructionTranslatorBase, "run", run):
+        yield
+
+
+@needs(
+    "attributes of sharded modules",
+    hook("torch._guards:GuardSource.is_fsdp_module", "self"),
+    hook("torch._guards:GuardSource.is_unspecialized_nn_module", "self"),
+    hook("torch._dynamo.symbolic_convert:tls"),
+    without="numbers and buffers of modules under fully_shard have symbolic sizes with dynamic=True, which takes long to compile",
+)
+@contextlib.contextmanager
+def attributes_are_static() -> Iterator[None]:
+    """While it is entered, ints and buffers of modules under ``fully_shard`` are static in frames for our backend.
+
+    Dynamo takes the ints of every module for constants, and the sizes of its buffers, whatever ``dynamic`` says; those of a module
+    that is marked as sharded it forgets. A head size that is a symbol makes quotients of all sizes that depend on it.
+    """
+    stock = GuardSource.is_unspecialized_nn_module
+
+    def is_of_module(self: GuardSource) -> bool:
+        return stock(self) or (self.is_fsdp_module() and hasattr(tls, "current_tx") and traces_for_us())
+
+    with mock.patch.object(GuardSource, "is_unspecialized_nn_module", is_of_module):
         yield
 
 

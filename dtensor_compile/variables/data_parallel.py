@@ -55,6 +55,7 @@ from dtensor_compile.compat.dynamo import (
 )
 from dtensor_compile.compat.dynamo_calls import Call, attribute, emit_call
 from dtensor_compile.compat.module_calls import (
+    attributes_are_static,
     dict_of,
     function_of,
     handle_functions,
@@ -346,6 +347,7 @@ def _find(variable: UserFunctionVariable) -> Call | None:
 
 CONTEXTS = (
     keep_ddp_graphs_whole,
+    attributes_are_static,
     functools.partial(handle_functions, _find),
     functools.partial(leave_frames_to_python, ddp.belongs_to_python),
 )

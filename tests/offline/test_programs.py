@@ -3,6 +3,7 @@ each of ``tools/bench/configurations.py`` small."""
 
 import importlib.util
 import pathlib
+import re
 import sys
 
 import pytest
@@ -232,3 +233,30 @@ def test_shapes_of_llama_8b_on_256_ranks():
     forward, backward = device.graphs
     assert any("bfloat16" in step.sends for step in forward.steps if step.kind == "start")
     assert any("float32" in step.sends for step in backward.steps if step.kind == "start")  # gradients
+
+
+class Heads(nn.Module):
+    """Rows in heads of a size that is an attribute, scaled by a table that is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.linear = 4, nn.Linear(16, 16)
+        self.register_buffer("table", torch.ones(16, 4))
+
+    def forward(self, x):
+        return (self.linear(x).unflatten(-1, (-1, self.head)) * self.table[: x.size(0)].unsqueeze(1)).softmax(-1)
+
+
+def test_ints_and_buffers_of_sharded_modules_are_static_where_inputs_are_dynamic():
+    with offline.job(8), offline.device("h100") as device:
+        module = Heads().to("cuda")
+        fully_shard(module, mesh=init_device_mesh("cuda", (8,)))
+        compiled = torch.compile(lambda x: module(x), backend="dtensor", dynamic=True, fullgraph=True)
+        for rows in (8, 12):
+            assert compiled(torch.randn(rows, 16, device="cuda")).shape == (rows, 4, 4)
+        module.head = 8
+        module.table = torch.ones(16, 8, device="cuda")
+        assert compiled(torch.randn(12, 16, device="cuda")).shape == (12, 2, 8)
+    forwards = [graph.source for graph in device.graphs if graph.direction == "forward"]
+    assert len(forwards) == 2  # one for each size of heads
+    assert all(len(set(re.findall(r"\bs\d+\b", source))) == 1 for source in forwards)  # the number of rows
