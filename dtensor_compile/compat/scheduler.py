@@ -183,6 +183,7 @@ class KernelOrder:
         before, after: what is predicted for Inductor's order and for this one.
         least: seconds that every order takes (`dtensor_compile.lowering.least_time`).
         starts: the collectives that are known, by task.
+        wrapped: those of a wrapper of the program, by task, and whether they reduce.
         operations: the kernels, starts and waits in order, for the report.
     """
 
@@ -192,6 +193,7 @@ class KernelOrder:
     after: Simulation
     least: float
     starts: dict[int, Collective]
+    wrapped: dict[int, bool]
     operations: list[Operation]
 
     @property
@@ -235,7 +237,7 @@ def rearrange(
         roles = {index: _role(node) for index, node in enumerate(nodes, given)}
         found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}
         operations = _operations(nodes, given, tasks, order, found)
-        told(KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, operations))
+        told(KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, wrapped, operations))
     return [nodes[index - given] for index in order if index >= given]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dtensor_compile.lowering.schedule import Task, simulate
+from dtensor_compile.lowering.schedule import Simulation, Task, simulate
 
 
 def wrapper_peak(tasks: Sequence[Task], wrapped: Mapping[int, bool]) -> int:
@@ -26,10 +26,13 @@ def wrapper_peak(tasks: Sequence[Task], wrapped: Mapping[int, bool]) -> int:
     Args:
         wrapped: starts of collectives of a wrapper, and whether they reduce.
     """
-    if not wrapped:
-        return 0
+    return simulate_wrapper(tasks, wrapped).peak if wrapped else 0
+
+
+def simulate_wrapper(tasks: Sequence[Task], wrapped: Mapping[int, bool]) -> Simulation:
+    """What happens in the wrapper's own order; `wrapped` is as for `wrapper_peak`."""
     gathers = {index for index, reduces in wrapped.items() if not reduces}
-    return simulate(tasks, wrapper_order(tasks, gathers, wrapped.keys() - gathers)).peak
+    return simulate(tasks, wrapper_order(tasks, gathers, wrapped.keys() - gathers))
 
 
 def wrapper_order(tasks: Sequence[Task], gathers: Collection[int], reductions: Collection[int]) -> list[int]:
