@@ -1,0 +1,226 @@
+"""A step of wrapped models on real ranks: eager's wrapper, stock torch.compile with it, and this backend.
+
+    python tools/bench/wrappers.py [--programs ...] [--ranks 2] [--rates 0 1000] [--repeats 15] [--json FILE]
+
+A rate of 0 is loopback, where only latency counts; others (Mbit/s) run on the network lab (`tools/netlab.py`), which needs root; where
+that cannot run the exit status is 2. Times are medians over repeats of forward and backward in which the variants take turns, of the
+slowest rank; ratios are those of the medians of one run. Collectives are counted by the profiler, in the last repeat.
+
+    eager    the wrapper alone
+    stock    blocks compiled one by one under ``fully_shard`` (``block.compile()``), the whole model under DDP
+    ours     the step compiled with this backend, in one graph
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from dtensor_compile import one_gloo_worker
+from dtensor_compile.demo.llama import Llama, LlamaConfig
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import netlab  # noqa: E402 - tools beside this one
+
+VARIANTS = ("eager", "stock", "ours")
+
+
+class Transformer(nn.Module):
+    """A vision transformer: patches of an image, blocks of torch's own, one class."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, dim, 8, stride=8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(dim, 4, 4 * dim, 0.0, batch_first=True) for _ in range(layers))
+        self.head = nn.Linear(dim, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Residual(nn.Module):
+    """A convolution with batch norm, added to its input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.norm(self.conv(x)))
+
+
+def _convolutions(channels: int, layers: int) -> nn.Module:
+    stem, head = nn.Conv2d(3, channels, 7, stride=4), nn.Linear(channels, 10)
+    return nn.Sequential(stem, *(Residual(channels) for _ in range(layers)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+
+
+def _sharded(config: LlamaConfig, compile: str | None) -> nn.Module:
+    model, mesh = Llama(config), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        if compile is not None:
+            block.compile(backend=compile)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _replicated(model: nn.Module, compile: str | None) -> nn.Module:
+    model = DistributedDataParallel(model)
+    return model if compile is None else torch.compile(model, backend=compile)
+
+
+Program = tuple[Callable[[str | None], nn.Module], Callable[[], torch.Tensor]]
+SMALL, LARGE = LlamaConfig(layers=2, dim=64, ffn_dim=192, heads=8, kv_heads=4, vocab=256, sequence=32), LlamaConfig(layers=4)
+
+
+def _tokens(config: LlamaConfig) -> torch.Tensor:
+    return torch.randint(config.vocab, (2, config.sequence))
+
+
+#: A model, under its wrapper and compiled by stock where a backend is named; and its input.
+PROGRAMS: dict[str, Program] = {
+    "fully_shard, small Llama": (lambda c: _sharded(SMALL, c), lambda: _tokens(SMALL)),
+    "fully_shard, Llama": (lambda c: _sharded(LARGE, c), lambda: _tokens(LARGE)),
+    "DDP, small ViT": (lambda c: _replicated(Transformer(64, 4), c), lambda: torch.randn(2, 3, 32, 32)),
+    "DDP, small ResNet": (lambda c: _replicated(_convolutions(16, 8), c), lambda: torch.randn(2, 3, 64, 64)),
+    "DDP, ViT": (lambda c: _replicated(Transformer(384, 6), c), lambda: torch.randn(8, 3, 64, 64)),
+}
+#: Those of which only latency counts, and those with enough to send for a slow network.
+AT = {True: [name for name in PROGRAMS if "small" in name], False: [name for name in PROGRAMS if "small" not in name]}
+
+
+def _step(name: str, variant: str) -> Callable[[], None]:
+    build, make_input = PROGRAMS[name]
+    torch.manual_seed(0)
+    model = build("inductor" if variant == "stock" else None)
+    torch.manual_seed(1 + dist.get_rank())
+    x = make_input()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    run = torch.compile(loss, backend="dtensor", fullgraph=True) if variant == "ours" else loss
+
+    def step() -> None:
+        model.zero_grad()
+        run(x).backward()
+
+    return step
+
+
+def _count(step: Callable[[], None]) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        step()
+    return sum(event.name.startswith("gloo:") for event in found.events())
+
+
+def child(args: argparse.Namespace) -> None:
+    """One rank: writes its measurements to a file."""
+    torch.set_num_threads(1)
+    one_gloo_worker()
+    dist.init_process_group("gloo")
+    result: dict[str, Any] = {"seconds": {}, "collectives": {}, "failed": {}}
+    steps = {}
+    for variant in VARIANTS:
+        try:
+            steps[variant] = _step(args.programs[0], variant)
+            for _ in range(3):
+                steps[variant]()
+        except Exception as error:  # noqa: BLE001 - a variant of stock's may not work here, which is a result
+            result["failed"][variant] = f"{type(error).__name__}: {error}"[:300]
+            steps.pop(variant, None)
+    for _ in range(args.repeats):
+        for variant, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            result["seconds"].setdefault(variant, []).append(time.perf_counter() - began)
+    result["collectives"] = {variant: _count(step) for variant, step in steps.items()}
+    dist.destroy_process_group()
+    pathlib.Path(f"{args.json}.{os.environ['RANK']}").write_text(json.dumps(result))
+
+
+def row(args: argparse.Namespace, network: netlab.Network | None, name: str, mbit: float) -> dict[str, Any]:
+    """The figures of one program."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = [__file__, "--child", "--programs", name, "--repeats", str(args.repeats), "--json", f"{folder}/rank"]
+        if network is None:
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+            subprocess.run([*launch, *given], check=True, timeout=args.timeout)
+        else:
+            network.set_rate([f"{mbit:g}mbit"])
+            network.run([sys.executable, *given], timeout=args.timeout)
+        ranks = [json.loads(pathlib.Path(f"{folder}/rank.{rank}").read_text()) for rank in range(args.ranks)]
+    seconds = {v: statistics.median(map(max, zip(*(rank["seconds"][v] for rank in ranks)))) for v in ranks[0]["seconds"]}
+    about = {"program": name, "ranks": args.ranks, "mbit": mbit, "failed": ranks[0]["failed"]}
+    return {**about, "seconds": seconds, "collectives": ranks[0]["collectives"], "all": [rank["seconds"] for rank in ranks]}
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    result = Table(title=title)
+    for column in ("program", "Mbit/s", *(f"{v} (ms)" for v in VARIANTS), "ours / eager", "ours / stock", "collectives"):
+        result.add_column(column, justify="left" if column == "program" else "right")
+    for this in rows:
+        seconds = this["seconds"]
+        ratios = [f"{seconds['ours'] / seconds[v]:.2f}" if v in seconds else "-" for v in ("eager", "stock")]
+        cells = [f"{seconds[v] * 1e3:.1f}" if v in seconds else "fails" for v in VARIANTS]
+        counts = " / ".join(str(this["collectives"].get(v, "-")) for v in VARIANTS)
+        result.add_row(this["program"], f"{this['mbit']:g}" if this["mbit"] else "loopback", *cells, *ratios, counts)
+    result.caption = "collectives: eager / stock / ours"
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rates", nargs="+", type=float, default=[0, 1000], help="Mbit/s; 0 is loopback")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one program")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args)
+        return 0
+    rows = []
+    try:
+        for mbit in args.rates:
+            with netlab.Network(args.ranks) if mbit else contextlib.nullcontext() as network:
+                for name in args.programs or AT[not mbit]:
+                    rows.append(row(args, network, name, mbit))
+                    print(json.dumps({key: value for key, value in rows[-1].items() if key != "all"}), file=sys.stderr, flush=True)
+    except netlab.UnavailableError as error:
+        print(f"wrappers: {error}", file=sys.stderr)
+        return 2
+    Console(width=160).print(table(rows, f"forward and backward on {args.ranks} gloo ranks, torch {torch.__version__}"))
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
