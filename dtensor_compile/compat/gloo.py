@@ -14,6 +14,7 @@ torch also makes a device for each group, and a device has a thread that wakes u
 from __future__ import annotations
 
 import datetime
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -44,13 +45,13 @@ def one_gloo_worker(share_device: bool = False) -> None:
     if not _OPTIONS.works():
         return
     stock: Any = distributed_c10d.ProcessGroupGloo
-    shared = [stock.create_default_device()] if share_device else None
+    shared = _devices(stock) if share_device else None
 
     class OneWorker(type(stock)):  # type: ignore[misc]
         def __call__(cls, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> Any:
             options = stock._Options()
             options._timeout, options._threads = timeout, 1
-            options._devices = shared or [stock.create_default_device()]
+            options._devices = shared or _devices(stock)
             for name, value in more.items():  # of torch 2.14: enable_reconfigure
                 setattr(options, name, value)
             return stock(store, rank, size, options)
@@ -59,3 +60,9 @@ def one_gloo_worker(share_device: bool = False) -> None:
             return isinstance(value, stock)
 
     distributed_c10d.ProcessGroupGloo = OneWorker(stock.__name__, (stock,), {})
+
+
+def _devices(stock: Any) -> list[Any]:
+    """Those of the interfaces that ``GLOO_SOCKET_IFNAME`` names, as torch makes them; else the default one."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return [stock.create_device(interface=name) for name in names.split(",") if name] or [stock.create_default_device()]
