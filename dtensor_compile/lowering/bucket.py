@@ -47,6 +47,9 @@ _COALESCED = {
 
 #: A bucket is full when sending takes this much longer than starting.
 FULL = 8.0
+#: What the program sends together is split where a part takes this much longer to send than to start. On the links between GPUs that is
+#: more than a layer of a large model has.
+ENOUGH = 64.0
 
 
 @dataclass
@@ -92,7 +95,7 @@ def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool
         further: also those that the program does not send together, where `cluster` says that it pays.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    buckets = _as_the_program_says(_by_first_use(list(_alone(graph)), cluster, position), position)
+    buckets = _as_the_program_says(_by_first_use(list(_alone(graph)), cluster, position), cluster, position)
     if further:
         buckets = _merge_small(buckets, cluster, position)
     return [_merge(bucket) for bucket in buckets if len(bucket.starts) > 1]
@@ -146,8 +149,12 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
         yield _Bucket([node], _unused(node), stretch, node.meta.get(GROUP), collective_of(node).bytes)
 
 
-def _as_the_program_says(alone: list[_Bucket], position: dict[torch.fx.Node, int]) -> list[_Bucket]:
-    """One bucket for what the program sends together, by kind, process group and dtype, as far as its limits let it grow."""
+def _as_the_program_says(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
+    """One bucket for what the program sends together, by kind, process group and dtype, as far as it may grow.
+
+    It is full at the program's own limit, and where it takes `ENOUGH` times longer to send than to start: what is in it cannot run
+    beside the compute before its last tensor is there, and not beside what needs its first.
+    """
     done: list[_Bucket] = []
     filling: dict[Hashable, tuple[_Bucket, int]] = {}
     for this in alone:
@@ -158,7 +165,9 @@ def _as_the_program_says(alone: list[_Bucket], position: dict[torch.fx.Node, int
             bucket, number = filling[key] = this, number + 1
         else:
             bucket.add(this)
-        bucket.full = this.group is not None and bucket.bytes >= this.group.limit(number)
+        if this.group is not None:
+            about = collective_of(this.starts[0])
+            bucket.full = bucket.bytes >= this.group.limit(number) or bucket.sends >= ENOUGH * _saturating(cluster, about.kind, about.ranks)
     return done
 
 
