@@ -47,6 +47,7 @@ from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.fuse_products import fuse_products
+from dtensor_compile.lowering.left_alone import communication_seconds, handed_back
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
     hold_draws,
@@ -115,6 +116,8 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     bases = return_bases(gm)
     writes = may_write(gm)
     tangents.repeatable = not writes
+    communication: list[float] = []  # seconds, of each graph that was lowered
+    tangents.decided, tangents.communication = log.decided, lambda: sum(communication)
     if recording():
         log.decided(cache_decisions(gm))
 
@@ -131,6 +134,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         if not own_collectives:
             drop_unread_collectives(graph)
         log.captured(graph)
+        log.decided(handed_back(graph))
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
         even.append(all(map(has_even_shards, redistributions(graph))))
@@ -161,6 +165,8 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         log.decided([d for d in decided if d not in of_the_graph])
         view_again(graph)
         log.lowered(graph)
+        if recording():
+            communication.append(communication_seconds(graph, opts.topology))
         agreement.note(graph)
         log.decided(run_passes(graph, (fuse_products,), strict=opts.strict))
 
@@ -224,7 +230,8 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
             )
         compiled = plan_until_sizes_stay(compile)
     agreement.reach()
-    return without_bases(restore_spent_graphs(gm, keep_versions(gm, heed_aliases(gm, remember_arguments(compiled, tangents)))), bases)
+    run = heed_aliases(gm, remember_arguments(compiled, tangents), log.decided, tangents.communication)
+    return without_bases(restore_spent_graphs(gm, keep_versions(gm, run)), bases)
 
 
 def dtensor_aten(
