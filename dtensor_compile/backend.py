@@ -56,11 +56,11 @@ from dtensor_compile.lowering.lower_collectives import (
     lower_collectives,
     order_collectives,
 )
-from dtensor_compile.lowering.order_rows import order_rows
+from dtensor_compile.lowering.order_rows import order_rows, rows_left
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.regather import regather
 from dtensor_compile.lowering.schedule_graph import ORDERED, explain
-from dtensor_compile.lowering.send_transposed import send_transposed
+from dtensor_compile.lowering.send_transposed import columns_left, send_transposed
 from dtensor_compile.lowering.size_ranges import tell_ranges
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.lowering.uncompiled import runs_uncompiled
@@ -140,8 +140,10 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         even.append(all(map(has_even_shards, redistributions(graph))))
         check_memory(graph)
         log.decided(tell_ranges(graph))
-        # Ranks of one mesh alone do not see whether shards of the other are even.
         shapes = (drop_copies,) if across(graph) else (drop_copies, order_rows, send_transposed)
+        if across(graph):
+            because = "ranks of one mesh alone have another graph, and would decide otherwise"
+            log.decided([*rows_left(graph, because), *columns_left(graph, because)])
         log.decided(run_passes(graph, shapes, disabled=opts.disable_passes, strict=opts.strict))
         check_memory(graph)
         spread_by_mask(graph)
