@@ -47,7 +47,7 @@ from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.fuse_products import fuse_products
-from dtensor_compile.lowering.left_alone import communication_seconds, handed_back
+from dtensor_compile.lowering.left_alone import communication_seconds, handed_back, kernels_left, order_left, unordered_kernels
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
     hold_draws,
@@ -156,6 +156,9 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
 
     orders_again, of_the_graph = opts.schedule and opts.kernels != "aten" and orders_kernels(), list[Decision]()
 
+    if opts.schedule and opts.kernels != "aten" and not orders_again:
+        log.decided([unordered_kernels()])
+
     @plans_for(opts.topology, opts.redistribution_memory)
     def lower_graph(graph: torch.fx.Graph) -> None:
         split_nary(graph)
@@ -165,9 +168,11 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         # What is said of the order holds of the kernels, where they are ordered again.
         of_the_graph[:] = [d for d in decided if d.kind == ORDERED and orders_again]
         log.decided([d for d in decided if d not in of_the_graph])
+        if log.recordings and not orders_again:
+            log.decided(order_left(graph, opts.topology, scheduled=opts.schedule))
         view_again(graph)
         log.lowered(graph)
-        if recording():
+        if log.recordings:
             communication.append(communication_seconds(graph, opts.topology))
         agreement.note(graph)
         log.decided(run_passes(graph, (fuse_products,), strict=opts.strict))
@@ -186,6 +191,8 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     def tell_order(found: KernelOrder) -> None:
         log.decided([kernels_in_order(found.before, found.after, found.least)])
         log.decided(explain(found.tasks, found.order, found.after, found.starts))
+        if log.recordings:
+            log.decided(kernels_left(found))
         log.ordered(found)
 
     def tell_uncompiled(graph: str, said: str) -> None:

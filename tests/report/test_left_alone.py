@@ -7,17 +7,40 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile import record
+from dtensor_compile import backend, record
+from dtensor_compile.capture.groups import GROUP, REDISTRIBUTES, Group
+from dtensor_compile.compat import scheduler
 from dtensor_compile.decisions import Decision
+from dtensor_compile.lowering import lower
+from dtensor_compile.lowering.left_alone import kernels_left, left_out_of_buckets
+from dtensor_compile.lowering.order_rows import rows_left
+from dtensor_compile.lowering.schedule import Buffer, Task, simulate
+from dtensor_compile.lowering.send_transposed import columns_left
+from dtensor_compile.lowering.uncompiled import runs_uncompiled
+from dtensor_compile.lowering import lower
+from dtensor_compile.lowering.left_alone import kernels_left, left_out_of_buckets
+from dtensor_compile.lowering.order_rows import rows_left
+from dtensor_compile.lowering.schedule import Buffer, Task, simulate
+from dtensor_compile.lowering.send_transposed import columns_left
+from dtensor_compile.lowering.uncompiled import runs_uncompiled
 from dtensor_compile.offline.simulated_job import job
+from dtensor_compile.passes import run_passes
+from dtensor_compile.passes import run_passes
 from dtensor_compile.report.build import decision_row, left_alone
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import from_json, to_json
+from dtensor_compile.report.recorder import watch_graphs
+from dtensor_compile.report.recorder import watch_graphs
 from dtensor_compile.report.table import print_report
+from dtensor_compile.topology.links import CLUSTERS
+from dtensor_compile.topology.links import CLUSTERS
 from tests.report.samples import sample_report
 
 #: Left alone by two stages, one of them twice; and something that was done.
@@ -166,3 +189,172 @@ def test_gradients_that_torch_redistributes_in_the_backward_pass(mesh):
     recording = compiled(draws, sharded(mesh, 2, 4).requires_grad_(), loss=partial_gradient)
     ((reason, _, sent),) = left(recording, "gradient_placements")
     assert "torch redistributes it" in reason and sent == 2 * 4 * 4
+
+
+def raises(*args):
+    raise NotImplementedError("no such collective")
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_redistribution_that_cannot_be_lowered(mesh, monkeypatch):
+    monkeypatch.setattr(lower, "carry_out", raises)
+    monkeypatch.setattr(lower, "_known", {})
+    recording = compiled(lambda x, y: (gathered(x), gathered(y)), sharded(mesh, 2, 4), sharded(mesh, 3, 4))
+    found = left(recording, "lower_redistributions")
+    assert [sent for reason, _, sent in found if "eager kernel" in reason] == [2 * 4 * 4, 3 * 4 * 4]
+    assert sum("traced one by one" in reason for reason, *_ in found) == 1
+
+
+def test_rows_that_are_cut_unevenly(mesh):
+    x = DTensor.from_local(torch.ones(2, 3, 4), mesh, [Shard(1)], run_check=False, shape=torch.Size((2, 5, 4)), stride=(20, 4, 1))
+    recording = compiled(lambda x, w: gathered(x).to_local() @ w, x, torch.ones(4, 3))
+    ((reason, _, copied),) = left(recording, "order_rows")
+    assert "[2, 5, 4] is cut unevenly" in reason and copied == 2 * 5 * 4 * 4
+
+
+def test_columns_that_are_cut_unevenly(mesh):
+    w = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(1)], run_check=False, shape=torch.Size((3, 7)), stride=(7, 1))
+    recording = compiled(lambda x, w: x @ gathered(w).to_local().t(), torch.ones(5, 7), w)
+    ((reason, _, copied),) = left(recording, "send_transposed")
+    assert "[3, 7] is cut unevenly" in reason and copied == 3 * 7 * 4
+
+
+def test_layouts_beside_a_redistribution_between_meshes(mesh):
+    """Ranks of one of the meshes alone have another graph."""
+    graphs = []
+    with watch_graphs(lambda stage, graph: graphs.append([*rows_left(graph, "because"), *columns_left(graph, "because")]) if stage == "planned" else None):
+        torch.compile(
+            lambda x, w, y, v: (gathered(x).to_local() @ w, y @ gathered(v).to_local().t()), backend="dtensor_aten"
+        )(sharded(mesh, 2, 3, 4, dim=1), torch.ones(4, 3), torch.ones(5, 8), sharded(mesh, 3, 4, dim=1))
+    assert [(d.kind, d.bytes) for d in graphs[0]] == [("order_rows", 2 * 6 * 4 * 4), ("send_transposed", 3 * 8 * 4)]
+
+
+def test_matmuls_beside_collectives_of_uneven_shards(mesh):
+    def product(x, w):
+        return gathered(x).to_local() @ w
+
+    x = DTensor.from_local(torch.ones(256, 64), mesh, [Shard(0)], run_check=False)
+    odd = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1))
+    options = {"enable_passes": ("decompose_products",)}
+    recording = compiled(lambda x, w, odd: (product(x, w), odd * 2), x, torch.ones(64, 64), odd, options=options)
+    ((reason, seconds, _),) = left(recording, "decompose_products")
+    assert "uneven" in reason and seconds > 0
+
+
+def test_collectives_of_symbolic_sizes_are_not_merged(mesh):
+    recording = compiled(lambda x, y: (gathered(x) * 2, gathered(y) * 3), sharded(mesh, 4, 4), sharded(mesh, 4, 6), dynamic=True)
+    ((reason, seconds, _),) = left(recording, "bucket_collectives")
+    assert "symbolic" in reason and seconds == pytest.approx(CLUSTERS["cpu-1gbit"].link((0, 1)).latency)
+
+
+def test_a_group_of_the_program_with_something_between_its_collectives(mesh):
+    c10d, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+
+    def program(x, y):
+        first = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
+        own = c10d.wait_tensor(c10d.all_reduce(first, "sum", group))
+        return own, c10d.wait_tensor(c10d.all_gather_into_tensor(y, 2, group))
+
+    graph = make_fx(program, tracing_mode="fake")(torch.ones(2, 4), torch.ones(3, 4)).graph
+    for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        node.meta |= {REDISTRIBUTES: True, GROUP: Group("parameters")}
+    (decision,) = left_out_of_buckets(graph, CLUSTERS["h100"], further=False)
+    assert decision.left_alone and "the program groups them" in decision.reason
+    assert decision.seconds == pytest.approx(CLUSTERS["h100"].link((0, 1)).latency)
+    assert line_of(sample([decision])).startswith("1 stage, ")
+
+
+def test_the_order_of_a_program_without_the_schedule(mesh):
+    recording = compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), options={"schedule": False})
+    ((reason, seconds, _),) = left(recording, "schedule")
+    assert "'schedule': False" in reason and seconds > 0
+
+
+def with_collective_of_its_own(x, y):
+    y = y.relu()
+    dist.all_reduce(y)
+    return gathered(x) * 2, y + 1
+
+
+@pytest.mark.parametrize("name, kind", [("dtensor_aten", "schedule"), ("dtensor", "schedule_kernels")])
+def test_collectives_of_the_program_keep_their_order(mesh, name, kind):
+    recording = compiled(with_collective_of_its_own, sharded(mesh, 2, 4), torch.ones(4, 4), backend=name)
+    ((reason, seconds, _),) = left(recording, kind)
+    assert "1 collectives are the program's own" in reason and seconds > 0
+
+
+def with_a_barrier(x):
+    y = gathered(x) * 2
+    dist.barrier()
+    return y + 1
+
+
+def test_operators_that_communicate_where_they_stand(mesh):
+    found = left(compiled(with_a_barrier, sharded(mesh, 2, 4)), "schedule")
+    assert any("communicate where they stand" in reason for reason, *_ in found)
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_kernels_that_communicate_where_they_stand(mesh, monkeypatch):
+    monkeypatch.setattr(lower, "carry_out", raises)
+    monkeypatch.setattr(lower, "_known", {})
+    found = left(compiled(with_collective_of_its_own, sharded(mesh, 2, 4), torch.ones(4, 4), backend="dtensor"), "schedule_kernels")
+    assert any("1 operators communicate where they stand" in reason for reason, *_ in found)
+
+
+def test_kernels_of_collectives_whose_node_is_not_known(mesh, monkeypatch):
+    monkeypatch.setattr(scheduler, "_collective_origin", lambda node: None)
+    found = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
+    assert any("the node of the graph is not known" in reason for reason, *_ in found)
+
+
+def test_a_torch_without_an_order_of_kernels(mesh, monkeypatch):
+    monkeypatch.setattr(backend, "orders_kernels", lambda: False)
+    found = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
+    assert any("no hooks for an order of kernels" in reason for reason, *_ in found)
+
+
+def independent(x, w):
+    return gathered(x).to_local() * 2, w @ w
+
+
+def test_a_faster_order_of_kernels_that_needs_more_memory(mesh):
+    """A matmul after the gather hides it, and both results are there at once."""
+    tasks = [
+        Task(makes=(first := Buffer(100, 100),), seconds=1.0),
+        Task(makes=(sent := Buffer(50, 50),), reads=(first,), seconds=1.0, link="wire", after=(0,)),
+        Task(waits_for=1, reads=(first, sent), after=(1,)),
+        Task(reads=(sent,), after=(2,)),
+        Task(makes=(Buffer(100, 100),), seconds=1.0),
+    ]
+    given = list(range(len(tasks)))
+    found = simulate(tasks, given)
+    (decision,) = kernels_left(scheduler.KernelOrder(tasks, given, found, found, 0.0, {}, []))
+    assert "a faster one has a peak of" in decision.reason and decision.seconds == pytest.approx(1.0)
+    assert line_of(sample([decision])) == "1 stage, 1.00 s"
+
+
+def test_a_program_of_which_nothing_is_left_alone(mesh):
+    recording = compiled(independent, sharded(mesh, 2, 4), torch.ones(64, 64), backend="dtensor")
+    assert recording.decisions and not any(decision.left_alone for decision in recording.decisions)
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_pass_that_raises():
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph
+    (decision,) = run_passes(graph, [raises])
+    assert decision.left_alone and line_of(sample([decision])) == "1 stage"
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_graph_with_a_kernel_that_does_not_compile():
+    decision = runs_uncompiled("forward", "error: no such instruction")
+    assert decision.left_alone and line_of(sample([decision])) == "1 stage"
+
+
+def test_a_graph_that_stays_out_of_the_caches_on_disk(mesh):
+    table = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)])
+    ids = DTensor.from_local(torch.tensor([0, 5]), mesh, [Replicate()])
+    ((reason, *_),) = left(compiled(torch.nn.functional.embedding, ids, table), "cache")
+    assert "cannot write" in reason
+
