@@ -17,7 +17,7 @@ from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.empty_masks import make_masks_boolean
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.marks import mark_local_tensors
-from dtensor_compile.capture.mesh import guard_mesh_order, merge_groups
+from dtensor_compile.capture.mesh import guard_mesh_order, merge_groups, without_merged_groups
 from dtensor_compile.capture.preserved_versions import keep_versions
 from dtensor_compile.capture.repeated_writes import write_once
 from dtensor_compile.capture.sharding_rules import report_fallbacks
@@ -47,7 +47,7 @@ from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.fuse_products import fuse_products
-from dtensor_compile.lowering.left_alone import communication_seconds, handed_back, kernels_left, order_left, unordered_kernels
+from dtensor_compile.lowering.left_alone import communication_seconds, estimated_kernels, handed_back, kernels_left, order_left, unordered_kernels
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
     hold_draws,
@@ -70,6 +70,7 @@ from dtensor_compile.passes import dropped, run_passes
 from dtensor_compile.passes.nodes import across, has_even_shards, redistributions
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
 from dtensor_compile.runtime.agree import Agreement
+from dtensor_compile.runtime.native import without_native
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.topology.files import to_values
 from dtensor_compile.topology.network import plans_for
@@ -111,6 +112,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
     merged = merge_groups(tensor_meshes(gm))
+    log.decided([*without_native(), *without_merged_groups(tensor_meshes(gm))])
     join_groups(gm)
     own_collectives = calls_collectives(gm)
     bases = return_bases(gm)
@@ -172,6 +174,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
             log.decided(order_left(graph, opts.topology, scheduled=opts.schedule))
         view_again(graph)
         log.lowered(graph)
+        log.decided(estimated_kernels() if measured else [])
         if log.recordings:
             communication.append(communication_seconds(graph, opts.topology))
         agreement.note(graph)

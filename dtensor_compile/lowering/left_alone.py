@@ -20,6 +20,7 @@ from dtensor_compile.capture.trace import HANDED_BACK
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.bucket import COALESCED
 from dtensor_compile.lowering.decompose import pairs
+from dtensor_compile.lowering.measured_kernels import not_measured
 from dtensor_compile.lowering.schedule import ALIKE, arrange, simulate
 from dtensor_compile.lowering.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
 from dtensor_compile.passes.nodes import COMMUNICATES, FUSED, PART, REDISTRIBUTES, is_fixed, is_start, source_line
@@ -60,7 +61,8 @@ def products_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decisio
         return []
     seconds = sum(cost_of(cluster, collective_of(start))[1] for start in found)
     reason = "shards are uneven or of symbolic sizes: ranks would decide by other seconds of compute, so that none does"
-    return [Decision("decompose_products", source_line(found[0]), reason, f"{len(found)} matmuls beside collectives", left_alone=True, seconds=seconds)]
+    text = f"{len(found)} matmuls beside collectives"
+    return [Decision("decompose_products", source_line(found[0]), reason, text, text, left_alone=True, seconds=seconds)]
 
 
 def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: bool) -> list[Decision]:
@@ -136,7 +138,7 @@ def kernels_left(found: KernelOrder) -> list[Decision]:
     where = found.starts[own[0]].where if own else ""
     decisions = _kept_in_order("schedule_kernels", where, len(found.own), sum(found.after.exposed[index] for index in own), found.standing)
     if found.unknown:
-        reason = f"{found.unknown} kernels start or wait for a collective of which the node of the graph is not known: kernels do not pass their waits"
+        reason = f"{found.unknown} kernels start or wait for a collective whose node of the graph is not known: nothing moves past such a wait"
         decisions.append(Decision("schedule_kernels", "", reason, left_alone=True))
     return decisions + _bound_by_memory(found)
 
@@ -156,7 +158,15 @@ def _bound_by_memory(found: KernelOrder) -> list[Decision]:
 
 def unordered_kernels() -> Decision:
     """The decision that this torch does not let kernels be put in order."""
-    return Decision("schedule_kernels", "", "this release of torch has no hooks for an order of kernels: Inductor's order stays", left_alone=True)
+    reason = "this release of torch has no hooks for an order of kernels: Inductor's order stays"
+    return Decision("schedule_kernels", "", reason, left_alone=True)
+
+
+def estimated_kernels() -> list[Decision]:
+    """The decision that ``kernel_costs="measured"`` falls back to estimates for operators that do not run here."""
+    left = not_measured()
+    reason = f"{len(left)} operators cannot be measured on this machine, and are estimated: {'; '.join(left)[:200]}"
+    return [Decision("kernel_costs", "", reason, "measured", "estimated", left_alone=True)] if left else []
 
 
 def _unscheduled(number: int, seconds: float) -> Decision:
@@ -168,8 +178,8 @@ def _kept_in_order(kind: str, where: str, own: int, seconds: float, standing: in
     decisions = []
     if own:
         reason = (
-            f"{own} collectives are the program's own, and other ranks may run another program: all collectives start in the order of the "
-            "program, and waits stay behind the starts before them"
+            f"{own} collectives are the program's own, or between meshes, and other ranks may run another program: all collectives start "
+            "in the order of the program, and waits stay behind the starts before them"
         )
         decisions.append(Decision(kind, where, reason, left_alone=True, seconds=seconds))
     if standing:

@@ -191,7 +191,8 @@ def _trace_together(nodes: Sequence[torch.fx.Node], decisions: list[Decision]) -
         whole = trace_local(function, values).graph
     except Exception as error:  # noqa: BLE001
         reason = f"traced one by one, which takes a millisecond of compilation each: {type(error).__name__}: {error}"
-        decisions.append(Decision("lower_redistributions", source_line(nodes[0]), reason, before=f"{len(nodes)} redistributions", left_alone=True))
+        text = f"{len(nodes)} redistributions"
+        decisions.append(Decision("lower_redistributions", source_line(nodes[0]), reason, text, text, left_alone=True))
         return {}
     inputs = dict(zip(sources, whole.find_nodes(op="placeholder")))
     results = whole.output_node().args[0]

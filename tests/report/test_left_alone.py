@@ -14,21 +14,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile import backend, record
+from dtensor_compile import backend, record, redistribute
+from dtensor_compile.capture import mesh as capture_mesh
 from dtensor_compile.capture.groups import GROUP, REDISTRIBUTES, Group
 from dtensor_compile.compat import scheduler
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering import lower
+from dtensor_compile.lowering import lower, measured_kernels
 from dtensor_compile.lowering.left_alone import kernels_left, left_out_of_buckets
-from dtensor_compile.lowering.order_rows import rows_left
 from dtensor_compile.lowering.schedule import Buffer, Task, simulate
-from dtensor_compile.lowering.send_transposed import columns_left
 from dtensor_compile.lowering.uncompiled import runs_uncompiled
-from dtensor_compile.lowering import lower
+from dtensor_compile.lowering import lower, measured_kernels
 from dtensor_compile.lowering.left_alone import kernels_left, left_out_of_buckets
-from dtensor_compile.lowering.order_rows import rows_left
 from dtensor_compile.lowering.schedule import Buffer, Task, simulate
-from dtensor_compile.lowering.send_transposed import columns_left
 from dtensor_compile.lowering.uncompiled import runs_uncompiled
 from dtensor_compile.offline.simulated_job import job
 from dtensor_compile.passes import run_passes
@@ -36,10 +33,10 @@ from dtensor_compile.passes import run_passes
 from dtensor_compile.report.build import decision_row, left_alone
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import from_json, to_json
-from dtensor_compile.report.recorder import watch_graphs
-from dtensor_compile.report.recorder import watch_graphs
 from dtensor_compile.report.table import print_report
+from dtensor_compile.runtime import native
 from dtensor_compile.topology.links import CLUSTERS
+from dtensor_compile.runtime import native
 from dtensor_compile.topology.links import CLUSTERS
 from tests.report.samples import sample_report
 
@@ -219,14 +216,73 @@ def test_columns_that_are_cut_unevenly(mesh):
     assert "[3, 7] is cut unevenly" in reason and copied == 3 * 7 * 4
 
 
-def test_layouts_beside_a_redistribution_between_meshes(mesh):
+def test_layouts_beside_a_redistribution_between_meshes():
     """Ranks of one of the meshes alone have another graph."""
-    graphs = []
-    with watch_graphs(lambda stage, graph: graphs.append([*rows_left(graph, "because"), *columns_left(graph, "because")]) if stage == "planned" else None):
-        torch.compile(
-            lambda x, w, y, v: (gathered(x).to_local() @ w, y @ gathered(v).to_local().t()), backend="dtensor_aten"
-        )(sharded(mesh, 2, 3, 4, dim=1), torch.ones(4, 3), torch.ones(5, 8), sharded(mesh, 3, 4, dim=1))
-    assert [(d.kind, d.bytes) for d in graphs[0]] == [("order_rows", 2 * 6 * 4 * 4), ("send_transposed", 3 * 8 * 4)]
+    torch._dynamo.reset()
+    with job(3):
+        mesh, other = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [0, 1, 2]))
+
+        def program(x, w, y, v, z):
+            sent = redistribute(z, other, [Replicate()]).to_local()
+            return gathered(x).to_local() @ w, y @ gathered(v).to_local().t(), sent + 1
+
+        args = sharded(mesh, 2, 3, 4, dim=1), torch.ones(4, 3), torch.ones(5, 8), sharded(mesh, 3, 4, dim=1), sharded(mesh, 6, 1)
+        recording = compiled(program, *args)
+        ((reason, _, copied),) = left(recording, "order_rows")
+        assert "another graph" in reason and copied == 2 * 6 * 4 * 4
+        ((reason, _, copied),) = left(recording, "send_transposed")
+        assert "another graph" in reason and copied == 3 * 8 * 4
+
+
+def beside_uneven(function, mesh):
+    """`function`, with another argument: one more redistribution, of a tensor that is cut unevenly."""
+    odd = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1))
+    return (lambda odd, *args: (function(*args), gathered(odd) * 2)), odd
+
+
+def test_rows_of_tables_that_are_not_exchanged_beside_uneven_shards(mesh):
+    def look_up(table, ids):
+        return torch.nn.functional.embedding(ids, gathered(table).to_local())
+
+    function, odd = beside_uneven(look_up, mesh)
+    args, options = (sharded(mesh, 64, 4), torch.tensor([3, 5])), {"enable_passes": ("exchange_rows",)}
+    ((reason, _, sent),) = left(compiled(function, odd, *args, options=options), "exchange_rows")
+    assert "uneven" in reason and sent == 64 * 4 * 4
+
+
+def test_sums_that_stay_whole_beside_uneven_shards(mesh):
+    def layer(x):
+        return torch.relu(gathered(x))
+
+    function, odd = beside_uneven(layer, mesh)
+    x = DTensor.from_local(torch.ones(8, 4), mesh, [Partial()], run_check=False)
+    options = {"enable_passes": ("sequence_parallel",)}
+    ((reason, *_),) = left(compiled(function, odd, x, options=options), "sequence_parallel")
+    assert "1 sums and their readers stay whole" in reason
+
+
+def test_meshes_whose_ranks_do_not_come_for_groups_over_several_dims(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(capture_mesh, "all_meet", lambda *about: False)
+    with job(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        x = DTensor.from_local(torch.ones(2, 4), mesh, [Replicate(), Shard(0), Shard(0)], run_check=False)
+        ((reason, *_),) = left(compiled(lambda x: x.redistribute(placements=[Replicate()] * 3) * 2, x), "merge_groups")
+    assert "did not all come" in reason
+
+
+def test_operators_that_cannot_be_measured(mesh, monkeypatch):
+    monkeypatch.setattr(measured_kernels, "_measured", {})
+    monkeypatch.setattr(measured_kernels, "_measure", lambda *about: None)
+    recording = compiled(independent, sharded(mesh, 2, 4), torch.ones(64, 64), options={"kernel_costs": "measured"})
+    ((reason, *_),) = left(recording, "kernel_costs")
+    assert reason.startswith("1 operators cannot be measured") and "aten.mm" in reason
+
+
+def test_calls_without_the_module_in_cpp(mesh, monkeypatch):
+    monkeypatch.setattr(native, "native", lambda: None)
+    ((reason, *_),) = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4)), "native_calls")
+    assert "handled in Python" in reason
 
 
 def test_matmuls_beside_collectives_of_uneven_shards(mesh):
@@ -305,7 +361,7 @@ def test_kernels_that_communicate_where_they_stand(mesh, monkeypatch):
 def test_kernels_of_collectives_whose_node_is_not_known(mesh, monkeypatch):
     monkeypatch.setattr(scheduler, "_collective_origin", lambda node: None)
     found = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
-    assert any("the node of the graph is not known" in reason for reason, *_ in found)
+    assert any("whose node of the graph is not known" in reason for reason, *_ in found)
 
 
 def test_a_torch_without_an_order_of_kernels(mesh, monkeypatch):
