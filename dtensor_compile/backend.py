@@ -17,7 +17,7 @@ from dtensor_compile.capture.effect_tokens import make_tokens_real
 from dtensor_compile.capture.empty_masks import make_masks_boolean
 from dtensor_compile.capture.failing_backward import defer_backward_errors
 from dtensor_compile.capture.marks import mark_local_tensors
-from dtensor_compile.capture.mesh import guard_mesh_order, merge_groups
+from dtensor_compile.capture.mesh import guard_mesh_order, merge_groups, without_merged_groups
 from dtensor_compile.capture.preserved_versions import keep_versions
 from dtensor_compile.capture.repeated_writes import write_once
 from dtensor_compile.capture.sharding_rules import report_fallbacks
@@ -47,6 +47,7 @@ from dtensor_compile.lowering.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.fuse_products import fuse_products
+from dtensor_compile.lowering.left_alone import communication_seconds, estimated_kernels, handed_back, kernels_left, order_left, unordered_kernels
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
     hold_draws,
@@ -55,11 +56,11 @@ from dtensor_compile.lowering.lower_collectives import (
     lower_collectives,
     order_collectives,
 )
-from dtensor_compile.lowering.order_rows import order_rows
+from dtensor_compile.lowering.order_rows import order_rows, rows_left
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.regather import regather
 from dtensor_compile.lowering.schedule_graph import ORDERED, explain
-from dtensor_compile.lowering.send_transposed import send_transposed
+from dtensor_compile.lowering.send_transposed import columns_left, send_transposed
 from dtensor_compile.lowering.size_ranges import tell_ranges
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
 from dtensor_compile.lowering.uncompiled import runs_uncompiled
@@ -69,6 +70,7 @@ from dtensor_compile.passes import dropped, run_passes
 from dtensor_compile.passes.nodes import across, has_even_shards, redistributions
 from dtensor_compile.report.recorder import GraphLog, cache_key, recording
 from dtensor_compile.runtime.agree import Agreement
+from dtensor_compile.runtime.native import without_native
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.topology.files import to_values
 from dtensor_compile.topology.network import plans_for
@@ -110,11 +112,14 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
     merged = merge_groups(tensor_meshes(gm))
+    log.decided([*without_native(), *without_merged_groups(tensor_meshes(gm))])
     join_groups(gm)
     own_collectives = calls_collectives(gm)
     bases = return_bases(gm)
     writes = may_write(gm)
     tangents.repeatable = not writes
+    communication: list[float] = []  # seconds, of each graph that was lowered
+    tangents.decided, tangents.communication = log.decided, lambda: sum(communication)
     if recording():
         log.decided(cache_decisions(gm))
 
@@ -131,13 +136,16 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         if not own_collectives:
             drop_unread_collectives(graph)
         log.captured(graph)
+        log.decided(handed_back(graph))
         log.decided(run_passes(graph, disabled=opts.disable_passes, enabled=opts.enable_passes, strict=opts.strict))
         log.planned(graph)
         even.append(all(map(has_even_shards, redistributions(graph))))
         check_memory(graph)
         log.decided(tell_ranges(graph))
-        # Ranks of one mesh alone do not see whether shards of the other are even.
         shapes = (drop_copies,) if across(graph) else (drop_copies, order_rows, send_transposed)
+        if across(graph):
+            because = "ranks of one mesh alone have another graph, and would decide otherwise"
+            log.decided([*rows_left(graph, because), *columns_left(graph, because)])
         log.decided(run_passes(graph, shapes, disabled=opts.disable_passes, strict=opts.strict))
         check_memory(graph)
         spread_by_mask(graph)
@@ -150,6 +158,9 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
 
     orders_again, of_the_graph = opts.schedule and opts.kernels != "aten" and orders_kernels(), list[Decision]()
 
+    if opts.schedule and opts.kernels != "aten" and not orders_again:
+        log.decided([unordered_kernels()])
+
     @plans_for(opts.topology, opts.redistribution_memory)
     def lower_graph(graph: torch.fx.Graph) -> None:
         split_nary(graph)
@@ -159,8 +170,13 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         # What is said of the order holds of the kernels, where they are ordered again.
         of_the_graph[:] = [d for d in decided if d.kind == ORDERED and orders_again]
         log.decided([d for d in decided if d not in of_the_graph])
+        if log.recordings and not orders_again:
+            log.decided(order_left(graph, opts.topology, scheduled=opts.schedule))
         view_again(graph)
         log.lowered(graph)
+        log.decided(estimated_kernels() if measured else [])
+        if log.recordings:
+            communication.append(communication_seconds(graph, opts.topology))
         agreement.note(graph)
         log.decided(run_passes(graph, (fuse_products,), strict=opts.strict))
 
@@ -178,6 +194,8 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     def tell_order(found: KernelOrder) -> None:
         log.decided([kernels_in_order(found.before, found.after, found.least)])
         log.decided(explain(found.tasks, found.order, found.after, found.starts))
+        if log.recordings:
+            log.decided(kernels_left(found))
         log.ordered(found)
 
     def tell_uncompiled(graph: str, said: str) -> None:
@@ -224,7 +242,8 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
             )
         compiled = plan_until_sizes_stay(compile)
     agreement.reach()
-    return without_bases(restore_spent_graphs(gm, keep_versions(gm, heed_aliases(gm, remember_arguments(compiled, tangents)))), bases)
+    run = heed_aliases(gm, remember_arguments(compiled, tangents), log.decided, tangents.communication)
+    return without_bases(restore_spent_graphs(gm, keep_versions(gm, run)), bases)
 
 
 def dtensor_aten(

@@ -14,6 +14,8 @@ class Decision:
         where: the user's line that caused it, ``file:line: code``; empty where none is known.
         reason: why, in one sentence.
         before, after: what stood there, in text form.
+        left_alone: a stage left this as it was, handed it back to torch, or switched itself off; `reason` says why.
+        seconds, bytes: what that costs at most: estimated seconds of a step, bytes that are sent or copied; None where no estimate exists.
     """
 
     kind: str
@@ -21,6 +23,9 @@ class Decision:
     reason: str
     before: str = ""
     after: str = ""
+    left_alone: bool = False
+    seconds: float | None = None
+    bytes: int | None = None
 
     def __str__(self) -> str:
         change = f" {self.before} -> {self.after}" if self.before or self.after else ""

@@ -7,7 +7,7 @@ a write to one does not reach the other:
     x, y over one local tensor: x.add_(1); return x + y      # compiled alone: y is still what it was
 
 Whether inputs share memory may change from call to call, so the compiled code of a program that writes asks each time, and hands over
-to the traced program itself where it is so. Programs that write to nothing are not asked.
+to the traced program itself where it is so; the first such call is a decision. Programs that write to nothing are not asked.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from dtensor_compile.compat.async_inputs import async_inputs
 from dtensor_compile.compat.dtensor import in_storages_of_their_own, memory_of, writes_to_arguments
+from dtensor_compile.decisions import Decision
 
 #: Python's operators that write to their first argument: ``x += y``, ``x[i] = y``.
 _WRITING = {
@@ -92,15 +93,38 @@ def _overlap(spans: Sequence[tuple[int, int, bool]]) -> bool:
     )
 
 
-def heed_aliases(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled` for inputs that share no memory through a DTensor, `gm` for others."""
+def heed_aliases(
+    gm: torch.fx.GraphModule,
+    compiled: Callable[..., Any],
+    decided: Callable[[list[Decision]], None],
+    communication: Callable[[], float],
+) -> Callable[..., Any]:
+    """`compiled` for inputs that share no memory through a DTensor, `gm` for others.
+
+    Args:
+        decided: receives a decision at the first call of `gm`.
+        communication: gives the estimated seconds of the collectives of a step, all of which eager waits for.
+    """
     if not may_write(gm):
         return compiled
     inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     asynchronous = bool(async_inputs(inputs))
 
+    said = False
+
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
-        return gm(*args) if shares_memory(args, asynchronous) else compiled(*args)
+        nonlocal said
+        if not shares_memory(args, asynchronous):
+            return compiled(*args)
+        if not said:
+            said = True
+            decided([_runs_in_eager(communication())])
+        return gm(*args)
 
     return run
+
+
+def _runs_in_eager(seconds: float) -> Decision:
+    reason = "inputs share memory through a DTensor and the program writes to one: calls with such inputs run operator by operator"
+    return Decision("aliased_inputs", "", reason, "compiled graph", "eager", left_alone=True, seconds=seconds)

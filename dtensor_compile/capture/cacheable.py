@@ -39,4 +39,4 @@ def cache_decisions(gm: torch.fx.GraphModule) -> list[Decision]:
     reasons = [] if survives_caches(gm) else ["a result has a placement that a cache cannot write and read again"]
     refused = cache_refusal(gm, GRAPH_FUNCTIONS)
     reasons += [refused] if refused else []
-    return [Decision("cache", "", f"every process compiles it: {reason}", "compiled graph", "not kept") for reason in reasons]
+    return [Decision("cache", "", f"every process compiles it: {reason}", "compiled graph", "not kept", left_alone=True) for reason in reasons]

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dynamo import fact_guard
+from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError
 from dtensor_compile.runtime.meet import all_meet
 
@@ -293,6 +294,13 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
         for dims in several if _merged[text] else ():
             merged_group_name(text, dims, rank)
     return complete
+
+
+def without_merged_groups(meshes: Iterable[DeviceMesh]) -> list[Decision]:
+    """A decision for each of these meshes whose ranks did not all come to make groups over several mesh dims."""
+    texts = [mesh_text(real) for mesh in meshes if compat_mesh.is_member(real := compat_mesh.real_mesh(mesh))]
+    reason = "its ranks did not all come in time to make groups over several mesh dims: plans send one mesh dim after the other"
+    return [Decision("merge_groups", "", reason, text, text, left_alone=True) for text in texts if _merged.get(text) is False]
 
 
 #: Seconds that a rank waits for all ranks of two meshes between which a tensor is redistributed. Nothing else leads from the one

@@ -1,7 +1,8 @@
 """The scope in which redistributions become ``dtensor_compile::redistribute`` nodes.
 
 torch moves tensors between placements in one function, for explicit and implicit redistributions, forward and backward. While our
-backend traces, calls to it become the operator. What the operator does not speak of stays with torch, in the graph all the same:
+backend traces, calls to it become the operator. What the operator does not speak of stays with torch, in the graph all the same, and
+the nodes that torch makes for it say why (`HANDED_BACK`):
 
 - A masked partial (row-wise embedding) owes a mask before it is summed. The mask is applied as a local operator, what is left is
   an ordinary partial sum. Making the mask sends nothing and is torch's own code.
@@ -13,7 +14,9 @@ backend traces, calls to it become the operator. What the operator does not spea
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -34,11 +37,24 @@ from dtensor_compile.compat.dtensor import (
     redistribute_hook,
     stock_redistribute_local,
 )
-from dtensor_compile.compat.observe import forcing_operator, newest_node
+from dtensor_compile.compat.observe import forcing_operator, newest_node, nodes_since
 from dtensor_compile.errors import PlanError, SpecTextError
 
 #: Key of a node's ``meta``: the operator whose sharding rule asked for the redistribution, empty where the program did.
 FORCED_BY = "dtensor_compile_forced_by"
+
+#: Key of the ``meta`` of nodes that torch's own code made of a redistribution: a `HandedBack`.
+HANDED_BACK = "dtensor_compile_handed_back"
+
+
+class HandedBack(NamedTuple):
+    """Why torch's own code redistributes a tensor; `number` tells redistributions apart."""
+
+    reason: str
+    number: int
+
+
+_numbers = itertools.count()
 
 
 @contextlib.contextmanager
@@ -52,18 +68,22 @@ def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: 
     """The local tensor in the target spec: by the operator where it speaks of the change, else by `stock`."""
     mark(local, source)
     mesh = compat_mesh.real_mesh(source.mesh)
-    if source.tensor_meta is None or compat_mesh.real_mesh(target.mesh) != mesh or not compat_mesh.is_member(mesh):
-        return stock()
+    if not compat_mesh.is_member(mesh):
+        return stock()  # this rank has no part of the tensor, and sends nothing
+    if source.tensor_meta is None:
+        return _hand_back(stock, "its spec has no global shape")
+    if compat_mesh.real_mesh(target.mesh) != mesh:
+        return _hand_back(stock, "source and target are on different meshes")
     before, after = canonical_placements(source), canonical_placements(target)
     if len({p.reduce_op for p in (*before, *after) if isinstance(p, Partial)}) > 1:
-        return stock()  # torch refuses partials of different kinds
+        return _hand_back(stock, "it is partial in several reductions")  # which torch refuses for most
     if any(isinstance(b, Partial) and not isinstance(a, (Partial, Replicate)) for a, b in zip(before, after)):
-        return stock()  # torch refuses to make a shard partial
+        return _hand_back(stock, "a shard is to become partial")  # which torch refuses for most
     if any(isinstance(p, MaskPartial) for p in after):
         return _emit_to_mask(local, source, target, before, after, stock)
     pending = [p for i, p in enumerate(before) if isinstance(p, MaskPartial) and mesh.size(i) > 1]  # one rank has every row
     if len(pending) > 1:
-        return stock()
+        return _hand_back(stock, "it is partial under the masks of several mesh dims")
     before = tuple(Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before)
     shape = source.tensor_meta.shape
     try:
@@ -72,16 +92,26 @@ def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: 
         layout = parse_mesh(text)
         needed = plan_of(*names, layout, shape, local.element_size(), bounded=False)
         check_local(local, names[0], layout, mesh.get_coordinate() or (), shape)
-    except (SpecTextError, PlanError):
-        return stock()
+    except (SpecTextError, PlanError) as error:
+        return _hand_back(stock, str(error))
     if not groups_in_mesh_order(mesh, layout):
-        return stock()
+        return _hand_back(stock, f"process groups of mesh {text} are in another order of ranks than the mesh")
     for p in pending:
         local = apply_mask(p, local)
     if not needed:
         return local
     result = redistribute_op(local, *names, text, shape)
     note_origin()
+    return result
+
+
+def _hand_back(stock: Callable[[], torch.Tensor], reason: str) -> torch.Tensor:
+    """What `stock` gives; the nodes that it makes in the graph that this thread traces say why torch redistributes."""
+    before = newest_node()
+    result = stock()
+    this = HandedBack(reason, next(_numbers))
+    for node in nodes_since(before):
+        node.meta.setdefault(HANDED_BACK, this)
     return result
 
 
@@ -102,9 +132,9 @@ def _emit_to_mask(
 ) -> torch.Tensor:
     """Indices on their way into a row-wise lookup: replicate them, then let torch make the mask, which sends nothing."""
     if all(a == b or isinstance(b, MaskPartial) and isinstance(a, Replicate) for a, b in zip(before, after)):
-        return stock()
+        return stock()  # a mask alone, which sends nothing
     assert source.tensor_meta is not None
     replicated = tuple(Replicate() if isinstance(p, MaskPartial) else p for p in after)
     middle = make_spec(source.mesh, replicated, source.tensor_meta.shape, source.tensor_meta.dtype)
-    local = emit_redistribution(local, source, middle, stock)
+    local = emit_redistribution(local, source, middle, lambda: stock_redistribute_local(local, source, middle))
     return stock_redistribute_local(local, middle, target)

@@ -112,8 +112,10 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
         values = gradients[0] if boxed else list(gradients)
         specs = ctx.output_specs
         given = [None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)]
-        if tangents.come_otherwise(given, [spec and spec[0].placements for spec in specs]) and ctx.call is not None:
-            in_eager = gradients_in_eager(program, ctx.call, tangents.places, given)
+        placements = [spec and spec[0].placements for spec in specs]
+        if tangents.come_otherwise(given, placements):
+            in_eager = None if ctx.call is None else gradients_in_eager(program, ctx.call, tangents.places, given)
+            tangents.say_otherwise(given, placements, in_eager is not None)
             if in_eager is not None:
                 return in_eager
         for i, (value, spec) in enumerate(zip(values, specs)):

@@ -7,6 +7,7 @@ what is compiled. Everything is told to the watcher in the thread that compiles.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import sys
 import threading
@@ -209,6 +210,13 @@ def newest_node() -> torch.fx.Node | None:
     """The last node of the graph that this thread traces with proxies; None where it traces none."""
     mode = get_proxy_mode()
     return next(iter(reversed(mode.tracer.graph.nodes)), None) if mode is not None else None
+
+
+def nodes_since(before: torch.fx.Node | None) -> list[torch.fx.Node]:
+    """The nodes behind `before` (all of them for None) of the graph that this thread traces with proxies; none where it traces none."""
+    mode = get_proxy_mode()
+    nodes = reversed(mode.tracer.graph.nodes) if mode is not None else ()
+    return list(itertools.takewhile(lambda node: node is not before, nodes))
 
 
 def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:

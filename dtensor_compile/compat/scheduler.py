@@ -185,6 +185,9 @@ class KernelOrder:
         starts: the collectives that are known, by task.
         wrapped: those of a wrapper of the program, by task, and whether they reduce.
         operations: the kernels, starts and waits in order, for the report.
+        own: tasks that start collectives of the program itself.
+        unknown: number of kernels that start or wait for a collective of which the node of the graph is not known.
+        standing: number of kernels that communicate where they stand.
     """
 
     tasks: list[Task]
@@ -195,6 +198,9 @@ class KernelOrder:
     starts: dict[int, Collective]
     wrapped: dict[int, bool]
     operations: list[Operation]
+    own: tuple[int, ...] = ()
+    unknown: int = 0
+    standing: int = 0
 
     @property
     def collectives(self) -> list[Collective]:
@@ -237,7 +243,16 @@ def rearrange(
         roles = {index: _role(node) for index, node in enumerate(nodes, given)}
         found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}
         operations = _operations(nodes, given, tasks, order, found)
-        told(KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, wrapped, operations))
+        told(
+            KernelOrder(
+                tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, wrapped, operations,
+                own=tuple(index for index in found if not roles[index].redistributes),
+                unknown=sum(
+                    role.starts and role.origin is None or role.waits and tasks[index].waits_for is None for index, role in roles.items()
+                ),
+                standing=sum(role.stays for role in roles.values()),
+            )
+        )  # fmt: skip
     return [nodes[index - given] for index in order if index >= given]
 
 

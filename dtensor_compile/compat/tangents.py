@@ -7,7 +7,7 @@ where every rule follows the placement that came. So a gradient that comes other
 - The backward of that call is eager's: the traced program, which Dynamo left, runs once more, and its gradients are taken.
   That asks for a program that gives the same again: one that writes to nothing, draws no random numbers and sends no messages
   of its own. For others, and where the arguments are gone, torch's redistribution stands. (Calls hold their arguments until
-  gradients have come as expected.)
+  gradients have come as expected.) Either is a decision, the first time.
 - When it has happened twice, the graph is compiled again for such gradients, at the next call; a guard holds it until then.
   The graph that is compiled so is not given up again.
 """
@@ -15,7 +15,6 @@ where every rule follows the placement that came. So a gradient that comes other
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,13 +31,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_compile.capture.across import ORDERED
+from dtensor_compile.capture.mesh import mesh_text, parse_mesh
+from dtensor_compile.capture.redistribute import plan_of
+from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo import constant_source, fact_guard, leave_frames_to_python, of_compilation_on_stack
 from dtensor_compile.compat.dtensor import spec_of_parts
 from dtensor_compile.compat.mesh import real_mesh
+from dtensor_compile.decisions import Decision
+from dtensor_compile.errors import PlanError, SpecTextError
+from dtensor_compile.lowering.plan import bytes_sent
 from dtensor_compile.runtime.native import native
-
-log = logging.getLogger("dtensor_compile")
 
 #: Placements of the gradients of all results that are DTensors and require a gradient, in order.
 Placed = tuple[tuple[Placement, ...], ...]
@@ -87,6 +90,9 @@ class Tangents:
         matched: whether gradients came as expected so far; calls hold their arguments until then.
         places: which argument of the graph each input of its autograd function is (None for what is no tensor); empty before the
             first call, None where a tensor is no argument.
+        decided: receives decisions about gradients that came otherwise.
+        communication: gives the estimated seconds of the collectives of a step, all of which eager waits for.
+        said: what was decided already.
     """
 
     code: Any = None
@@ -97,6 +103,9 @@ class Tangents:
     learned: Placed | None = None
     matched: bool = False
     places: list[int | None] | None = field(default_factory=list)
+    decided: Callable[[list[Decision]], None] = lambda decisions: None
+    communication: Callable[[], float] = lambda: 0.0
+    said: set[tuple[Placed, bool]] = field(default_factory=set)
 
     @classmethod
     def of_frame(cls) -> Tangents:
@@ -118,24 +127,69 @@ class Tangents:
         """
         if not self.results or compiled_autograd.in_compiled_autograd_region or torch.is_grad_enabled():
             return False  # in a backward of a backward torch says itself that it cannot
-        expected = self.assumed or tuple(expected_placements(placements[i]) for i in self.results)
-        placed = tuple(
-            tuple(values[i].placements) if isinstance(values[i], DTensor) else usual for i, usual in zip(self.results, expected)
-        )
+        placed, expected = self._placed(values, placements)
         if placed == expected:
             self.matched = True
             return False
-        if not self.missed:
-            log.info("a gradient comes as %s, where the graph was compiled for %s (compat/tangents.py)", placed, expected)
         if all(values[i] is not None for i in self.results):
             self._count(placed)
         return True
+
+    def _placed(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> tuple[Placed, Placed]:
+        """How the gradients `values` are placed, and how the graph was compiled for them to be."""
+        expected = self.assumed or tuple(expected_placements(placements[i] or ()) for i in self.results)
+        placed = tuple(
+            tuple(values[i].placements) if isinstance(values[i], DTensor) else usual for i, usual in zip(self.results, expected)
+        )
+        return placed, expected
+
+    def say_otherwise(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None], in_eager: bool) -> None:
+        """Decides, the first time, what becomes of gradients that come otherwise.
+
+        Args:
+            in_eager: the backward pass runs in eager; else torch redistributes the gradients.
+        """
+        placed, expected = self._placed(values, placements)
+        if (placed, in_eager) in self.said:
+            return
+        self.said.add((placed, in_eager))
+        texts = [", ".join(map(_text, these)) for these in (placed, expected)]
+        reason = f"a gradient comes as {texts[0]}, and the graph was compiled for {texts[1]}: "
+        if in_eager:
+            again = "" if self.assumed is not None else f"; after {ENOUGH} of them the graph is compiled for such gradients"
+            reason += f"this backward pass runs in eager, behind another forward pass{again}"
+            cost: dict[str, Any] = {"seconds": self.communication()}
+        else:
+            reason += "torch redistributes it when the backward pass runs, because the program cannot run again"
+            cost = {"bytes": sum(_bytes_between(values[i], these) for i, these in zip(self.results, expected))}
+        self.decided([Decision("gradient_placements", "", reason, texts[1], texts[0], left_alone=True, **cost)])
 
     def _count(self, placed: Placed) -> None:
         self.missed[placed] = self.missed.get(placed, 0) + 1
         if self.missed[placed] == ENOUGH and self.assumed is None and self.learned is None and self.code is not None:
             self.learned = placed
             _learned.setdefault(self.code, []).append(placed)
+
+
+def _text(placements: Sequence[Placement]) -> str:
+    try:
+        return spec_text(placements)
+    except SpecTextError:  # of a class of the user's
+        return str(list(placements))
+
+
+def _bytes_between(value: Any, expected: Sequence[Placement]) -> int:
+    """Bytes that a rank sends to redistribute a gradient to these placements; 0 where no plan says it."""
+    if not isinstance(value, DTensor):
+        return 0
+    mesh = real_mesh(value.device_mesh)
+    try:
+        steps = plan_of(
+            spec_text(value.placements), spec_text(expected), parse_mesh(mesh_text(mesh)), value.shape, value.element_size(), bounded=False
+        )
+    except (SpecTextError, PlanError):
+        return 0
+    return bytes_sent(steps, value.element_size())
 
 
 _as_learned = fact_guard("GRADIENTS_COME_AS_COMPILED_FOR", lambda tangents: tangents.learned)

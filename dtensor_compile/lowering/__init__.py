@@ -11,5 +11,6 @@
 - ``view_again``: fake values of views, for compilers that ask them whose memory they are.
 - ``overlap``: the passes over what is lowered, in order.
 - ``reduce_by_exchange``, ``bucket``: collectives in the form that the backend sends best, and fewer of them.
+- ``left_alone``: what stages leave alone in a graph, as decisions with what that costs.
 - ``schedule``, ``schedule_graph``, ``start_order``: the graph in an order in which collectives run beside compute.
 """

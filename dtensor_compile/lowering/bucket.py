@@ -39,7 +39,8 @@ from dtensor_compile.passes.nodes import FUSED, PART, RECORDED_AS, REDISTRIBUTES
 from dtensor_compile.report.graphs import collective_of, result_bytes
 from dtensor_compile.topology.links import Cluster, rounds
 
-_COALESCED = {
+#: The form of a collective that takes several tensors.
+COALESCED = {
     functional("all_gather_into_tensor"): functional("all_gather_into_tensor_coalesced"),
     functional("all_reduce"): functional("all_reduce_coalesced"),
     functional("reduce_scatter_tensor"): functional("reduce_scatter_tensor_coalesced"),
@@ -142,7 +143,7 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
     for node in graph.nodes:
         if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta:
             stretch += 1
-        if not is_start(node) or REDISTRIBUTES not in node.meta or node.target not in _COALESCED or {PART, FUSED} & node.meta.keys():
+        if not is_start(node) or REDISTRIBUTES not in node.meta or node.target not in COALESCED or {PART, FUSED} & node.meta.keys():
             continue
         if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
             continue
@@ -234,7 +235,7 @@ def _merge(bucket: _Bucket) -> Decision:
         _raise(starts[1:], first)
     inherited = {key: value for key, value in first.meta.items() if key != "val"}
     with graph.inserting_before(place):
-        merged = graph.call_function(_COALESCED[first.target], ([start.args[0] for start in starts], *first.args[1:]))
+        merged = graph.call_function(COALESCED[first.target], ([start.args[0] for start in starts], *first.args[1:]))
         merged.meta = {**inherited, "val": [start.meta["val"] for start in starts]}
         if carried := [carried for start in starts for carried in collective_of(start).carries]:
             merged.meta[RECORDED_AS] = tuple(carried)

@@ -33,7 +33,8 @@ def fuse_products(graph: torch.fx.Graph) -> list[Decision]:
             where, before = source_line(pair.start), f"{collective_of(pair.start).kind} and {len(pair.products)} mm"
             fused = _fuse_gather(pair) if pair.gathers else _fuse_scatter(pair)
             reason = "the group has symmetric memory" if fused else "no product's other factor is there when the gather is needed"
-            decisions.append(Decision("fuse_products", where, reason, before, fused or before))
+            sent = None if fused else collective_of(pair.start).bytes
+            decisions.append(Decision("fuse_products", where, reason, before, fused or before, left_alone=not fused, bytes=sent))
     return decisions
 
 

@@ -12,7 +12,7 @@ both, so that they stay in the order of the program, as what a program sends its
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
 from dtensor_compile.lowering.expand import local_shape
 from dtensor_compile.lowering.splice import cut_out, splice, without_values
-from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, describe, read, redistributions, source_line
+from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, cost, describe, read, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (
@@ -85,12 +85,12 @@ class _Expansion(NamedTuple):
 
 def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> list[Decision]:
     """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a decision says so."""
-    decisions = []
+    decisions: list[Decision] = []
     nodes = [*redistributions(graph), *across(graph)]
     for node in redistributions(graph):
         _say_sizes(node)
     traced: dict[Any, torch.fx.Graph] = {}
-    fresh = _trace_together(nodes)
+    fresh = _trace_together(nodes, decisions)
     for node in nodes:
         try:
             _lower_node(node, traced, fresh)
@@ -101,8 +101,19 @@ def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> lis
                 raise
             reason = f"runs through the operator's eager kernel: {type(error).__name__}: {error}"
             warnings.warn(f"dtensor_compile: {describe(node)} at {source_line(node)} {reason}", stacklevel=2)
-            decisions.append(Decision("lower_redistributions", source_line(node), reason, describe(node), describe(node)))
+            text, sent = describe(node), _bytes_sent(node)
+            decisions.append(Decision("lower_redistributions", source_line(node), reason, text, text, left_alone=True, bytes=sent))
     return decisions
+
+
+def _bytes_sent(node: torch.fx.Node) -> int | None:
+    """Bytes that the eager kernel of a node sends; None where no plan says it."""
+    if node.target is not redistribute_op:
+        return None
+    try:
+        return cost(read(node), node.meta["val"].element_size()).bytes
+    except PlanError:
+        return None
 
 
 def _say_sizes(node: torch.fx.Node) -> None:
@@ -157,10 +168,10 @@ def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: M
     graph.erase_node(node)
 
 
-def _trace_together(nodes: Iterable[torch.fx.Node]) -> dict[Any, torch.fx.Graph]:
+def _trace_together(nodes: Sequence[torch.fx.Node], decisions: list[Decision]) -> dict[Any, torch.fx.Graph]:
     """Expansions that last and are not known, by key, in one trace: that takes a millisecond to begin and to end.
 
-    Empty where one of them cannot be had: each by itself tells which.
+    Empty where one of them cannot be had, and a decision says so: each by itself tells which.
     """
     wanted: dict[Any, _Expansion] = {}
     try:
@@ -178,7 +189,10 @@ def _trace_together(nodes: Iterable[torch.fx.Node]) -> dict[Any, torch.fx.Graph]
             return [this.function(local[this.inputs[0]]) for this in wanted.values()]
 
         whole = trace_local(function, values).graph
-    except Exception:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001
+        reason = f"traced one by one, which takes a millisecond of compilation each: {type(error).__name__}: {error}"
+        text = f"{len(nodes)} redistributions"
+        decisions.append(Decision("lower_redistributions", source_line(nodes[0]), reason, text, text, left_alone=True))
         return {}
     inputs = dict(zip(sources, whole.find_nodes(op="placeholder")))
     results = whole.output_node().args[0]

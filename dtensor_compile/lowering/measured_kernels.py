@@ -39,6 +39,11 @@ def measured_seconds(node: torch.fx.Node) -> float | None:
     return _measured[key]
 
 
+def not_measured() -> list[str]:
+    """The operators of this process whose kernels could not be run, with their arguments: estimates stand for them."""
+    return [key for key, seconds in _measured.items() if seconds is None]
+
+
 def _draws(node: torch.fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False

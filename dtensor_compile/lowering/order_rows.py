@@ -14,12 +14,14 @@ activations sum over rows: both sides have them in the same order. Rows keep the
     after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
 
 It pays where fewer bytes are written by copies of their own afterwards (`lowering/extra_copies.py`); else nothing changes. Left alone:
-symbolic and uneven sizes, dims that another mesh dim cuts too, and gathers of the last dim.
+symbolic and uneven sizes, with a decision each, dims that another mesh dim cuts too, and gathers of the last dim. Where other tensors of
+the graph are cut unevenly, rows and copies count of which all ranks know that they have the same sizes (`nodes_of_equal_sizes`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,8 @@ from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard,
 from dtensor_compile.compat.fx import copy_of_graph, put_back
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.extra_copies import VIEWS, bytes_of, is_outside, is_standalone, readers
-from dtensor_compile.passes.nodes import is_redistribution, read, redistributions, source_line
+from dtensor_compile.passes.alike import nodes_of_equal_sizes
+from dtensor_compile.passes.nodes import has_even_shards, is_redistribution, read, redistributions, source_line
 
 aten = torch.ops.aten
 
@@ -54,21 +57,49 @@ class Rows(NamedTuple):
 
 def order_rows(graph: torch.fx.Graph) -> list[Decision]:
     """Moves the permutations of gathers and reduce_scatters in `graph`."""
-    decisions: list[Decision] = []
+    decisions = list(rows_left(graph))
     for rows in dict.fromkeys(found for node in redistributions(graph) if (found := rows_of(node)) is not None):
-        before, saved = _copied(graph), copy_of_graph(graph)
-        made = _Order(graph, rows).run()
-        if _copied(graph) < before:
+        nodes, equal = set(graph.nodes), nodes_of_equal_sizes(graph)
+
+        def counts(node: torch.fx.Node) -> bool:
+            return node in equal or node not in nodes  # noqa: B023 - what is made new is made of rows
+
+        before, saved = _copied(graph, counts), copy_of_graph(graph)
+        made = _Order(graph, rows, equal).run()
+        if _copied(graph, counts) < before:
             decisions += made
         else:
             put_back(graph, saved)
     return decisions
 
 
+def rows_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
+    """A decision for each gather and scatter of rows that stays out, with the bytes that are copied for it.
+
+    Args:
+        because: why all of them stay out; empty where those of uneven or symbolic sizes do.
+    """
+    for node in redistributions(graph):
+        this = read(node)
+        _, dim = moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
+        reason = because or why_sizes_do_not_fit(node)
+        if 0 < dim < len(this.shape) - 1 and reason and (copied := _copied_for(node)):
+            reason = f"its rows are copied into the order of the program: {reason}"
+            yield Decision("order_rows", source_line(node), reason, str(this), str(this), left_alone=True, bytes=copied)
+
+
+def why_sizes_do_not_fit(node: torch.fx.Node) -> str:
+    """Why the layout of what a redistribution sends does not change; empty where its sizes are no reason."""
+    shape = [str(size) if isinstance(size, torch.fx.Node) else size for size in read(node).shape]
+    if not all(isinstance(size, int) for size in (*shape, *node.meta["val"].shape)):
+        return "sizes are symbolic"
+    return "" if has_even_shards(node) else f"{shape} is cut unevenly, and ranks have different sizes"
+
+
 def rows_of(node: torch.fx.Node) -> Rows | None:
     """The rows of a redistribution that gathers or scatters them; None for any other."""
     this, value = read(node), node.meta["val"]
-    if not all(isinstance(size, int) for size in (*this.shape, *value.shape)):
+    if why_sizes_do_not_fit(node):
         return None
     mesh_dim, dim = moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
     n = parse_mesh(this.mesh).shape[mesh_dim]
@@ -102,20 +133,24 @@ def moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, i
     return i, dim
 
 
-def _copied(graph: torch.fx.Graph) -> int:
-    """Bytes of copies of their own, with those that gathers and reduce_scatters turn into when they are lowered."""
+def _copied(graph: torch.fx.Graph, counts: Callable[[torch.fx.Node], bool]) -> int:
+    """Bytes of copies of their own, with those that gathers and reduce_scatters turn into when they are lowered; of the nodes that count."""
     total = 0
-    for node in graph.nodes:
+    for node in filter(counts, graph.nodes):
         if is_standalone(node):
             total += bytes_of(node)
         elif node.target is redistribute_op and not _sends_in_order(node):
-            this = read(node)
-            gathers = node.meta["val"].numel() > this.local.meta["val"].numel()
-            if gathers and any(map(is_outside, readers(node))):
-                total += bytes_of(node)
-            elif not gathers and is_outside(_written_by(this.local)):
-                total += bytes_of(this.local)
+            total += _copied_for(node)
     return total
+
+
+def _copied_for(node: torch.fx.Node) -> int:
+    """Bytes of the copy of its own that a gather or a reduce_scatter turns into."""
+    local = read(node).local
+    gathers = bytes_of(node) > bytes_of(local)
+    if gathers and any(map(is_outside, readers(node))):
+        return bytes_of(node)
+    return bytes_of(local) if not gathers and is_outside(_written_by(local)) else 0
 
 
 def _sends_in_order(node: torch.fx.Node) -> bool:
@@ -133,10 +168,14 @@ def _written_by(node: torch.fx.Node) -> torch.fx.Node:
 
 
 class _Order:
-    """One order of rows in one graph. `in_order` maps a node to its rows in the order of the chunks, ``[rows, ...]``."""
+    """One order of rows in one graph. `in_order` maps a node to its rows in the order of the chunks, ``[rows, ...]``.
 
-    def __init__(self, graph: torch.fx.Graph, rows: Rows) -> None:
-        self.graph, self.rows = graph, rows
+    Args:
+        equal: nodes whose sizes are the same on every rank; others are no rows.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, rows: Rows, equal: set[torch.fx.Node]) -> None:
+        self.graph, self.rows, self.equal = graph, rows, equal
         self.in_order: dict[torch.fx.Node, torch.fx.Node] = {}
         self.natural: dict[torch.fx.Node, torch.fx.Node] = {}
         #: Nodes that are in the order of the program anyway, and copied into the other one.
@@ -182,7 +221,7 @@ class _Order:
     def _rest(self, node: torch.fx.Node) -> list[int] | None:
         """Sizes behind the rows; None where the node's leading dims are not the rows."""
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        if node not in self.equal or not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return None
         if not value.is_contiguous():
             return None

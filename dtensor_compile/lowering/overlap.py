@@ -11,6 +11,7 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.bucket import bucket_collectives as bucket
 from dtensor_compile.lowering.decompose import decompose_products as decompose
+from dtensor_compile.lowering.left_alone import left_out_of_buckets, products_left_whole
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.lowering.schedule import Simulation
 from dtensor_compile.lowering.schedule_graph import cluster_for, schedule_graph
@@ -40,13 +41,17 @@ def passes_after_lowering(
 
     def decompose_products(graph: torch.fx.Graph) -> list[Decision]:
         cluster = cluster_for(graph, topology)
-        return decompose(graph, cluster, overlap_memory) if cluster is not None and even() else []
+        if cluster is None:
+            return []
+        return decompose(graph, cluster, overlap_memory) if even() else products_left_whole(graph, cluster)
 
     def bucket_collectives(graph: torch.fx.Graph) -> list[Decision]:
         cluster = cluster_for(graph, topology)
         if cluster is None:
             return []
-        return bucket(graph, cluster, further=bucket_collectives.__name__ in enabled or topology is not None or cluster.backend == "gloo")
+        further = bucket_collectives.__name__ in enabled or topology is not None or cluster.backend == "gloo"
+        left = left_out_of_buckets(graph, cluster, further=further)
+        return [*bucket(graph, cluster, further=further), *left]
 
     def in_order(graph: torch.fx.Graph) -> list[Decision]:
         return schedule_graph(graph, topology, overlap_memory, measured)

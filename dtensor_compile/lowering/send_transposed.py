@@ -13,12 +13,13 @@ What is copied instead is the shard, a part of 1/n, and that is part of another 
     before   g = redistribute(mm(a, b), P(sum)->S(1), [O, I])
     after    g = clone(t(redistribute(mm(t(b), t(a)), P(sum)->S(0), [I, O])))
 
-It pays always. Numbers are those of the same products with other strides. Left alone: symbolic and uneven sizes, columns that another
-mesh dim cuts too, and matrices that anything else reads.
+It pays always. Numbers are those of the same products with other strides. Left alone: symbolic and uneven sizes, with a decision each,
+columns that another mesh dim cuts too, and matrices that anything else reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.spec import parse_spec, spec_text
 from dtensor_compile.compat.dtensor import Shard
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.order_rows import moved
+from dtensor_compile.lowering.extra_copies import bytes_of
+from dtensor_compile.lowering.order_rows import moved, why_sizes_do_not_fit
 from dtensor_compile.passes.nodes import Redistribution, call, read, redistribute, redistributions, source_line
 
 aten = torch.ops.aten
@@ -37,12 +39,12 @@ _SAME_SHAPE = frozenset({aten.view.default, aten._unsafe_view.default, aten.deta
 
 def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
     """Gathers and scatters the columns of matrices of `graph` as rows of their transposes."""
-    decisions = []
+    decisions = list(columns_left(graph))
     for node in redistributions(graph):
         this = read(node)
-        if not _sends_columns(node):
+        if not _sends_columns(node) or why_sizes_do_not_fit(node) or not node.meta["val"].numel():
             continue
-        if node.meta["val"].numel() > this.local.meta["val"].numel():
+        if _gathers(node):
             made = _gather(node, this) if _is_read_by_products(node) else None
         else:
             made = _scatter(node, this)
@@ -54,14 +56,31 @@ def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
     return decisions
 
 
+def columns_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
+    """A decision for each gather and scatter of columns that stays out, with the bytes that are copied for it.
+
+    Args:
+        because: why all of them stay out; empty where those of uneven or symbolic sizes do.
+    """
+    for node in redistributions(graph):
+        reason = because or why_sizes_do_not_fit(node)
+        if not reason or not _sends_columns(node):
+            continue
+        local = read(node).local
+        if _is_read_by_products(node) if _gathers(node) else _made_by_product(local)[0] is not None:
+            reason, text = f"its columns are copied whole: {reason}", str(read(node))
+            copied = max(bytes_of(node), bytes_of(local))
+            yield Decision("send_transposed", source_line(node), reason, text, text, left_alone=True, bytes=copied)
+
+
 def _sends_columns(node: torch.fx.Node) -> bool:
-    """Whether a redistribution gathers or reduce-scatters the columns of a matrix, in even shards."""
-    this, value = read(node), node.meta["val"]
-    if len(this.shape) != 2 or not all(type(size) is int for size in (*this.shape, *value.shape)) or not value.numel():
-        return False
-    mesh_shape = parse_mesh(this.mesh).shape
-    mesh_dim, dim = moved(this.source, this.target, mesh_shape) or (0, 0)
-    return dim == 1 and this.shape[1] % mesh_shape[mesh_dim] == 0
+    """Whether a redistribution gathers or reduce-scatters the columns of a matrix."""
+    this = read(node)
+    return len(this.shape) == 2 and (moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0))[1] == 1
+
+
+def _gathers(node: torch.fx.Node) -> bool:
+    return bytes_of(node) > bytes_of(read(node).local)
 
 
 def _gather(node: torch.fx.Node, this: Redistribution) -> str:

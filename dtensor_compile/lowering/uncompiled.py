@@ -16,4 +16,4 @@ def runs_uncompiled(graph: str, said: str) -> Decision:
     """
     reason = f"a kernel of the {graph} graph does not compile, so that its operators run one by one: {said}"
     warnings.warn(f'dtensor_compile: {reason}; options={{"strict": True}} raises instead', stacklevel=2)
-    return Decision("uncompiled_kernels", "", reason, before="inductor", after="aten")
+    return Decision("uncompiled_kernels", "", reason, before="inductor", after="aten", left_alone=True)

@@ -1,7 +1,7 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
 Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives; ``alike.py``
-says what they may decide by where shards are uneven. Passes that do not ask it stay out there (`EVEN_ONLY`).
+says what they may decide by where shards are uneven.
 
 A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place. What a pass that raises
 has changed until then is taken back.
@@ -25,7 +25,7 @@ from dtensor_compile.passes.look_up_before_sending import look_up_before_sending
 from dtensor_compile.passes.make_in_place import make_in_place
 from dtensor_compile.passes.merge_sums import merge_sums
 from dtensor_compile.passes.move_redistributions import move_redistributions
-from dtensor_compile.passes.nodes import has_even_shards, read, redistributions, source_line
+from dtensor_compile.passes.nodes import has_even_shards, redistributions
 from dtensor_compile.passes.reduce_before_sending import reduce_before_sending
 from dtensor_compile.passes.send_in_narrow_dtype import reduce_in_narrow_dtype, send_in_narrow_dtype
 from dtensor_compile.passes.sequence_parallel import sequence_parallel
@@ -52,9 +52,6 @@ PASSES: tuple[Pass, ...] = (
     compose_redistributions,
 )
 
-#: Those that decide by sizes of local tensors.
-EVEN_ONLY: tuple[str, ...] = ("order_rows", "send_transposed")
-
 #: Those that run only where the user asks for them: they may round more than another order of additions does, or take on trust what
 #: a graph does not say.
 OPTIONAL: tuple[str, ...] = (exchange_rows.__name__, reduce_in_narrow_dtype.__name__, sequence_parallel.__name__)
@@ -79,23 +76,17 @@ def run_passes(
     """
     decisions: list[Decision] = []
     saved: SavedGraph | None = None
-    uneven = next((node for node in redistributions(graph) if not has_even_shards(node)), None)
+    uneven = not all(map(has_even_shards, redistributions(graph)))
     out_of_play = {*disabled, *(name for name in OPTIONAL if name not in enabled)}
     chosen = [run for run in (PASSES if passes is None else passes) if run.__name__ not in out_of_play]
-    if uneven is not None or passes is None:
+    if uneven or passes is None:
         spread_marks(graph)
-    if uneven is not None:
-        out = ", ".join(dict.fromkeys(run.__name__ for run in chosen if run.__name__ in EVEN_ONLY))
-        chosen = [run for run in chosen if run.__name__ not in EVEN_ONLY]
-        shape = list(read(uneven).shape)
-        reason = f"{shape} is cut unevenly: ranks see other sizes, by which these decide, so that they did not run: {out}"
-        decisions += [Decision("run_passes", source_line(uneven), reason)] if out else []
     for run in chosen:
         name = run.__name__
         if saved is None and not strict:
             saved = copy_of_graph(graph)
         try:
-            with sizes_differ(uneven is not None):
+            with sizes_differ(uneven):
                 made = run(graph)
             graph.lint()
             decisions += made
@@ -114,4 +105,4 @@ def dropped(name: str, error: Exception) -> Decision:
     """Warns that a pass raised and was dropped; the decision that says so."""
     reason = f"pass dropped: {type(error).__name__}: {error}"
     warnings.warn(f'dtensor_compile: {name}: {reason}; options={{"strict": True}} raises instead', stacklevel=3)
-    return Decision(name, "", reason)
+    return Decision(name, "", reason, left_alone=True)

@@ -17,6 +17,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from dtensor_compile.capture.marks import MARK, Mark
+from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.lowering.shards import cuts_evenly
 from dtensor_compile.passes.nodes import is_redistribution, read
 
 aten = torch.ops.aten
@@ -24,6 +27,14 @@ aten = torch.ops.aten
 #: What gives back what it gets, and what adds; their results are what their arguments are globally, also where these owe a sum.
 COPIES = (aten.clone.default, aten.detach.default, aten.alias.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
+
+#: What gives, for operands of the same sizes on every rank, a result of the same sizes on every rank.
+_SIZES_FOLLOW = frozenset(
+    {
+        *COPIES, aten.mm.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
+        aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,
+    }
+)  # fmt: skip
 
 _uneven: ContextVar[bool] = ContextVar("uneven", default=False)
 
@@ -41,6 +52,25 @@ def sizes_differ(differ: bool) -> Iterator[None]:
 def may_use_sizes() -> bool:
     """Whether a rank may decide by the sizes of its local tensors: all ranks have the same."""
     return not _uneven.get()
+
+
+def nodes_of_equal_sizes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes of `graph` whose local tensors have the same sizes on every rank: all, or where shards are uneven those of which a
+    mark says so, and what is computed of such ones alone.
+    """
+    if may_use_sizes():
+        return set(graph.nodes)
+    found: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        mark = mark_of(node)
+        if mark is not None:
+            even = cuts_evenly(parse_spec(mark.spec), parse_mesh(mark.mesh).shape, mark.shape)
+        else:
+            follows = node.target in _SIZES_FOLLOW or torch.Tag.pointwise in getattr(node.target, "tags", ())
+            even = follows and bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
+        if even:
+            found.add(node)
+    return found
 
 
 def equal(a: Sequence[Any], b: Sequence[Any]) -> bool:

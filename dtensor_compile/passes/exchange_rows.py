@@ -19,6 +19,7 @@ graph of plain tensors says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
-from dtensor_compile.passes.alike import may_use_sizes
+from dtensor_compile.passes.alike import may_use_sizes, sizes_differ
 from dtensor_compile.passes.copies import behind_copies, is_same_view, replace
 from dtensor_compile.passes.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
 
@@ -94,7 +95,7 @@ Gathered = dict[tuple[Any, str, int], torch.fx.Node]
 def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
     """Exchanges rows in place of tables in `graph`, where every rank looks up as many."""
     if not may_use_sizes():
-        return []
+        return list(_left(graph))
     gathered: Gathered = {}
     found = []
     for node in redistributions(graph):
@@ -102,6 +103,18 @@ def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
         if table is not None:
             found.append(_look_up(table, gathered) if table.target == Replicate() else _reduce(table, gathered))
     return [decision for decision in found if decision is not None]
+
+
+def _left(graph: torch.fx.Graph) -> Iterator[Decision]:
+    """A decision for each table that is sent whole because shards are uneven somewhere in the graph."""
+    for node in redistributions(graph):
+        table = Table.of(node)
+        with sizes_differ(False):  # nothing is decided by them
+            lookups = _lookups(node) if table is not None else []
+        if table is not None and lookups:
+            reason, text = "some shards of the graph are uneven, and ranks may look up different numbers of rows", str(table.this)
+            sent = cost(table.this, node.meta["val"].element_size()).bytes
+            yield Decision("exchange_rows", source_line(node), reason, text, text, left_alone=True, bytes=sent)
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ _MORE_BYTES = 0.01
 def sequence_parallel(graph: torch.fx.Graph) -> list[Decision]:
     """Scatters sums in `graph` whose readers can work on shards."""
     if not may_use_sizes():
-        return []
+        sums = [node for node in redistributions(graph) if "P(sum)" in read(node).source and "P(sum)" not in read(node).target]
+        reason = f"{len(sums)} sums and their readers stay whole: some shards of the graph are uneven, and ranks have different sizes"
+        return [Decision("sequence_parallel", source_line(sums[0]), reason, left_alone=True)] if sums else []
     decisions = []
     for mesh in dict.fromkeys(read(node).mesh for node in redistributions(graph)):
         layout = parse_mesh(mesh)

@@ -20,7 +20,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.report import model
 from dtensor_compile.report.breaks import graph_breaks, recompile_cause
 from dtensor_compile.report.missed import missed
-from dtensor_compile.report.model import DecisionRow, Graph, Redistribution, Report, Side, Span, Total, Totals
+from dtensor_compile.report.model import DecisionRow, Graph, LeftAlone, Redistribution, Report, Side, Span, Total, Totals
 from dtensor_compile.report.recorder import CapturedRedistribution, GraphRecord, Recording
 from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
@@ -91,12 +91,21 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
         totals=_totals(collectives),
         compile_seconds=recording.seconds,
         failed=recording.failed,
+        left_alone=left_alone(recording.decisions),
     )
 
 
 def decision_row(decision: Decision) -> DecisionRow:
     """A decision with its line."""
-    return DecisionRow(decision.kind, source_of(decision.where), decision.reason, decision.before, decision.after)
+    cost = {"left_alone": decision.left_alone, "seconds": decision.seconds, "bytes": decision.bytes}
+    return DecisionRow(decision.kind, source_of(decision.where), decision.reason, decision.before, decision.after, **cost)
+
+
+def left_alone(decisions: Sequence[Decision]) -> LeftAlone:
+    """The stages among `decisions` that left something alone, and what that costs."""
+    these = [decision for decision in decisions if decision.left_alone]
+    stages = len({decision.kind for decision in these})
+    return LeftAlone(stages, sum((d.seconds or 0.0 for d in these), 0.0), sum(d.bytes or 0 for d in these))
 
 
 def _outdated(compilations: Sequence[Compilation]) -> set[int]:

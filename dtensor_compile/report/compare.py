@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 from dtensor_compile.errors import DTensorCompileError
-from dtensor_compile.report.model import Collective, GraphBreak, Redistribution, Report, Side, Source
+from dtensor_compile.report.model import Collective, GraphBreak, LeftAlone, Redistribution, Report, Side, Source
 
 
 class LimitError(DTensorCompileError, ValueError):
@@ -179,6 +179,14 @@ def seconds_text(seconds: float) -> str:
 def bytes_text(number: float) -> str:
     """``3,670,016 bytes``"""
     return f"{number:,.0f} bytes"
+
+
+def left_alone_text(left: LeftAlone) -> str:
+    """``3 stages, 12.00 ms, 4,096 bytes``; what is not known is left out."""
+    if not left.stages:
+        return "-"
+    costs = [seconds_text(left.seconds)] * (left.seconds > 0) + [bytes_text(left.bytes)] * (left.bytes > 0)
+    return ", ".join([f"{left.stages} stage{'s' * (left.stages != 1)}", *costs])
 
 
 _FIGURES: dict[str, _Figure] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from dtensor_compile.report.compare import seconds_text
+from dtensor_compile.report.compare import left_alone_text, seconds_text
 from dtensor_compile.report.excerpts import excerpts
 from dtensor_compile.report.model import (
     Collective,
@@ -83,6 +83,7 @@ def _figures(sides: Sequence[Side]) -> list[Figure]:
         figure("communication", [total.seconds for total in totals], seconds_text),
         figure("exposed", [total.exposed_seconds for total in totals], seconds_text),
         figure("compute", [sum(g.compute_seconds for g in side.graphs) for side in sides], seconds_text),
+        Figure("left alone", tuple(left_alone_text(side.left_alone) for side in sides), "", False),
     ]
 
 
@@ -137,7 +138,7 @@ def _columns(form: type, rows: Sequence[Any], texts: _Texts, skip: frozenset[str
     """Rows of one dataclass as columns. What a value stands for is told by the first letter of its column.
 
     ``t`` a text, by its place; ``s`` a line of the program, by its place; ``n`` a number, -1 where there is none; ``d`` a
-    duration or a point in time, in nanoseconds; ``b`` a truth value, as 0 or 1.
+    duration or a point in time, in nanoseconds, -1 where there is none; ``b`` a truth value, as 0 or 1.
     """
     hints = typing.get_type_hints(form)
     columns = {}
@@ -147,8 +148,8 @@ def _columns(form: type, rows: Sequence[Any], texts: _Texts, skip: frozenset[str
         hint, values = hints[field.name], [getattr(row, field.name) for row in rows]
         if hint is Source:
             columns[f"s:{field.name}"] = [texts.source(value) for value in values]
-        elif hint is float:
-            columns[f"d:{field.name}"] = [round(value * 1e9) for value in values]
+        elif hint in (float, float | None):
+            columns[f"d:{field.name}"] = [-1 if value is None else round(value * 1e9) for value in values]
         elif hint is bool:
             columns[f"b:{field.name}"] = [int(value) for value in values]
         elif hint in (int, int | None):

@@ -18,7 +18,7 @@ from dtensor_compile.errors import DTensorCompileError
 
 #: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is
 #: added.
-VERSION = "1.3"
+VERSION = "1.4"
 
 Phase = Literal["forward", "backward"]
 #: What became of a redistribution: it is sent, the passes took it away, or it needs no message (a slice).
@@ -174,13 +174,30 @@ class Collective:
 
 @dataclass(frozen=True)
 class DecisionRow:
-    """A `dtensor_compile.decisions.Decision`, with its line."""
+    """A `dtensor_compile.decisions.Decision`, with its line; attributes as there."""
 
     kind: str
     source: Source
     reason: str
     before: str = ""
     after: str = ""
+    left_alone: bool = False
+    seconds: float | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """What stages left alone, summed over the decisions that say so.
+
+    Attributes:
+        stages: number of stages (kinds of decisions) that left something alone.
+        seconds, bytes: what that costs at most, as far as an estimate exists.
+    """
+
+    stages: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -258,6 +275,7 @@ class Side:
         missed: what did not happen, and why: a matmul that was not decomposed, a collective that is not hidden.
         compile_seconds: measured, all compilations together.
         failed: the error with which the program ended; everything else is of what ran until then. Empty where it ran to its end.
+        left_alone: the sum over those of `decisions` that say that something was left alone.
     """
 
     name: str
@@ -271,6 +289,7 @@ class Side:
     totals: Totals
     compile_seconds: float
     failed: str = ""
+    left_alone: LeftAlone = LeftAlone()
 
 
 @dataclass(frozen=True)

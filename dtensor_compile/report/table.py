@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dtensor_compile.report.compare import Comparison, bytes_text, describe_break, seconds_text
+from dtensor_compile.report.compare import Comparison, bytes_text, describe_break, left_alone_text, seconds_text
 from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution, Report, Side, Source, Total
 
 #: Rows of a long table that are shown, unless all are asked for.
@@ -98,6 +98,7 @@ def _summary(report: Report, terminal: bool) -> Table:
         ("communication", lambda s: seconds_text(s.totals.all.seconds)),
         ("  exposed", lambda s: seconds_text(s.totals.all.exposed_seconds)),
         ("compute", lambda s: seconds_text(sum(g.compute_seconds for g in s.graphs))),
+        ("left alone", lambda s: left_alone_text(s.left_alone)),
         ("compile time (measured)", lambda s: f"{s.compile_seconds:.2f} s"),
     ]
     for name, of in rows:
@@ -208,12 +209,21 @@ def _decisions(title: str, rows: Sequence[DecisionRow], most: int | None, termin
     if not rows:
         return
     table = _table(title, terminal, "", "what", "line", "change", "why")
-    groups = _grouped(rows, lambda row: (row.kind, row.source, row.before, row.after, _NUMBER.sub("", row.reason)))
+    groups = _grouped(rows, lambda row: (row.kind, row.source, row.before, row.after, row.left_alone, _NUMBER.sub("", row.reason)))
+    groups.sort(key=lambda group: not group[0].left_alone)  # a cut table still shows them
     for group in groups[:most]:
         row = group[0]
         change = f"{row.before} -> {row.after}" if row.before != row.after else row.before
-        table.add_row(*map(escape, (_times(group), row.kind, _line(row.source), change, row.reason)))
+        reason = f"left alone{_cost(group)}: {row.reason}" if row.left_alone else row.reason
+        table.add_row(*map(escape, (_times(group), row.kind, _line(row.source), change, reason)))
     yield _cut(table, len(groups), most)
+
+
+def _cost(rows: Sequence[DecisionRow]) -> str:
+    """What rows that leave something alone cost together, in brackets; empty where no estimate exists."""
+    seconds, sent = sum(row.seconds or 0.0 for row in rows), sum(row.bytes or 0 for row in rows)
+    costs = [seconds_text(seconds)] * (seconds > 0) + [bytes_text(sent)] * (sent > 0)
+    return f" ({', '.join(costs)})" if costs else ""
 
 
 _NUMBER = re.compile(r"[\d.]+")

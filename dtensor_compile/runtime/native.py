@@ -48,6 +48,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.constant_objects import OPAQUE
+from dtensor_compile.decisions import Decision
 
 log = logging.getLogger("dtensor_compile")
 
@@ -74,9 +75,23 @@ def native() -> types.ModuleType | None:
         module.configure(DTensor, torch.Tensor._dtensor__new__)
     except (OSError, ImportError, AttributeError, TypeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
+        _refused.append(str(reason))
         log.warning("calls cost what they cost under torch: the C++ part of dtensor_compile could not be built (%s)", reason)
         return None
     return module
+
+
+#: Why the module could not be built, once it could not.
+_refused: list[str] = []
+
+
+def without_native() -> list[Decision]:
+    """The decision that calls cost as much as under torch, where the C++ module is not there."""
+    if native() is not None:
+        return []
+    why = _refused[0] if _refused else "DTENSOR_COMPILE_NATIVE=0, or a release of torch before 2.13"
+    reason = f"guards, arguments and results of DTensors are handled in Python, as under torch: {why}"
+    return [Decision("native_calls", "", reason, left_alone=True)]
 
 
 def built_library(name: str, main: pathlib.Path, libraries: Sequence[str]) -> pathlib.Path:

@@ -118,7 +118,7 @@ def _propagated(
         ) from None
     except Exception as error:  # noqa: BLE001 - without the propagation the program is as right, and the reason is reported
         run.nodes.clear()
-        return {}, [Decision("spread_annotations", "", f"nothing is spread: {type(error).__name__}: {error}")]
+        return {}, [Decision("spread_annotations", "", f"nothing is spread: {type(error).__name__}: {error}", left_alone=True)]
     found = {node: shardings[id(fake)] for node, fake in run.nodes.items() if id(fake) in shardings}
     decisions = []
     unmarked = {node for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs) if mark_of(value) is None}

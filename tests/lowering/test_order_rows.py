@@ -13,7 +13,7 @@ from dtensor_compile.capture.redistribute import redistribute_op
 from dtensor_compile.lowering.extra_copies import extra_copies, standalone_copies
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.order_rows import order_rows
-from dtensor_compile.report.recorder import watch_graphs
+from dtensor_compile.report.recorder import record, watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 
 aten = torch.ops.aten
@@ -183,7 +183,7 @@ def test_a_copy_of_what_is_in_memory_for_another_reader_is_one_of_its_own():
 def untouched(function, *shapes):
     gm = make_fx(function, tracing_mode="fake")(*(local(*shape) for shape in shapes))
     before = graph_text(gm.graph)
-    return order_rows(gm.graph) == [] and graph_text(gm.graph) == before
+    return [d.bytes for d in order_rows(gm.graph) if d.left_alone], graph_text(gm.graph) == before
 
 
 def elementwise_reader(x):
@@ -204,10 +204,14 @@ def uneven(x, w):
 
 @on_ranks(2)
 def test_nothing_to_gain_nothing_changes():
-    assert untouched(elementwise_reader, (B, S // 2, D))
-    assert untouched(returned, (B, S // 2, D))
-    assert untouched(one_sequence, (1, S // 2, D), (D, H))
-    assert untouched(uneven, (B, 3 - dist.get_rank(), D), (D, H))
+    assert untouched(elementwise_reader, (B, S // 2, D)) == ([], True)
+    assert untouched(returned, (B, S // 2, D)) == ([], True)
+    assert untouched(one_sequence, (1, S // 2, D), (D, H)) == ([], True)
+
+
+@on_ranks(2)
+def test_rows_that_are_cut_unevenly_are_left_alone_with_the_bytes_that_are_copied():
+    assert untouched(uneven, (B, 3 - dist.get_rank(), D), (D, H)) == ([B * 5 * D * 4], True)
 
 
 def block(x, w1, w2, w3):
@@ -242,6 +246,30 @@ def steps():
 def test_forward_and_backward_of_a_sequence_parallel_block():
     for plain, ours in run_on_ranks(2, steps):
         assert plain[0] > 0 and ours == [0, 0], (plain, ours)
+
+
+def block_beside_an_uneven_tensor(x, w1, w2, w3, other):
+    mesh = make_mesh((2,), ("tp",))
+    whole = DTensor.from_local(other, mesh, [Shard(0)], shape=(5, 3), stride=(3, 1)).redistribute(mesh, [Replicate()])
+    return block(x, w1, w2, w3), whole.to_local().sin()
+
+
+def beside_an_uneven_tensor():
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    args = [torch.randn(shape, dtype=torch.float64) for shape in [(3, 4, 8), (6, 8), (6, 8), (8, 6), (3 - rank, 3)]]
+    graphs = []
+    with record() as recording, watch_graphs(lambda stage, graph: graphs.append(graph) if stage == "lowered" else None):
+        out = torch.compile(block_beside_an_uneven_tensor, backend="dtensor_aten", options={"strict": True})(*args)
+    torch.testing.assert_close(out, block_beside_an_uneven_tensor(*args))
+    operators = [str(node.target) for graph in graphs for node in graph.nodes]
+    return [d.kind for d in recording.decisions], [name for name in operators if "c10d" in name or "mm" in name]
+
+
+def test_rows_of_equal_sizes_are_in_order_beside_a_tensor_that_is_cut_unevenly():
+    first, second = run_on_ranks(2, beside_an_uneven_tensor)
+    assert first[0].count("order_rows") == 2
+    assert first == second
 
 
 def kernels(options):

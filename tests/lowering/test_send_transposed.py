@@ -13,7 +13,7 @@ from dtensor_compile.lowering.extra_copies import extra_copies
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.lowering.view_again import view_again
-from dtensor_compile.report.recorder import watch_graphs
+from dtensor_compile.report.recorder import record, watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, run_on_ranks
 
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ def test_same_values_on_four_ranks(name):
 def untouched(function, *shapes):
     gm, _ = traced(function, shapes)
     before = graph_text(gm.graph)
-    return send_transposed(gm.graph) == [] and graph_text(gm.graph) == before
+    return [d.bytes for d in send_transposed(gm.graph) if d.left_alone], graph_text(gm.graph) == before
 
 
 def read_by_more(x, w):
@@ -169,7 +169,8 @@ def left_alone():
 
 
 def test_what_is_left_alone():
-    assert run_on_ranks(2, left_alone) == [[True] * 5] * 2
+    uneven_columns = [OUT * 7 * 4]
+    assert run_on_ranks(2, left_alone) == [[([], True), ([], True), ([], True), (uneven_columns, True), ([], True)]] * 2
 
 
 def block(x, w1, w2):
@@ -180,6 +181,29 @@ def block(x, w1, w2):
         w = w.to_local(grad_placements=[Partial(), Shard(0)])
         x = torch.nn.functional.silu(x @ w.t())
     return x
+
+
+def block_beside_an_uneven_tensor(x, w1, w2, other):
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    other = DTensor.from_local(other, mesh, [Replicate(), Shard(0)], shape=(5, 3), stride=(3, 1))
+    return block(x, w1, w2), other.redistribute(mesh, [Replicate(), Replicate()]).to_local().sin()
+
+
+def beside_an_uneven_tensor():
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(dist.get_rank())
+    args = [torch.randn(shape, dtype=torch.float64) for shape in [(5, 8), (6, 4), (4, 3), (3 - mesh.get_local_rank("tp"), 3)]]
+    torch._dynamo.reset()
+    with record() as recording:
+        out = torch.compile(block_beside_an_uneven_tensor, backend="dtensor_aten", options={"strict": True})(*args)
+    torch.testing.assert_close(out, block_beside_an_uneven_tensor(*args))
+    return [str(d) for d in recording.decisions]
+
+
+def test_even_columns_are_sent_transposed_beside_a_tensor_that_is_cut_unevenly():
+    first, *others = run_on_ranks(4, beside_an_uneven_tensor)
+    assert sum(text.startswith("[send_transposed]") for text in first) == 2
+    assert all(other == first for other in others)
 
 
 def step(options):

@@ -32,6 +32,16 @@ function prose(...parts) {
       .map(([name, text]) => element("p", {}, element("b", { textContent: `${name} ` }), text)),
   );
 }
+/** What rows that leave something alone cost together, as far as it is known; empty for other rows. */
+function leftAlone(rows) {
+  if (!rows[0].left_alone) return "";
+  const known = (name) => rows.filter((row) => row[name] > 0);
+  const costs = [
+    known("seconds").length ? timeText(sum(known("seconds"), (row) => row.seconds)) : "",
+    known("bytes").length ? bytesText(sum(known("bytes"), (row) => row.bytes)) : "",
+  ].filter(Boolean);
+  return `left alone${costs.length ? ` (${costs.join(", ")})` : ""}:`;
+}
 const layersAlike = (row, ...values) => [row.source.key, anyLayer(row.module ?? ""), ...values].join("\u0000");
 
 function makeTables() {
@@ -48,8 +58,8 @@ function makeTables() {
     {
       name: "why",
       title: "why",
-      of: (row) => row.reason,
-      show: (value, row, rows) => prose(["", rows.length > 1 ? rows[0].reason : value]),
+      of: (row) => (row.left_alone ? `left alone: ${row.reason}` : row.reason),
+      show: (value, row, rows) => prose([leftAlone(rows), rows.length > 1 ? rows[0].reason : row.reason]),
     },
   ];
   const alikeDecision = (row) =>
