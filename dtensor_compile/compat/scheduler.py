@@ -24,7 +24,8 @@ from dtensor_compile.compat.hooks import feature, hook, needs
 from dtensor_compile.lowering.least_time import least_seconds
 from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
-from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster
+from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster, is_wrapped
+from dtensor_compile.lowering.wrapper_order import wrapper_peak
 from dtensor_compile.passes.nodes import COMMUNICATES, REDISTRIBUTES, is_wait, source_line
 from dtensor_compile.report.graphs import Collective, Operation, collective_of, flops_of, itemsize_of, module_path
 from dtensor_compile.topology.backends import host_seconds
@@ -182,6 +183,7 @@ class KernelOrder:
         before, after: what is predicted for Inductor's order and for this one.
         least: seconds that every order takes (`dtensor_compile.lowering.least_time`).
         starts: the collectives that are known, by task.
+        wrapped: those of a wrapper of the program, by task, and whether they reduce.
         operations: the kernels, starts and waits in order, for the report.
     """
 
@@ -191,6 +193,7 @@ class KernelOrder:
     after: Simulation
     least: float
     starts: dict[int, Collective]
+    wrapped: dict[int, bool]
     operations: list[Operation]
 
     @property
@@ -212,7 +215,7 @@ def rearrange(
     Args:
         nodes: scheduler nodes after fusion, in an order in which they may run.
         topology: what the seconds are of; None for the default of the device.
-        overlap_memory: part of the peak of Inductor's own order that may be added to it.
+        overlap_memory: part of the peak that may be added to it: that of Inductor's own order, or of ``fully_shard``'s where that is more.
         measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are estimated.
         told: is told what was found; of a graph that another one calls, nothing.
     """
@@ -228,12 +231,13 @@ def rearrange(
     tasks = _tasks(nodes, buffers, cluster, measured)
     given = len(tasks) - len(nodes)
     before = simulate(tasks, range(len(tasks)))
-    order = arrange(tasks, excess(overlap_memory, before.peak))
+    wrapped = {i: reduces for i, node in enumerate(nodes, given) if (reduces := is_wrapped(_role(node).origin)) is not None}
+    order = arrange(tasks, excess(overlap_memory, max(before.peak, wrapper_peak(tasks, wrapped))))
     if not isinstance(V.graph, SubgraphLowering):
         roles = {index: _role(node) for index, node in enumerate(nodes, given)}
         found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}
         operations = _operations(nodes, given, tasks, order, found)
-        told(KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, operations))
+        told(KernelOrder(tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, wrapped, operations))
     return [nodes[index - given] for index in order if index >= given]
 
 

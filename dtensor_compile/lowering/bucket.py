@@ -14,7 +14,8 @@ exchange (`reduce_by_exchange.py`).
 
 What joins a bucket:
 
-    gathers of inputs            at the first of them; the first use waits for what the link carries in a few latencies more
+    gathers of inputs            at the first of them; the first use waits for what the link carries in a few latencies more. Of what
+                                 the program groups, large parts between whose first uses other groups are used stay apart
     reductions nobody waits for  at the last of them, as gradients become ready
     others                       where the later one needs nothing that is computed after the first one started
 
@@ -33,7 +34,7 @@ import torch
 from dtensor_compile.capture.groups import GROUP, Group
 from dtensor_compile.compat.collectives import functional
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.start_order import is_light
+from dtensor_compile.lowering.start_order import first_use, is_light
 from dtensor_compile.passes.nodes import FUSED, PART, RECORDED_AS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
 from dtensor_compile.report.graphs import collective_of, result_bytes
 from dtensor_compile.topology.links import Cluster, rounds
@@ -91,13 +92,48 @@ def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool
         further: also those that the program does not send together, where `cluster` says that it pays.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    buckets = _as_the_program_says(list(_alone(graph, cluster)), position)
+    buckets = _as_the_program_says(_by_first_use(list(_alone(graph)), cluster, position), position)
     if further:
         buckets = _merge_small(buckets, cluster, position)
     return [_merge(bucket) for bucket in buckets if len(bucket.starts) > 1]
 
 
-def _alone(graph: torch.fx.Graph, cluster: Cluster) -> Iterator[_Bucket]:
+def _by_first_use(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
+    """Splits the gathers of a group into parts between whose first uses other groups are used, where each part is large.
+
+    The root of a model wraps its first and its last layer: gathered together, the last one would be there all the time, and the
+    first, for which everything waits, would be there as late as both.
+    """
+    uses: dict[Group, list[int]] = {}
+    for this in alone:
+        if this.group is not None and not this.late:
+            uses.setdefault(this.group, []).append(first_use(this.starts[0], position))
+    firsts = sorted((min(places), group) for group, places in uses.items())
+    parts: dict[Group, dict[int, list[_Bucket]]] = {}
+    for this in alone:
+        if this.group is not None and not this.late:
+            use = first_use(this.starts[0], position)
+            between = sum(place < use for place, group in firsts if group != this.group)
+            parts.setdefault(this.group, {}).setdefault(between, []).append(this)
+    for group, by_place in parts.items():
+        if len(by_place) < 2:
+            continue
+        number, rest = 0, [by_place[place] for place in sorted(by_place)]
+        for index, part in enumerate(rest[:-1]):
+            if _is_large(part, cluster) and _is_large([this for later in rest[index + 1 :] for this in later], cluster):
+                number += 1
+            for this in rest[index + 1]:
+                this.group = group._replace(name=f"{group.name}, part {number}") if number else group
+    return alone
+
+
+def _is_large(part: list[_Bucket], cluster: Cluster) -> bool:
+    """Whether collectives that are sent together take longer to send than to start."""
+    about = collective_of(part[0].starts[0])
+    return sum(this.sends for this in part) >= FULL * _saturating(cluster, about.kind, about.ranks)
+
+
+def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
     """Each collective that may be in a bucket, by itself."""
     stretch = 0
     for node in graph.nodes:

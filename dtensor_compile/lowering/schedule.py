@@ -21,8 +21,9 @@ other. At each moment
    gradient when that is surely done, because its input is held until then.
 
 Over the bound on memory it goes on in the order given, because a task that was put off may need more later than was to be seen.
-Where that breaks the bound, it is tried again with what was missing kept back until that task has run, and with a lower bound; the
-fastest order that keeps the bound is taken, and the order given stays where none is faster in the simulation.
+Where that breaks the bound, it is tried again: what was made too early for the peak is tied behind it, what was freed too late before
+it, and then with a lower bound. The fastest order that keeps the bound is taken, and the order given stays where none is faster in
+the simulation.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ import bisect
 import heapq
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 #: A collective whose result nobody uses is taken for done after this much of its time more than the simulation says.
 SLACK = 0.25
@@ -40,8 +41,8 @@ SLACK = 0.25
 #: Collectives that may always be in flight on a link.
 PLACES = 2
 
-#: Parts of the bound on memory that are aimed at, and for each how often memory is kept back for tasks that were found to need it.
-TRIES, ROUNDS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.75, 0.6), 5
+#: Parts of the bound on memory that are aimed at, and for each how often tasks are tied to those at whose run memory was short.
+TRIES, ROUNDS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.75, 0.6), 8
 #: Orders whose times differ by less than this part are alike.
 ALIKE = 1e-3
 
@@ -190,33 +191,71 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
     longest = max((task.seconds for task in tasks if task.link is None), default=0.0)
     least = math.inf  # seconds that an order takes which need not keep the bound
     for tried in TRIES:
-        kept_back: dict[int, float] = {}
+        tied = list(tasks)
         for _ in range(ROUNDS):
             if seconds <= least * (1.0 + ALIKE) < math.inf:
                 return best
-            order = _Arrangement(tasks, tried * bound, longest, kept_back).run()
+            order = _Arrangement(tied, tried * bound, longest).run()
             found, missing = _replay(tasks, order, bound)
             least = min(least, found.seconds)
             if not missing:
                 if found.seconds < seconds * (1.0 - ALIKE):
                     best, seconds = order, found.seconds
                 break
-            for index, size in missing.items():
-                kept_back[index] = math.inf if index in kept_back else size
+            ties = [tie for index, size in missing.items() for tie in _ties(tasks, order, index, size)]
+            if not ties:
+                break
+            for before, after in ties:
+                tied[after] = replace(tied[after], after=tuple(dict.fromkeys((*tied[after].after, before))))
     return best
+
+
+def _ties(tasks: Sequence[Task], order: Sequence[int], peak: int, over: float) -> list[tuple[int, int]]:
+    """Pairs of tasks of which the first has to run before the second, so that an order holds less at a peak.
+
+    What is live at the peak, and is not when that task runs in the order given, was made too early, or a reader of it runs too late. A
+    pair follows the order given, so that all of them can be kept. Those that save most come first, until they save enough.
+
+    Args:
+        peak: the task that runs at the peak.
+        over: bytes over the bound there.
+    """
+    ran = set(order[: order.index(peak) + 1])
+    readers: dict[Buffer, list[int]] = {}
+    for index, task in enumerate(tasks):
+        for buffer in task.reads:
+            readers.setdefault(buffer, []).append(index)
+    saved: dict[tuple[int, int], int] = {}
+    for maker, task in enumerate(tasks):
+        if maker not in ran or task.given or maker == peak:
+            continue
+        for buffer in task.makes:
+            late = [reader for reader in readers.get(buffer, ()) if reader not in ran]
+            if buffer.kept or not late and readers.get(buffer):
+                continue
+            if maker > peak:
+                saved[peak, maker] = saved.get((peak, maker), 0) + buffer.freed
+            elif late and max(late) < peak:
+                for reader in late:
+                    saved[reader, peak] = saved.get((reader, peak), 0) + buffer.freed
+    ties = []
+    for tie, size in sorted(saved.items(), key=lambda item: (-item[1], item[0])):
+        if over <= 0:
+            break
+        if size:
+            ties.append(tie)
+            over -= size
+    return ties
 
 
 class _Arrangement:
     """One pass over the tasks.
 
-    Args:
-        kept_back: bytes of the bound that nothing else may take until that task has run.
-
     Waits are no candidates: a task whose other needs are met is one, and the waits that it needs run with it.
     """
 
-    def __init__(self, tasks: Sequence[Task], bound: float, longest: float, kept_back: Mapping[int, float]) -> None:
-        self.tasks, self.whole, self.kept_back, self.places = tasks, bound, kept_back, longest
+    def __init__(self, tasks: Sequence[Task], bound: float, longest: float) -> None:
+        self.tasks, self.bound, self.places = tasks, bound, longest
         self.device = _Device(tasks)
         self.order: list[int] = []
         self.done = [False] * len(tasks)
@@ -236,10 +275,6 @@ class _Arrangement:
         self.unused: list[tuple[float, int]] = []  # waits that nothing but an output needs
         self.stray: list[int] = []  # waits that only other waits need
         self.first = 0  # of the tasks that have not run
-        self.bound = self._bound()
-
-    def _bound(self) -> float:
-        return self.whole - max((size for index, size in self.kept_back.items() if not self.done[index]), default=0.0)
 
     def run(self) -> list[int]:
         for index in [i for i, task in enumerate(self.tasks) if task.given]:
@@ -338,23 +373,34 @@ class _Arrangement:
         heapq.heapify(self.toward)
 
     def _compute(self) -> bool:
-        """One task that nothing holds up."""
+        """One task that nothing holds up, and that memory allows; where nothing else can go on, whether it does or not."""
         self._mark()
-        for heap in (self.toward, self.free):
-            while heap and self.done[heap[0]]:
-                heapq.heappop(heap)
-        if not self.free:
-            return False
-        best = self.free[0]
-        if self.toward and self._fits(self.toward[0]):
-            link = self.tasks[self.wanted].link
-            if self.device.backlog(link or "") <= self.places:
-                best = self.toward[0]
-        if self._fits(best):
+        wanted = self._fitting(self.toward)
+        if wanted is not None and self.device.backlog(self.tasks[self.wanted].link or "") <= self.places:
+            self._execute(wanted)
+            return True
+        best = self._fitting(self.free)
+        if best is not None:
             self._execute(best)
-        else:
-            self._go_on()
+            return True
+        if not self.free or self.held or self.unused:
+            return False
+        self._go_on()
         return True
+
+    def _fitting(self, heap: list[int]) -> int | None:
+        """The first task of a heap that memory allows."""
+        too_large, found = [], None
+        while heap and found is None:
+            index = heap[0]
+            if self.done[index] or not self._fits(index):
+                heapq.heappop(heap)
+                too_large += [] if self.done[index] else [index]
+            else:
+                found = index
+        for index in too_large:
+            heapq.heappush(heap, index)
+        return found
 
     def _stall(self) -> None:
         """Nothing runs without waiting."""
@@ -396,8 +442,6 @@ class _Arrangement:
         self.done[index] = True
         self.order.append(index)
         self.device.run(index)
-        if index in self.kept_back:
-            self.bound = self._bound()
         is_wait = self.tasks[index].waits_for is not None
         for user in self.users[index]:
             if is_wait and self.tasks[user].waits_for is None:

@@ -20,11 +20,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dtensor_compile.capture.groups import GROUP
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.start_order import hoist_gathers
-from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait
+from dtensor_compile.lowering.wrapper_order import wrapper_peak
+from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, starts_collective
 from dtensor_compile.report.graphs import Collective, collective_of, result_bytes, work_of
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
@@ -40,7 +42,8 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
     Args:
         topology: what the seconds are of; None for the default of the device. They decide what runs between two starts, never the
             order of starts.
-        overlap_memory: part of the peak of the graph as it is that may be added to it.
+        overlap_memory: part of the peak that may be added to it: that of the graph as it is, or of ``fully_shard``'s own order where that
+            is more.
         measured: as for `graph_tasks`.
     """
     cluster = cluster_for(graph, topology)
@@ -48,16 +51,25 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
         return []
     tasks = graph_tasks(graph, cluster, measured)
     before = simulate(tasks, range(len(tasks)))
+    wrapped = {i: reduces for i, node in enumerate(graph.nodes) if (reduces := is_wrapped(node)) is not None}
+    peak = max(before.peak, wrapper_peak(tasks, wrapped))
     between_meshes = any(ACROSS in node.meta for node in graph.nodes)  # then ranks of a mesh do not all have this graph
     if not between_meshes and hoist_gathers(graph):
         tasks = graph_tasks(graph, cluster, measured)
-    order = arrange(tasks, excess(overlap_memory, before.peak))
+    order = arrange(tasks, excess(overlap_memory, peak))
     nodes = list(graph.nodes)
     output = nodes[-1]
     for index in order:
         if nodes[index].op not in ("placeholder", "output"):
             output.prepend(nodes[index])
     return explain(tasks, order, simulate(tasks, order), {index: collective_of(node) for index, node in enumerate(nodes) if is_start(node)})
+
+
+def is_wrapped(node: torch.fx.Node | None) -> bool | None:
+    """Whether a start reduces for a wrapper of the program (gathers for it: False); None for other nodes."""
+    if node is None or GROUP not in node.meta or not starts_collective(node):
+        return None
+    return "reduce" in node.target._schema.name  # type: ignore[union-attr]
 
 
 def cost_of(cluster: Cluster, this: Collective) -> tuple[str, float]:

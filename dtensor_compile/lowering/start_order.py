@@ -15,6 +15,8 @@ are never passed, because the ranks that meet there need not run the same progra
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from dtensor_compile.passes.nodes import REDISTRIBUTES, is_fixed, is_start, is_wait
@@ -25,7 +27,8 @@ AHEAD = 0.05
 
 
 def hoist_gathers(graph: torch.fx.Graph) -> int:
-    """Moves gathers of inputs up, with the copies and casts that they need; returns how many moved."""
+    """Moves gathers of inputs up, with the copies and casts that they need, and those that are used late down; returns how many moved."""
+    sunk = _sink_gathers(graph)
     position = {node: index for index, node in enumerate(graph.nodes)}
     of_inputs: set[torch.fx.Node] = set()
     gathers: list[tuple[torch.fx.Node, int]] = []  # and how many of `others` stand before it
@@ -38,9 +41,9 @@ def hoist_gathers(graph: torch.fx.Graph) -> int:
         elif is_start(node) or is_fixed(node):
             others.append(node)
     if not gathers or not others:
-        return 0
+        return sunk
     window = AHEAD * sum(result_bytes(gather) for gather, _ in gathers)
-    uses = [_before(others, position, _first_use(gather, position)) for gather, _ in gathers]
+    uses = [_before(others, position, first_use(gather, position)) for gather, _ in gathers]
     moved = place = 0
     for index, (gather, own) in enumerate(gathers):
         back, size = index, 0
@@ -52,7 +55,40 @@ def hoist_gathers(graph: torch.fx.Graph) -> int:
         if place < own:
             _move(gather, others[place], position)
             moved += 1
+    return moved + sunk
+
+
+def _sink_gathers(graph: torch.fx.Graph) -> int:
+    """Moves each gather behind those that are used before it, as far as nothing stays in between; returns how many moved.
+
+    A wrapper gathers what its module uses last together with what it uses first, at its beginning.
+    """
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    gathers = [node for node in graph.nodes if is_start(node) and _is_gather(node)]
+    fixed = [position[node] for node in graph.nodes if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta]
+    uses = {node: first_use(node, position) for node in gathers}
+    moved = 0
+    for index in range(len(gathers) - 1, -1, -1):
+        this = gathers[index]
+        limit = min((place for place in fixed if place > position[this]), default=len(position))
+        earlier = [other for other in gathers[index + 1 :] if uses[other] < uses[this] and position[other] < limit]
+        target = max(earlier, key=position.__getitem__, default=None)
+        if target is not None and position[target] < uses[this]:
+            lower(this, target, position)
+            moved += 1
     return moved
+
+
+def lower(start: torch.fx.Node, place: torch.fx.Node, position: dict[torch.fx.Node, int]) -> None:
+    """`start`, the waits for it and the copies behind them after `place`."""
+    found, stack = {start}, [start]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and user.op != "output" and position[user] < position[place]:
+                found.add(user)
+                stack.append(user)
+    for node in sorted(found, key=position.__getitem__, reverse=True):
+        place.append(node)
 
 
 def _is_gather(node: torch.fx.Node) -> bool:
@@ -67,15 +103,15 @@ def is_light(node: torch.fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags and target._schema.name.replace("::", ".") not in MATMULS
 
 
-def _first_use(gather: torch.fx.Node, position: dict[torch.fx.Node, int]) -> int:
-    """Position of the first node that reads what was gathered; views and waits do not."""
+def first_use(gather: torch.fx.Node, position: dict[torch.fx.Node, int]) -> int:
+    """Position of the first node that reads what was gathered; views, waits and items of a list do not."""
     first, stack, seen = len(position), [gather], {gather}
     while stack:
         for user in stack.pop().users:
             if user in seen:
                 continue
             seen.add(user)
-            if is_wait(user) or getattr(user.target, "is_view", False):
+            if is_wait(user) or user.target is operator.getitem or getattr(user.target, "is_view", False):
                 stack.append(user)
             else:
                 first = min(first, position[user])

@@ -77,13 +77,13 @@ def describe(node: torch.fx.Node) -> str:
 
 def is_start(node: torch.fx.Node) -> bool:
     """Whether a node of a lowered graph starts a functional collective, for whose result a `wait_tensor` waits."""
+    return starts_collective(node) and not node.target._schema.is_mutable  # type: ignore[union-attr]
+
+
+def starts_collective(node: torch.fx.Node) -> bool:
+    """The same, also of a collective that Inductor has made one that writes over its input."""
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "_c10d_functional"
-        and target is not wait_tensor
-        and not target._schema.is_mutable
-    )
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional" and target is not wait_tensor
 
 
 def is_wait(node: torch.fx.Node) -> bool:

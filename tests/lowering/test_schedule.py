@@ -113,6 +113,33 @@ def test_memory_is_kept_back_only_until_the_task_that_needs_it_has_run():
     assert (found := simulate(program, order)).peak == 10 and found.seconds == 5 + 4 * 4 + 3
 
 
+def test_what_memory_does_not_allow_yet_holds_up_nothing_else():
+    """A large result that may be made at any time, such as zeros, does not end the reductions that could hide."""
+    program = Program()
+    for _ in range(3):
+        gradient = program.compute(4, *[len(program) - 3] * bool(program), size=8, reads=())
+        program.wait(program.start(4, gradient))
+    large = program.compute(1, size=90, reads=())
+    program.compute(1, large, len(program) - 4)
+    order = arrange(program, 100)
+    found = simulate(program, order)
+    assert found.peak <= 100 and found.seconds == least_seconds(program) == 16
+    assert order.index(large) > order.index(program.index(program[6]))
+
+
+def test_what_would_be_live_at_a_peak_is_moved_behind_it():
+    """A gather that is only needed after the peak, and a result that nobody frees before it in the fastest order."""
+    program = Program()
+    early = program.start(1, size=30)
+    first = program.compute(4, program.wait(early), size=10, reads=(early,))
+    peak = program.compute(4, first, size=60)
+    late = program.start(1, size=30)
+    program.compute(4, program.wait(late), peak, reads=(late, peak))
+    assert simulate(program, arrange(program, float("inf"))).peak == 100
+    bounded = arrange(program, 90)
+    assert simulate(program, bounded).peak <= 90 and bounded.index(late) > bounded.index(peak)
+
+
 def test_a_start_goes_before_the_compute_that_the_collective_before_it_held_up():
     program = layers(4, 4, 2)
     assert arrange(program, float("inf")) == [0, 3, 1, 6, 2, 4, 9, 5, 7, 8, 10, 11]

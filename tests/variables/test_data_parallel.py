@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import dtensor_compile
 from dtensor_compile.causes import code_in
 from dtensor_compile.compat import counters
+from dtensor_compile.report.recorder import watch_graphs
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Link
@@ -729,4 +730,34 @@ def test_buffers_of_ddp_are_sent_in_one_message_a_dtype():
 
     sent, _ = sent_by(build)
     assert sent == ["broadcast", "broadcast", "all_reduce"], sent
+    assert_same(build, width=6)
+
+
+@on_ranks(2)
+def test_large_layers_of_a_root_are_gathered_when_they_are_used():
+    """First and last layer belong to the root: what is used last is gathered behind what the blocks need."""
+
+    class Ends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 400, bias=False), nn.Linear(400, 6, bias=False)
+            self.block = nn.Linear(400, 400, bias=False)
+
+        def forward(self, x):
+            return self.last(F.gelu(self.block(F.gelu(self.first(x)))))
+
+    def build():
+        model = Ends()
+        fully_shard(model.block, mesh=dp_mesh())
+        return fully_shard(model, mesh=dp_mesh())
+
+    shapes = []
+
+    def watch(stage, graph):
+        if stage == "lowered":
+            shapes.append([list(n.meta["val"].shape) for n in graph.nodes if "all_gather_into_tensor" in str(n.target)])
+
+    with watch_graphs(watch):
+        sent, _ = sent_by(build)
+    assert shapes[0] == [[400, 6], [400, 400], [6, 400]] and sent.count("all_gather") == 4
     assert_same(build, width=6)

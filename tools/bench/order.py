@@ -1,6 +1,6 @@
 """The order of the code that runs: which collectives have no kernel between start and wait, and what is exposed, on GPUs that are not there.
 
-    python tools/bench/order.py [--only TEXT] [--large] [--layers 2] [--json FILE]
+    python tools/bench/order.py [--only TEXT] [--large] [--layers 8] [--json FILE]
 
 Configurations are those of `configurations.py`, on 8 simulated ranks of emulated H100s; with ``--large``, Llama-3-8B shapes on 32 x 8. The
 code that Inductor wrote is read (`dtensor_compile.report.written_code`); seconds are estimates of the cost model for its kernels.
@@ -8,7 +8,9 @@ code that Inductor wrote is read (`dtensor_compile.report.written_code`); second
     data parallel    collectives over data-parallel ranks in a forward and backward pass, and for each wrapped module and dtype
     no kernel        those of them that are waited for with no kernel since their start
     ordered          graphs whose kernels were put in order, of those with collectives
-    exposed          seconds in which compute waits, as the kernels run; in Inductor's own order; and below which no order comes
+    exposed          seconds in which compute waits, as the kernels run; in Inductor's own order; in that of the wrapper in eager, one module
+                     ahead (stock runs the wrapper in eager, between its graphs); and below which no order comes
+    peak             bytes that the kernels of the pass that holds most hold at most, and the wrapper's own order
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import warnings
 from typing import Any
 
 import torch
-from configurations import CONFIGURATIONS, LLAMA_8B, RANKS, build
+from configurations import CONFIGURATIONS, LLAMA_8B, RANKS, SMALL, build
 from rich.console import Console
 from rich.table import Table
 
@@ -31,18 +33,27 @@ from dtensor_compile import offline
 from dtensor_compile.capture.mesh import group_dim_name
 from dtensor_compile.compat.inductor import fresh_caches
 from dtensor_compile.compat.mesh import group_named
+from dtensor_compile.lowering.wrapper_order import simulate_wrapper
 from dtensor_compile.report.written_code import written_collectives
 
-LARGE = ("fully_shard x tensor parallel: mixed precision", "fully_shard x tensor parallel: plain", "fully_shard x tensor parallel: uneven")
+#: Configurations in Llama-3-8B shapes. Torch shards no matmul whose sizes eight ranks do not divide; the vocabulary may be such.
+LARGE = {
+    "fully_shard x tensor parallel: plain": {},
+    "fully_shard x tensor parallel: mixed precision": {},
+    "fully_shard x tensor parallel: checkpointed": {},
+    "fully_shard x tensor parallel: sharded loss": {},
+    "fully_shard x tensor parallel: plain, uneven vocabulary": {"vocab": LLAMA_8B.vocab - 3},
+}
 
 
 def measure(name: str, large: bool, layers: int) -> dict[str, Any]:
     """One configuration, in this process."""
     warnings.simplefilter("ignore")
-    shape = {"config": dataclasses.replace(LLAMA_8B, layers=layers), "mesh_shape": (32, 8), "batch": 1} if large else {}
+    config = dataclasses.replace(LLAMA_8B if large else SMALL, layers=layers, **(LARGE[name] if large else {}))
+    shape = {"mesh_shape": (32, 8), "batch": 1} if large else {}
     began = time.process_time()
     with fresh_caches(), offline.job(256 if large else RANKS), offline.device("h100") as device:
-        built = build(name, "cuda", **shape)
+        built = build(name.partition(",")[0], "cuda", config, **shape)
         with dtensor_compile.record() as recording:
             built.step(lambda f: torch.compile(f, backend="dtensor", fullgraph=True, **built.options))
         written = [this for graph in device.graphs for this in written_collectives(graph.source)]
@@ -62,9 +73,10 @@ def measure(name: str, large: bool, layers: int) -> dict[str, Any]:
         "seconds": sum(order.after.seconds for order in found),
         "exposed": sum(sum(order.after.exposed.values()) for order in found),
         "exposed_before": sum(sum(order.before.exposed.values()) for order in found),
+        "exposed_wrapper": sum(sum(simulate_wrapper(order.tasks, order.wrapped).exposed.values()) for order in found),
         "exposed_least": sum(order.least - _computing(order) for order in found),
-        "peak": [order.after.peak for order in found],
-        "peak_before": [order.before.peak for order in found],
+        "peak": max(order.after.peak for order in found),
+        "peak_wrapper": max(simulate_wrapper(order.tasks, order.wrapped).peak for order in found),
         "cpu_seconds": time.process_time() - began,
     }
 
@@ -77,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="configurations with this text in their names")
     parser.add_argument("--large", action="store_true")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     rows = []
@@ -87,7 +99,7 @@ def main() -> None:
                 rows.append(pool.apply(measure, (name, args.large, args.layers)))
             print(rows[-1], flush=True)
     table = Table(title="order of the code that runs, emulated H100" + (f", Llama-3-8B shapes, {args.layers} layers, 32 x 8" if args.large else ""))
-    for column in ("configuration", "collectives", "data parallel", "a module", "no kernel", "ordered", "step", "exposed", "Inductor's", "least"):
+    for column in ("configuration", "collectives", "data parallel", "a module", "no kernel", "ordered", "step", "exposed", "Inductor's", "wrapper's", "least", "peak", "wrapper's"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for row in rows:
         table.add_row(
@@ -97,9 +109,10 @@ def main() -> None:
             f"{row['data_parallel'] / row['wrapped']:.1f}",
             f"{row['no_kernel']} ({row['no_kernel'] / max(1, row['data_parallel']):.0%})",
             f"{row['ordered']} of {row['graphs']}",
-            *(f"{row[key] * 1e3:.2f} ms" for key in ("seconds", "exposed", "exposed_before", "exposed_least")),
+            *(f"{row[key] * 1e3:.2f} ms" for key in ("seconds", "exposed", "exposed_before", "exposed_wrapper", "exposed_least")),
+            *(f"{row[key] / 2**20:.0f} MiB" for key in ("peak", "peak_wrapper")),
         )
-    Console(width=160).print(table)
+    Console(width=200).print(table)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file)
