@@ -1,13 +1,16 @@
-"""Memory that a step of a program takes on this rank, beyond what it holds before, as two instruments see it."""
+"""Memory that a step of a program takes on this rank, beyond what there is before it, by two instruments.
+
+`resident_peak` counts pages of the process: also what backends copy in threads of their own, but not what is allocated and never
+written to. `allocated_peak` counts what torch's allocator for the CPU gives out, on all threads.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,36 +18,20 @@ import torch
 _MMAP_THRESHOLD, _MAPPED_FROM = -3, 1 << 16
 
 
-class Peak(NamedTuple):
-    """The most bytes at one time that a call held beyond what was there before.
-
-    Attributes:
-        resident: pages of the process, also of what backends copy in threads of their own. Memory that is allocated and not written
-            to is not part of it.
-        allocated: of torch's allocator for the CPU, on all threads.
-    """
-
-    resident: int
-    allocated: int
-
-
-def peak_of(step: Callable[[], Any], before: Callable[[], Any] = gc.collect) -> Peak:
-    """Both measurements of a step that may be called twice; `before` runs before each."""
-    before()
-    resident = resident_peak(step)
-    before()
-    return Peak(resident, allocated_peak(step))
-
-
 def resident_peak(step: Callable[[], Any]) -> int:
     """The peak of resident memory while `step` runs, beyond that before it. Linux only."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
-    libc.malloc_trim(0)  # what was freed before that
+    return_freed_memory()
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = _status("VmRSS")
     step()
     return _status("VmHWM") - before
+
+
+def return_freed_memory() -> None:
+    """Memory that is freed goes back to the system, now what was freed before and from then on all larger blocks. Linux only."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
+    libc.malloc_trim(0)
 
 
 def allocated_peak(step: Callable[[], Any]) -> int:
