@@ -10,7 +10,7 @@ SEED ?= 0
 CATALOGUE ?= 3/40
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -78,6 +78,9 @@ bench-order: $(VENV)/.installed
 
 bench-wrappers: $(VENV)/.installed
 	$(BIN)/python tools/bench/wrappers.py
+
+bench-memory: $(VENV)/.installed
+	$(BIN)/python tools/bench/memory.py
 
 bench-redistribution: $(VENV)/.installed
 	$(BIN)/python tools/bench/redistribution.py

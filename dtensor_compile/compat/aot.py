@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 
+from dtensor_compile.compat.fx import run_boxed
 from dtensor_compile.compat.inductor import GraphFunction
 
 
@@ -31,8 +31,7 @@ def compile_to_aten(
 
     def lower(graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         post_grad_pass(graph_module.graph)
-        graph_module.recompile()
-        return make_boxed_func(graph_module.forward)
+        return run_boxed(graph_module)
 
     def infer(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         joint_pass(graph_module.graph)

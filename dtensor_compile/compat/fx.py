@@ -1,14 +1,15 @@
-"""Graphs: taking back a change, and what is noted on nodes while they are traced."""
+"""Graphs: taking back a change, what is noted on nodes while they are traced, and running one operator by operator."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import traceback as fx_traceback
+from torch.fx.graph import CodeGen
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
@@ -87,3 +88,29 @@ def recomputed_in_backward(wanted: bool) -> Iterator[None]:
             fx_traceback.current_meta.pop("recompute", None)
         elif wanted:
             fx_traceback.current_meta["recompute"] = before
+
+
+class BoxedCode(CodeGen):
+    """Python code of a graph that takes its inputs as one list and empties it, so that each is freed after its last use.
+
+        before   def forward(self, x, w):            the caller holds x and w until it returns
+        after    def forward(self, inputs): x, w, = inputs; inputs.clear()
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:
+        names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars if variable != "self"]
+        taken = f"\n    {', '.join(names)}, = inputs_\n    inputs_.clear()" if names else ""
+        return f"def {self._func_name}(self, inputs_){maybe_return_annotation}:{taken}"
+
+
+def run_boxed(graph_module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A function of a list of inputs, which it empties, that runs `graph_module` operator by operator."""
+    graph_module.graph.set_codegen(BoxedCode())
+    graph_module.recompile()
+    forward = graph_module.forward
+
+    def run(inputs: list[Any]) -> Any:
+        return forward(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -18,6 +18,8 @@ import torch
 from torch._guards import TracingContext
 from torch._inductor.output_code import OutputCode
 
+from dtensor_compile.compat.fx import run_boxed
+
 #: Lines at the end of what a compiler said that are told.
 LAST_LINES = 3
 
@@ -38,13 +40,11 @@ class LoweredGraph:
 class _Operators(OutputCode):
     """The compiled form of a graph whose kernels did not compile."""
 
-    module: Any = None
+    run: Any = None
     _boxed_call: bool = True
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        arguments = list(inputs)
-        inputs.clear()  # type: ignore[attr-defined]
-        return self.module(*arguments)
+        return self.run(inputs)
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         pass
@@ -75,7 +75,7 @@ def run_uncompiled(
             context = TracingContext.try_get()
             if context is not None and context.output_strides:
                 context.output_strides.clear()  # those of the kernels; operators have the strides of the graph
-            return _Operators(module=lowered.module)
+            return _Operators(run=run_boxed(lowered.module))
         finally:
             lowered.module = None
 

@@ -34,6 +34,8 @@ from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds
 
 #: Kind of the decisions about an order.
 ORDERED = "schedule"
+#: Kind of the decision about an order that holds more than ``overlap_memory`` allows.
+OVER_BOUND = "overlap_memory"
 
 
 def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, measured: bool = False) -> list[Decision]:
@@ -56,13 +58,31 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
     between_meshes = any(ACROSS in node.meta for node in graph.nodes)  # then ranks of a mesh do not all have this graph
     if not between_meshes and hoist_gathers(graph):
         tasks = graph_tasks(graph, cluster, measured)
-    order = arrange(tasks, excess(overlap_memory, peak))
+    bound = excess(overlap_memory, peak)
+    order = arrange(tasks, bound)
     nodes = list(graph.nodes)
     output = nodes[-1]
     for index in order:
         if nodes[index].op not in ("placeholder", "output"):
             output.prepend(nodes[index])
-    return explain(tasks, order, simulate(tasks, order), {index: collective_of(node) for index, node in enumerate(nodes) if is_start(node)})
+    found = simulate(tasks, order)
+    decisions = explain(tasks, order, found, {index: collective_of(node) for index, node in enumerate(nodes) if is_start(node)})
+    return [*decisions, *_over(found.peak, bound, peak, overlap_memory)]
+
+
+def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[Decision]:
+    """A decision that says by how much an order exceeds its bound, where it does.
+
+    That happens where gathers start earlier than in the program (`hoist_gathers`), and no order of the same starts holds less. Ranks
+    keep the order of starts, since each of them knows the memory of its own shards alone.
+    """
+    if peak <= bound:
+        return []
+    reason = (
+        f"no order of these starts that was found keeps overlap_memory={overlap_memory:g}: {peak - bound:,.0f} bytes more than the bound of "
+        f"{bound:,.0f}; gathers start earlier than in the program"
+    )
+    return [Decision(OVER_BOUND, "", reason, f"{before:,} bytes", f"{peak:,} bytes")]
 
 
 def is_wrapped(node: torch.fx.Node | None) -> bool | None:
