@@ -221,7 +221,8 @@ def rearrange(
     Args:
         nodes: scheduler nodes after fusion, in an order in which they may run.
         topology: what the seconds are of; None for the default of the device.
-        overlap_memory: part of the peak that may be added to it: that of Inductor's own order, or of ``fully_shard``'s where that is more.
+        overlap_memory: part of the peak of Inductor's own order that may be added to it; what ``fully_shard``'s own order holds may always
+            be held.
         measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are estimated.
         told: is told what was found; of a graph that another one calls, nothing.
     """
@@ -238,7 +239,7 @@ def rearrange(
     given = len(tasks) - len(nodes)
     before = simulate(tasks, range(len(tasks)))
     wrapped = {i: reduces for i, node in enumerate(nodes, given) if (reduces := is_wrapped(_role(node).origin)) is not None}
-    order = arrange(tasks, excess(overlap_memory, max(before.peak, wrapper_peak(tasks, wrapped))))
+    order = arrange(tasks, max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped)))
     if not isinstance(V.graph, SubgraphLowering):
         roles = {index: _role(node) for index, node in enumerate(nodes, given)}
         found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}

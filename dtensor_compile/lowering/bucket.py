@@ -50,7 +50,7 @@ COALESCED = {
 FULL = 8.0
 #: What the program sends together is split where a part takes this much longer to send than to start. On the links between GPUs that is
 #: more than a layer of a large model has.
-ENOUGH = 64.0
+ENOUGH = 160.0
 
 
 @dataclass

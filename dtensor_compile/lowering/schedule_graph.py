@@ -44,8 +44,8 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
     Args:
         topology: what the seconds are of; None for the default of the device. They decide what runs between two starts, never the
             order of starts.
-        overlap_memory: part of the peak that may be added to it: that of the graph as it is, or of ``fully_shard``'s own order where that
-            is more.
+        overlap_memory: part of the peak of the graph as it is that may be added to it; what ``fully_shard``'s own order holds may always be
+            held.
         measured: as for `graph_tasks`.
     """
     cluster = cluster_for(graph, topology)
@@ -54,11 +54,10 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
     tasks = graph_tasks(graph, cluster, measured)
     before = simulate(tasks, range(len(tasks)))
     wrapped = {i: reduces for i, node in enumerate(graph.nodes) if (reduces := is_wrapped(node)) is not None}
-    peak = max(before.peak, wrapper_peak(tasks, wrapped))
+    bound = max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped))
     between_meshes = any(ACROSS in node.meta for node in graph.nodes)  # then ranks of a mesh do not all have this graph
     if not between_meshes and hoist_gathers(graph):
         tasks = graph_tasks(graph, cluster, measured)
-    bound = excess(overlap_memory, peak)
     order = arrange(tasks, bound)
     nodes = list(graph.nodes)
     output = nodes[-1]
@@ -67,7 +66,7 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
             output.prepend(nodes[index])
     found = simulate(tasks, order)
     decisions = explain(tasks, order, found, {index: collective_of(node) for index, node in enumerate(nodes) if is_start(node)})
-    return [*decisions, *_over(found.peak, bound, peak, overlap_memory)]
+    return [*decisions, *_over(found.peak, bound, before.peak, overlap_memory)]
 
 
 def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[Decision]:

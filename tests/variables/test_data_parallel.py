@@ -639,7 +639,7 @@ def test_ddp_with_compiled_autograd():
 
 
 def network(latency):
-    """A network of 1 GB/s: what takes less than 8 latencies to send is merged, what takes more than 64 is split."""
+    """A network of 1 GB/s: what takes less than 8 latencies to send is merged, what takes more than 160 is split."""
     link = Link(latency, 1e9)
     return Cluster("for tests", 1, link, link, CLUSTERS["cpu-loopback"].device, backend="gloo")
 
@@ -710,7 +710,7 @@ def test_replicas_of_shards_reduce_as_one_over_each_mesh_dim():
 @on_ranks(2)
 def test_gradients_fill_the_buckets_of_ddp(mebibytes, buckets):
     """Weights of 1.6 MiB each; a bucket is full when it reaches its size, as for torch's reducer from the second step on."""
-    sent, removed = sent_by(lambda: DDP(MLP((640, 640, 640)), bucket_cap_mb=mebibytes), 640, network(3e-5))
+    sent, removed = sent_by(lambda: DDP(MLP((640, 640, 640)), bucket_cap_mb=mebibytes), 640, network(2e-5))
     assert sent == ["all_reduce"] * buckets and not removed
 
 
@@ -771,7 +771,7 @@ def test_large_layers_of_a_root_are_gathered_when_they_are_used():
 
 @on_ranks(2)
 def test_a_bucket_that_takes_much_longer_to_send_than_to_start_is_split():
-    """Four tensors, of which the weights take 1.6 ms each, and a collective 10 us to start: one part each."""
-    sent, removed = sent_by(lambda: DDP(MLP((640, 640, 640)), bucket_cap_mb=25), 640, network(5e-6))
+    """Four tensors, of which the weights take 1.6 ms each, and a collective 4 us to start: one part each."""
+    sent, removed = sent_by(lambda: DDP(MLP((640, 640, 640)), bucket_cap_mb=25), 640, network(2e-6))
     assert sent == ["all_reduce"] * 2 and not removed
     assert sent_by(lambda: DDP(MLP((640, 640, 640)), bucket_cap_mb=25), 640, network(1e-4))[0] == ["all_reduce"]
