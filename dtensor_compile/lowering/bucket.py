@@ -34,7 +34,7 @@ import torch
 from dtensor_compile.capture.groups import GROUP, Group
 from dtensor_compile.compat.collectives import functional
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.start_order import first_use, is_light
+from dtensor_compile.lowering.start_order import first_use, is_light, lower_users
 from dtensor_compile.passes.nodes import FUSED, PART, RECORDED_AS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
 from dtensor_compile.report.graphs import collective_of, result_bytes
 from dtensor_compile.topology.links import Cluster, rounds
@@ -63,6 +63,7 @@ class _Bucket:
         stretch: number of the stretch between nodes that no bucket reaches across.
         group: what the program sends together; None where it says nothing.
         sends: bytes that this rank sends.
+        bytes: of the tensors that are sent.
         full: no more is added.
     """
 
@@ -71,12 +72,8 @@ class _Bucket:
     stretch: int = 0
     group: Group | None = None
     sends: int = 0
+    bytes: int = 0
     full: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """Of the tensors that are sent."""
-        return sum(result_bytes(start.args[0]) for start in self.starts)  # type: ignore[arg-type]
 
     def key(self) -> Hashable:
         """What collectives of one bucket have in common."""
@@ -87,6 +84,7 @@ class _Bucket:
     def add(self, other: _Bucket) -> None:
         self.starts += other.starts
         self.sends += other.sends
+        self.bytes += other.bytes
 
 
 def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool = True) -> list[Decision]:
@@ -147,7 +145,7 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
             continue
         if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
             continue
-        yield _Bucket([node], _unused(node), stretch, node.meta.get(GROUP), collective_of(node).bytes)
+        yield _Bucket([node], _unused(node), stretch, node.meta.get(GROUP), collective_of(node).bytes, result_bytes(node.args[0]))
 
 
 def _as_the_program_says(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
@@ -243,7 +241,7 @@ def _merge(bucket: _Bucket) -> Decision:
     for start, item in zip(starts, items):
         item.meta = dict(start.meta)
         if bucket.late:
-            _lower_users(start, place)
+            lower_users(start, place, {node: index for index, node in enumerate(graph.nodes)})
         start.replace_all_uses_with(item)
         graph.erase_node(start)
     kind, where = collective_of(merged).kind, source_line(merged)
@@ -264,17 +262,3 @@ def _raise(starts: list[torch.fx.Node], first: torch.fx.Node) -> None:
             stack.extend(node.all_input_nodes)
     for node in sorted(needed, key=position.__getitem__):
         first.prepend(node)
-
-
-def _lower_users(start: torch.fx.Node, place: torch.fx.Node) -> None:
-    """The wait for `start`, and the copies behind it, after `place`."""
-    order = {node: index for index, node in enumerate(start.graph.nodes)}
-    found: set[torch.fx.Node] = set()
-    stack = [start]
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and user.op != "output" and order[user] < order[place]:
-                found.add(user)
-                stack.append(user)
-    for node in sorted(found, key=order.__getitem__, reverse=True):
-        place.append(node)
