@@ -197,7 +197,7 @@ def beside_an_uneven_tensor():
     with record() as recording:
         out = torch.compile(block_beside_an_uneven_tensor, backend="dtensor_aten", options={"strict": True})(*args)
     torch.testing.assert_close(out, block_beside_an_uneven_tensor(*args))
-    return [str(d) for d in recording.decisions]
+    return [str(d) for d in recording.decisions if d.kind != "schedule"]  # what hides depends on the sizes of a rank
 
 
 def test_even_columns_are_sent_transposed_beside_a_tensor_that_is_cut_unevenly():

@@ -161,7 +161,7 @@ def test_each_configuration_compiles_to_two_graphs(name):
     assert forward.kernels and backward.kernels and backward.source.count("def call(") == 1
     for graph in (forward, backward):
         starts = [step.number for step in graph.steps if step.kind == "start"]
-        assert sorted(step.number for step in graph.steps if step.kind == "wait") == starts
+        assert sorted({step.number for step in graph.steps if step.kind == "wait"}) == starts  # a bucket is waited for by tensor
     assert sum(step.kind == "start" for step in backward.steps) > 0
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile import backend, record, redistribute
 from dtensor_compile.capture import mesh as capture_mesh
@@ -27,13 +28,21 @@ from dtensor_compile.lowering import lower, measured_kernels
 from dtensor_compile.lowering.left_alone import kernels_left, left_out_of_buckets
 from dtensor_compile.lowering.schedule import Buffer, Task, simulate
 from dtensor_compile.lowering.uncompiled import runs_uncompiled
+from dtensor_compile.lowering import lower
+from dtensor_compile.lowering.left_alone import left_out_of_buckets
+from dtensor_compile.lowering.order_rows import rows_left
+from dtensor_compile.lowering.send_transposed import columns_left
+from dtensor_compile.lowering.uncompiled import runs_uncompiled
 from dtensor_compile.offline.simulated_job import job
+from dtensor_compile.passes import run_passes
 from dtensor_compile.passes import run_passes
 from dtensor_compile.passes import run_passes
 from dtensor_compile.report.build import decision_row, left_alone
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import from_json, to_json
+from dtensor_compile.report.recorder import watch_graphs
 from dtensor_compile.report.table import print_report
+from dtensor_compile.topology.links import CLUSTERS
 from dtensor_compile.runtime import native
 from dtensor_compile.topology.links import CLUSTERS
 from dtensor_compile.runtime import native
@@ -385,7 +394,7 @@ def test_a_faster_order_of_kernels_that_needs_more_memory(mesh):
     ]
     given = list(range(len(tasks)))
     found = simulate(tasks, given)
-    (decision,) = kernels_left(scheduler.KernelOrder(tasks, given, found, found, 0.0, {}, []))
+    (decision,) = kernels_left(scheduler.KernelOrder(tasks, given, found, found, 0.0, {}, {}, []))
     assert "a faster one has a peak of" in decision.reason and decision.seconds == pytest.approx(1.0)
     assert line_of(sample([decision])) == "1 stage, 1.00 s"
 
@@ -414,3 +423,385 @@ def test_a_graph_that_stays_out_of_the_caches_on_disk(mesh):
     ((reason, *_),) = left(compiled(torch.nn.functional.embedding, ids, table), "cache")
     assert "cannot write" in reason
 
+
+
+def raises(*args):
+    raise NotImplementedError("no such collective")
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_redistribution_that_cannot_be_lowered(mesh, monkeypatch):
+    monkeypatch.setattr(lower, "carry_out", raises)
+    monkeypatch.setattr(lower, "_known", {})
+    recording = compiled(lambda x, y: (gathered(x), gathered(y)), sharded(mesh, 2, 4), sharded(mesh, 3, 4))
+    found = left(recording, "lower_redistributions")
+    assert [sent for reason, _, sent in found if "eager kernel" in reason] == [2 * 4 * 4, 3 * 4 * 4]
+    assert sum("traced one by one" in reason for reason, *_ in found) == 1
+
+
+def test_rows_that_are_cut_unevenly(mesh):
+    x = DTensor.from_local(torch.ones(2, 3, 4), mesh, [Shard(1)], run_check=False, shape=torch.Size((2, 5, 4)), stride=(20, 4, 1))
+    recording = compiled(lambda x, w: gathered(x).to_local() @ w, x, torch.ones(4, 3))
+    ((reason, _, copied),) = left(recording, "order_rows")
+    assert "[2, 5, 4] is cut unevenly" in reason and copied == 2 * 5 * 4 * 4
+
+
+def test_columns_that_are_cut_unevenly(mesh):
+    w = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(1)], run_check=False, shape=torch.Size((3, 7)), stride=(7, 1))
+    recording = compiled(lambda x, w: x @ gathered(w).to_local().t(), torch.ones(5, 7), w)
+    ((reason, _, copied),) = left(recording, "send_transposed")
+    assert "[3, 7] is cut unevenly" in reason and copied == 3 * 7 * 4
+
+
+def test_layouts_beside_a_redistribution_between_meshes():
+    """Ranks of one of the meshes alone have another graph."""
+    torch._dynamo.reset()
+    with job(3):
+        mesh, other = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [0, 1, 2]))
+
+        def program(x, w, y, v, z):
+            sent = redistribute(z, other, [Replicate()]).to_local()
+            return gathered(x).to_local() @ w, y @ gathered(v).to_local().t(), sent + 1
+
+        args = sharded(mesh, 2, 3, 4, dim=1), torch.ones(4, 3), torch.ones(5, 8), sharded(mesh, 3, 4, dim=1), sharded(mesh, 6, 1)
+        recording = compiled(program, *args)
+        ((reason, _, copied),) = left(recording, "order_rows")
+        assert "another graph" in reason and copied == 2 * 6 * 4 * 4
+        ((reason, _, copied),) = left(recording, "send_transposed")
+        assert "another graph" in reason and copied == 3 * 8 * 4
+
+
+def beside_uneven(function, mesh):
+    """`function`, with another argument: one more redistribution, of a tensor that is cut unevenly."""
+    odd = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1))
+    return (lambda odd, *args: (function(*args), gathered(odd) * 2)), odd
+
+
+def test_rows_of_tables_that_are_not_exchanged_beside_uneven_shards(mesh):
+    def look_up(table, ids):
+        return torch.nn.functional.embedding(ids, gathered(table).to_local())
+
+    function, odd = beside_uneven(look_up, mesh)
+    args, options = (sharded(mesh, 64, 4), torch.tensor([3, 5])), {"enable_passes": ("exchange_rows",)}
+    ((reason, _, sent),) = left(compiled(function, odd, *args, options=options), "exchange_rows")
+    assert "uneven" in reason and sent == 64 * 4 * 4
+
+
+def test_sums_that_stay_whole_beside_uneven_shards(mesh):
+    def layer(x):
+        return torch.relu(gathered(x))
+
+    function, odd = beside_uneven(layer, mesh)
+    x = DTensor.from_local(torch.ones(8, 4), mesh, [Partial()], run_check=False)
+    options = {"enable_passes": ("sequence_parallel",)}
+    ((reason, *_),) = left(compiled(function, odd, x, options=options), "sequence_parallel")
+    assert "1 sums and their readers stay whole" in reason
+
+
+def test_meshes_whose_ranks_do_not_come_for_groups_over_several_dims(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(capture_mesh, "all_meet", lambda *about: False)
+    with job(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        x = DTensor.from_local(torch.ones(2, 4), mesh, [Replicate(), Shard(0), Shard(0)], run_check=False)
+        ((reason, *_),) = left(compiled(lambda x: x.redistribute(placements=[Replicate()] * 3) * 2, x), "merge_groups")
+    assert "did not all come" in reason
+
+
+def test_operators_that_cannot_be_measured(mesh, monkeypatch):
+    monkeypatch.setattr(measured_kernels, "_measured", {})
+    monkeypatch.setattr(measured_kernels, "_measure", lambda *about: None)
+    recording = compiled(independent, sharded(mesh, 2, 4), torch.ones(64, 64), options={"kernel_costs": "measured"})
+    ((reason, *_),) = left(recording, "kernel_costs")
+    assert reason.startswith("1 operators cannot be measured") and "aten.mm" in reason
+
+
+def test_calls_without_the_module_in_cpp(mesh, monkeypatch):
+    monkeypatch.setattr(native, "native", lambda: None)
+    ((reason, *_),) = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4)), "native_calls")
+    assert "handled in Python" in reason
+
+
+def test_matmuls_beside_collectives_of_uneven_shards(mesh):
+    def product(x, w):
+        return gathered(x).to_local() @ w
+
+    x = DTensor.from_local(torch.ones(256, 64), mesh, [Shard(0)], run_check=False)
+    odd = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1))
+    options = {"enable_passes": ("decompose_products",)}
+    recording = compiled(lambda x, w, odd: (product(x, w), odd * 2), x, torch.ones(64, 64), odd, options=options)
+    ((reason, seconds, _),) = left(recording, "decompose_products")
+    assert "uneven" in reason and seconds > 0
+
+
+def test_collectives_of_symbolic_sizes_are_not_merged(mesh):
+    recording = compiled(lambda x, y: (gathered(x) * 2, gathered(y) * 3), sharded(mesh, 4, 4), sharded(mesh, 4, 6), dynamic=True)
+    ((reason, seconds, _),) = left(recording, "bucket_collectives")
+    assert "symbolic" in reason and seconds == pytest.approx(CLUSTERS["cpu-1gbit"].link((0, 1)).latency)
+
+
+def test_a_group_of_the_program_with_something_between_its_collectives(mesh):
+    c10d, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+
+    def program(x, y):
+        first = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
+        own = c10d.wait_tensor(c10d.all_reduce(first, "sum", group))
+        return own, c10d.wait_tensor(c10d.all_gather_into_tensor(y, 2, group))
+
+    graph = make_fx(program, tracing_mode="fake")(torch.ones(2, 4), torch.ones(3, 4)).graph
+    for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        node.meta |= {REDISTRIBUTES: True, GROUP: Group("parameters")}
+    (decision,) = left_out_of_buckets(graph, CLUSTERS["h100"], further=False)
+    assert decision.left_alone and "the program groups them" in decision.reason
+    assert decision.seconds == pytest.approx(CLUSTERS["h100"].link((0, 1)).latency)
+    assert line_of(sample([decision])).startswith("1 stage, ")
+
+
+def test_the_order_of_a_program_without_the_schedule(mesh):
+    recording = compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), options={"schedule": False})
+    ((reason, seconds, _),) = left(recording, "schedule")
+    assert "'schedule': False" in reason and seconds > 0
+
+
+def with_collective_of_its_own(x, y):
+    y = y.relu()
+    dist.all_reduce(y)
+    return gathered(x) * 2, y + 1
+
+
+@pytest.mark.parametrize("name, kind", [("dtensor_aten", "schedule"), ("dtensor", "schedule_kernels")])
+def test_collectives_of_the_program_keep_their_order(mesh, name, kind):
+    recording = compiled(with_collective_of_its_own, sharded(mesh, 2, 4), torch.ones(4, 4), backend=name)
+    ((reason, seconds, _),) = left(recording, kind)
+    assert "1 collectives are the program's own" in reason and seconds > 0
+
+
+def with_a_barrier(x):
+    y = gathered(x) * 2
+    dist.barrier()
+    return y + 1
+
+
+def test_operators_that_communicate_where_they_stand(mesh):
+    found = left(compiled(with_a_barrier, sharded(mesh, 2, 4)), "schedule")
+    assert any("communicate where they stand" in reason for reason, *_ in found)
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_kernels_that_communicate_where_they_stand(mesh, monkeypatch):
+    monkeypatch.setattr(lower, "carry_out", raises)
+    monkeypatch.setattr(lower, "_known", {})
+    found = left(compiled(with_collective_of_its_own, sharded(mesh, 2, 4), torch.ones(4, 4), backend="dtensor"), "schedule_kernels")
+    assert any("1 operators communicate where they stand" in reason for reason, *_ in found)
+
+
+def test_kernels_of_collectives_whose_node_is_not_known(mesh, monkeypatch):
+    monkeypatch.setattr(scheduler, "_collective_origin", lambda node: None)
+    found = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
+    assert any("whose node of the graph is not known" in reason for reason, *_ in found)
+
+
+def test_a_torch_without_an_order_of_kernels(mesh, monkeypatch):
+    monkeypatch.setattr(backend, "orders_kernels", lambda: False)
+    found = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
+    assert any("no hooks for an order of kernels" in reason for reason, *_ in found)
+
+
+def independent(x, w):
+    return gathered(x).to_local() * 2, w @ w
+
+
+def test_a_faster_order_of_kernels_that_needs_more_memory(mesh):
+    """A matmul after the gather hides it, and both results are there at once."""
+    tasks = [
+        Task(makes=(first := Buffer(100, 100),), seconds=1.0),
+        Task(makes=(sent := Buffer(50, 50),), reads=(first,), seconds=1.0, link="wire", after=(0,)),
+        Task(waits_for=1, reads=(first, sent), after=(1,)),
+        Task(reads=(sent,), after=(2,)),
+        Task(makes=(Buffer(100, 100),), seconds=1.0),
+    ]
+    given = list(range(len(tasks)))
+    found = simulate(tasks, given)
+    (decision,) = kernels_left(scheduler.KernelOrder(tasks, given, found, found, 0.0, {}, {}, []))
+    assert "a faster one has a peak of" in decision.reason and decision.seconds == pytest.approx(1.0)
+    assert line_of(sample([decision])) == "1 stage, 1.00 s"
+
+
+def test_a_program_of_which_nothing_is_left_alone(mesh):
+    recording = compiled(independent, sharded(mesh, 2, 4), torch.ones(64, 64), backend="dtensor")
+    assert recording.decisions and not any(decision.left_alone for decision in recording.decisions)
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_pass_that_raises():
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph
+    (decision,) = run_passes(graph, [raises])
+    assert decision.left_alone and line_of(sample([decision])) == "1 stage"
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_graph_with_a_kernel_that_does_not_compile():
+    decision = runs_uncompiled("forward", "error: no such instruction")
+    assert decision.left_alone and line_of(sample([decision])) == "1 stage"
+
+
+def test_a_graph_that_stays_out_of_the_caches_on_disk(mesh):
+    table = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)])
+    ids = DTensor.from_local(torch.tensor([0, 5]), mesh, [Replicate()])
+    ((reason, *_),) = left(compiled(torch.nn.functional.embedding, ids, table), "cache")
+    assert "cannot write" in reason
+
+
+
+def raises(*args):
+    raise NotImplementedError("no such collective")
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_redistribution_that_cannot_be_lowered(mesh, monkeypatch):
+    monkeypatch.setattr(lower, "carry_out", raises)
+    monkeypatch.setattr(lower, "_known", {})
+    recording = compiled(lambda x, y: (gathered(x), gathered(y)), sharded(mesh, 2, 4), sharded(mesh, 3, 4))
+    found = left(recording, "lower_redistributions")
+    assert [sent for reason, _, sent in found if "eager kernel" in reason] == [2 * 4 * 4, 3 * 4 * 4]
+    assert sum("traced one by one" in reason for reason, *_ in found) == 1
+
+
+def uneven(mesh, rows, columns, dim):
+    """The first of two uneven shards of a tensor; `rows` or `columns` is odd."""
+    shape = (rows, columns) if dim < 2 else (2, rows, columns)
+    local = [-(-size // 2) if d == dim else size for d, size in enumerate(shape)]
+    strides = torch.empty(shape).stride()
+    return DTensor.from_local(torch.ones(local), mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def test_rows_that_are_cut_unevenly(mesh):
+    x = DTensor.from_local(torch.ones(2, 3, 4), mesh, [Shard(1)], run_check=False, shape=torch.Size((2, 5, 4)), stride=(20, 4, 1))
+    recording = compiled(lambda x, w: gathered(x).to_local() @ w, x, torch.ones(4, 3))
+    ((reason, _, copied),) = left(recording, "order_rows")
+    assert "[2, 5, 4] is cut unevenly" in reason and copied == 2 * 5 * 4 * 4
+
+
+def test_columns_that_are_cut_unevenly(mesh):
+    w = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(1)], run_check=False, shape=torch.Size((3, 7)), stride=(7, 1))
+    recording = compiled(lambda x, w: x @ gathered(w).to_local().t(), torch.ones(5, 7), w)
+    ((reason, _, copied),) = left(recording, "send_transposed")
+    assert "[3, 7] is cut unevenly" in reason and copied == 3 * 7 * 4
+
+
+def test_layouts_beside_a_redistribution_between_meshes(mesh):
+    """Ranks of one of the meshes alone have another graph."""
+    graphs = []
+    with watch_graphs(lambda stage, graph: graphs.append([*rows_left(graph, "because"), *columns_left(graph, "because")]) if stage == "planned" else None):
+        torch.compile(
+            lambda x, w, y, v: (gathered(x).to_local() @ w, y @ gathered(v).to_local().t()), backend="dtensor_aten"
+        )(sharded(mesh, 2, 3, 4, dim=1), torch.ones(4, 3), torch.ones(5, 8), sharded(mesh, 3, 4, dim=1))
+    assert [(d.kind, d.bytes) for d in graphs[0]] == [("order_rows", 2 * 6 * 4 * 4), ("send_transposed", 3 * 8 * 4)]
+
+
+def test_matmuls_beside_collectives_of_uneven_shards(mesh):
+    def product(x, w):
+        return gathered(x).to_local() @ w
+
+    x = DTensor.from_local(torch.ones(256, 64), mesh, [Shard(0)], run_check=False)
+    odd = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1))
+    options = {"enable_passes": ("decompose_products",)}
+    recording = compiled(lambda x, w, odd: (product(x, w), odd * 2), x, torch.ones(64, 64), odd, options=options)
+    ((reason, seconds, _),) = left(recording, "decompose_products")
+    assert "uneven" in reason and seconds > 0
+
+
+def test_collectives_of_symbolic_sizes_are_not_merged(mesh):
+    recording = compiled(lambda x, y: (gathered(x) * 2, gathered(y) * 3), sharded(mesh, 4, 4), sharded(mesh, 4, 6), dynamic=True)
+    ((reason, seconds, _),) = left(recording, "bucket_collectives")
+    assert "symbolic" in reason and seconds == pytest.approx(CLUSTERS["cpu-1gbit"].link((0, 1)).latency)
+
+
+def test_a_group_of_the_program_with_something_between_its_collectives(mesh):
+    c10d, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+
+    def program(x, y):
+        first = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
+        own = c10d.wait_tensor(c10d.all_reduce(first, "sum", group))
+        return own, c10d.wait_tensor(c10d.all_gather_into_tensor(y, 2, group))
+
+    graph = make_fx(program, tracing_mode="fake")(torch.ones(2, 4), torch.ones(3, 4)).graph
+    for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+        node.meta |= {REDISTRIBUTES: True, GROUP: Group("parameters")}
+    (decision,) = left_out_of_buckets(graph, CLUSTERS["h100"], further=False)
+    assert decision.left_alone and "the program groups them" in decision.reason
+    assert decision.seconds == pytest.approx(CLUSTERS["h100"].link((0, 1)).latency)
+    assert line_of(sample([decision])).startswith("1 stage, ")
+
+
+def test_the_order_of_a_program_without_the_schedule(mesh):
+    recording = compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), options={"schedule": False})
+    ((reason, seconds, _),) = left(recording, "schedule")
+    assert "'schedule': False" in reason and seconds > 0
+
+
+def with_collective_of_its_own(x, y):
+    y = y.relu()
+    dist.all_reduce(y)
+    return gathered(x) * 2, y + 1
+
+
+@pytest.mark.parametrize("name, kind", [("dtensor_aten", "schedule"), ("dtensor", "schedule_kernels")])
+def test_collectives_of_the_program_keep_their_order(mesh, name, kind):
+    recording = compiled(with_collective_of_its_own, sharded(mesh, 2, 4), torch.ones(4, 4), backend=name)
+    ((reason, seconds, _),) = left(recording, kind)
+    assert "1 collectives are the program's own" in reason and seconds > 0
+
+
+def with_a_barrier(x):
+    y = gathered(x) * 2
+    dist.barrier()
+    return y + 1
+
+
+@pytest.mark.parametrize("name, kind", [("dtensor_aten", "schedule"), ("dtensor", "schedule_kernels")])
+def test_what_communicates_where_it_stands(mesh, name, kind):
+    found = left(compiled(with_a_barrier, sharded(mesh, 2, 4), backend=name), kind)
+    assert any("communicate where they stand" in reason for reason, *_ in found)
+
+
+def test_kernels_of_collectives_whose_node_is_not_known(mesh, monkeypatch):
+    monkeypatch.setattr(scheduler, "_collective_origin", lambda node: None)
+    found = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
+    assert any("the node of the graph is not known" in reason for reason, *_ in found)
+
+
+def test_a_torch_without_an_order_of_kernels(mesh, monkeypatch):
+    monkeypatch.setattr(backend, "orders_kernels", lambda: False)
+    ((reason, *_),) = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
+    assert "no hooks for an order of kernels" in reason
+
+
+def test_kernels_that_keep_the_order_of_inductor(mesh, monkeypatch):
+    monkeypatch.setattr(scheduler, "arrange", lambda tasks, bound: list(range(len(tasks))))
+
+    def independent(x, w):
+        return gathered(x).to_local() * 2, w @ w
+
+    found = left(compiled(independent, sharded(mesh, 2, 4), torch.ones(512, 512), backend="dtensor"), "schedule_kernels")
+    assert [seconds > 0 for reason, seconds, _ in found if "Inductor's order stays" in reason] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_pass_that_raises():
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph
+    (decision,) = run_passes(graph, [raises])
+    assert decision.left_alone and line_of(sample([decision])) == "1 stage"
+
+
+@pytest.mark.filterwarnings("ignore:dtensor_compile")
+def test_a_graph_with_a_kernel_that_does_not_compile():
+    decision = runs_uncompiled("forward", "error: no such instruction")
+    assert decision.left_alone and line_of(sample([decision])) == "1 stage"
+
+
+def test_a_graph_that_stays_out_of_the_caches_on_disk(mesh):
+    table = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)])
+    ids = DTensor.from_local(torch.tensor([0, 5]), mesh, [Replicate()])
+    ((reason, *_),) = left(compiled(torch.nn.functional.embedding, ids, table), "cache")
+    assert "cannot write" in reason
