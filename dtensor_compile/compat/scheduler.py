@@ -235,13 +235,14 @@ def rearrange(
     if not starts:
         return nodes
     cluster = topology or default_cluster(next(iter(starts[0].get_outputs())).node.get_device().type)
-    tasks = _tasks(nodes, buffers, cluster, measured)
+    each = [_role(node) for node in nodes]
+    tasks = _tasks(nodes, each, buffers, cluster, measured)
     given = len(tasks) - len(nodes)
+    roles = dict(enumerate(each, given))
     before = simulate(tasks, range(len(tasks)))
-    wrapped = {i: reduces for i, node in enumerate(nodes, given) if (reduces := is_wrapped(_role(node).origin)) is not None}
+    wrapped = {index: reduces for index, role in roles.items() if (reduces := is_wrapped(role.origin)) is not None}
     order = arrange(tasks, max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped)))
     if not isinstance(V.graph, SubgraphLowering):
-        roles = {index: _role(node) for index, node in enumerate(nodes, given)}
         found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}
         operations = _operations(nodes, given, tasks, order, found)
         told(
@@ -310,7 +311,7 @@ def _order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
     return nodes, freeable
 
 
-def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster, measured: bool) -> list[Task]:
+def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster: Cluster, measured: bool) -> list[Task]:
     """One task for each input that can be freed, then one for each kernel."""
     from torch._inductor.virtualized import V
 
@@ -322,7 +323,6 @@ def _tasks(nodes: Nodes, inputs: Mapping[str, Any], cluster: Cluster, measured: 
         tasks.append(Task(makes=(memory[name],), given=True))
     made_by: dict[str, int] = {}
     started: dict[torch.fx.Node, int] = {}
-    roles = [_role(node) for node in nodes]
     # Where ranks may run other programs, a wait stays behind the collectives that it is behind (`schedule_graph`).
     own_sends = any(role.starts and not role.redistributes for role in roles)
     fixed, last_start, first = -1, -1, len(tasks)

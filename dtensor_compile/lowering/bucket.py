@@ -106,17 +106,14 @@ def _by_first_use(alone: list[_Bucket], cluster: Cluster, position: dict[torch.f
     The root of a model wraps its first and its last layer: gathered together, the last one would be there all the time, and the
     first, for which everything waits, would be there as late as both.
     """
-    uses: dict[Group, list[int]] = {}
-    for this in alone:
-        if this.group is not None and not this.late:
-            uses.setdefault(this.group, []).append(first_use(this.starts[0], position))
-    firsts = sorted((min(places), group) for group, places in uses.items())
+    grouped = [(this, this.group, first_use(this.starts[0], position)) for this in alone if this.group is not None and not this.late]
+    firsts: dict[Group, int] = {}
+    for _, group, use in grouped:
+        firsts[group] = min(use, firsts.get(group, use))
     parts: dict[Group, dict[int, list[_Bucket]]] = {}
-    for this in alone:
-        if this.group is not None and not this.late:
-            use = first_use(this.starts[0], position)
-            between = sum(place < use for place, group in firsts if group != this.group)
-            parts.setdefault(this.group, {}).setdefault(between, []).append(this)
+    for this, group, use in grouped:
+        between = sum(place < use for other, place in firsts.items() if other != group)
+        parts.setdefault(group, {}).setdefault(between, []).append(this)
     for group, by_place in parts.items():
         if len(by_place) < 2:
             continue
