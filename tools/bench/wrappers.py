@@ -23,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import third_party
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -78,9 +79,9 @@ def _convolutions(channels: int, layers: int) -> nn.Module:
     return nn.Sequential(stem, *(Residual(channels) for _ in range(layers)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
 
-def _sharded(config: LlamaConfig, compile: str | None) -> nn.Module:
-    model, mesh = Llama(config), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    for block in model.blocks:
+def _sharded(model: nn.Module, blocks: Iterable[nn.Module], compile: str | None) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for block in blocks:
         if compile is not None:
             block.compile(backend=compile)
         fully_shard(block, mesh=mesh)
@@ -90,6 +91,29 @@ def _sharded(config: LlamaConfig, compile: str | None) -> nn.Module:
 def _replicated(model: nn.Module, compile: str | None) -> nn.Module:
     model = DistributedDataParallel(model)
     return model if compile is None else torch.compile(model, backend=compile)
+
+
+def _llama(config: LlamaConfig) -> Callable[[str | None], nn.Module]:
+    def build(compile: str | None) -> nn.Module:
+        model = Llama(config)
+        return _sharded(model, model.blocks, compile)
+
+    return build
+
+
+def _third_party() -> dict[str, Program]:
+    def sharded(make: Callable[[], nn.Module]) -> Callable[[str | None], nn.Module]:
+        def build(compile: str | None) -> nn.Module:
+            model = make()
+            return _sharded(model, model.model.layers, compile)
+
+        return build
+
+    def replicated(make: Callable[[], nn.Module]) -> Callable[[str | None], nn.Module]:
+        return lambda compile: _replicated(make(), compile)
+
+    found = {name: (sharded(make), x) for name, (make, x) in third_party.SHARDED.items()}
+    return found | {name: (replicated(make), x) for name, (make, x) in third_party.REPLICATED.items()}
 
 
 Program = tuple[Callable[[str | None], nn.Module], Callable[[], torch.Tensor]]
@@ -102,11 +126,12 @@ def _tokens(config: LlamaConfig) -> torch.Tensor:
 
 #: A model, under its wrapper and compiled by stock where a backend is named; and its input.
 PROGRAMS: dict[str, Program] = {
-    "fully_shard, small Llama": (lambda c: _sharded(SMALL, c), lambda: _tokens(SMALL)),
-    "fully_shard, Llama": (lambda c: _sharded(LARGE, c), lambda: _tokens(LARGE)),
+    "fully_shard, small Llama": (_llama(SMALL), lambda: _tokens(SMALL)),
+    "fully_shard, Llama": (_llama(LARGE), lambda: _tokens(LARGE)),
     "DDP, small ViT": (lambda c: _replicated(Transformer(64, 4), c), lambda: torch.randn(2, 3, 32, 32)),
     "DDP, small ResNet": (lambda c: _replicated(_convolutions(16, 8), c), lambda: torch.randn(2, 3, 64, 64)),
     "DDP, ViT": (lambda c: _replicated(Transformer(384, 6), c), lambda: torch.randn(8, 3, 64, 64)),
+    **_third_party(),
 }
 #: Those of which only latency counts, and those with enough to send for a slow network.
 AT = {True: [name for name in PROGRAMS if "small" in name], False: [name for name in PROGRAMS if "small" not in name]}
@@ -120,7 +145,8 @@ def _step(name: str, variant: str) -> Callable[[], None]:
     x = make_input()
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
+        out = model(x)
+        return getattr(out, "logits", out).square().mean()
 
     run = torch.compile(loss, backend="dtensor", fullgraph=True) if variant == "ours" else loss
 
