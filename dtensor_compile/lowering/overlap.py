@@ -12,6 +12,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.bucket import bucket_collectives as bucket
 from dtensor_compile.lowering.decompose import decompose_products as decompose
 from dtensor_compile.lowering.left_alone import left_out_of_buckets, products_left_whole
+from dtensor_compile.lowering.receive_before_sending import receive_before_sending
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.lowering.schedule import Simulation
 from dtensor_compile.lowering.schedule_graph import cluster_for, schedule_graph
@@ -19,7 +20,7 @@ from dtensor_compile.passes import Pass
 from dtensor_compile.topology.links import Cluster
 
 #: Names under which they can be left out.
-LOWERED_PASSES: tuple[str, ...] = ("decompose_products", "bucket_collectives", "reduce_by_exchange", "schedule_graph")
+LOWERED_PASSES: tuple[str, ...] = ("decompose_products", "bucket_collectives", "reduce_by_exchange", "schedule_graph", "receive_before_sending")
 #: Those that run only where the user asks for them. `bucket_collectives` merges what the program groups by default, and more than that
 #: where the user asks for it, names a topology, whose latency says what pays, or runs on CPUs, where starting takes long on any network.
 LOWERED_OPTIONAL: tuple[str, ...] = ("decompose_products", "bucket_collectives")
@@ -57,7 +58,7 @@ def passes_after_lowering(
         return schedule_graph(graph, topology, overlap_memory, measured)
 
     in_order.__name__ = schedule_graph.__name__
-    passes = (decompose_products, bucket_collectives, reduce_by_exchange, in_order)
+    passes = (decompose_products, bucket_collectives, reduce_by_exchange, in_order, receive_before_sending)
     return tuple(run for run in passes if run is not decompose_products or run.__name__ in enabled)
 
 

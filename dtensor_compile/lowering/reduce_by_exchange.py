@@ -62,7 +62,7 @@ def is_exchanged(node: torch.fx.Node, inputs: Sequence[torch.fx.Node]) -> bool:
     values = [x.meta["val"] for x in inputs]
     if op == "avg" and not values[0].is_floating_point():
         return False  # gloo refuses to average integers
-    return all(_on_gloo(group, value) for value in values)
+    return all(on_gloo(group, value) for value in values)
 
 
 def _decision(node: torch.fx.Node, text: str) -> Decision:
@@ -70,7 +70,8 @@ def _decision(node: torch.fx.Node, text: str) -> Decision:
     return Decision("reduce_by_exchange", source_line(node), reason, text, "all_to_all + sum")
 
 
-def _on_gloo(group: str, x: torch.Tensor) -> bool:
+def on_gloo(group: str, x: torch.Tensor) -> bool:
+    """Whether a tensor is sent by gloo, as it is, over the group of that name."""
     found = group_named(group)
     on_cpu = x.device.type == "cpu" and not x.is_complex() and x.dtype != torch.bool
     return on_cpu and found is not None and dist.get_backend(found) in ("gloo", "fake")  # a simulated job is one of gloo on CPUs

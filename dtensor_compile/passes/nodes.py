@@ -14,6 +14,7 @@ from dtensor_compile.capture.across import redistribute_across_op
 from dtensor_compile.capture.groups import REDISTRIBUTES as REDISTRIBUTES
 from dtensor_compile.capture.marks import MARK, Mark
 from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.capture.messages import STARTS
 from dtensor_compile.capture.redistribute import plan_of, redistribute_op
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.fx import as_fake_as
@@ -83,7 +84,9 @@ def is_start(node: torch.fx.Node) -> bool:
 def starts_collective(node: torch.fx.Node) -> bool:
     """The same, also of a collective that Inductor has made one that writes over its input."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional" and target is not wait_tensor
+    if not isinstance(target, torch._ops.OpOverload) or target is wait_tensor:
+        return False
+    return target.namespace == "_c10d_functional" or target in STARTS
 
 
 def is_wait(node: torch.fx.Node) -> bool:

@@ -23,7 +23,7 @@ from dtensor_compile.capture.mesh import group_dim_name
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.shapes import size_hint, size_hints
 from dtensor_compile.lowering.plan import StepKind, elements_sent
-from dtensor_compile.passes.nodes import RECORDED_AS, source_line
+from dtensor_compile.passes.nodes import RECORDED_AS, source_line, starts_collective
 
 _KINDS: dict[str, StepKind] = {
     "all_reduce": "all_reduce",
@@ -116,11 +116,11 @@ def operations_of(graph: torch.fx.Graph) -> tuple[list[Collective], list[Operati
             index = started.get(node.args[0])
             if index is not None:
                 operations.append(Operation(**here, waits_for=index))
-        elif namespace == "_c10d_functional" or namespace == "dtensor_compile" and name.startswith("c10d_"):
+        elif starts_collective(node) or namespace == "dtensor_compile" and name.startswith("c10d_"):
             collectives.append(_collective(node, name))
             started[node] = len(collectives) - 1
             operations.append(Operation(**here, starts=len(collectives) - 1))
-            if namespace == "dtensor_compile" and name != "c10d_exchange":  # runs to its end where it stands
+            if not starts_collective(node) and name != "c10d_exchange":  # runs to its end where it stands
                 operations.append(Operation(**here, waits_for=len(collectives) - 1))
         elif (work := work_of(node, computed)) is not None:
             operations.append(Operation(**here, **work._asdict()))

@@ -17,10 +17,10 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-_COLLECTIVE = "torch.ops._c10d_functional."
-_WAIT = _COLLECTIVE + "wait_tensor."
+_COLLECTIVE = ("torch.ops._c10d_functional.", "torch.ops.dtensor_compile.all_")
+_WAIT = "torch.ops._c10d_functional.wait_tensor."
 #: What generated code calls that is no kernel: checks, allocation, views of memory.
-_NO_KERNEL = ("torch.ops.inductor", "extern_kernels.set_", "torch.ops._c10d_functional")
+_NO_KERNEL = ("torch.ops.inductor", "extern_kernels.set_", "torch.ops._c10d_functional", "torch.ops.dtensor_compile.all_")
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ def _variable(value: ast.expr) -> str:
 
 def _started(call: ast.Call, called: str) -> WrittenCollective:
     texts = [a.value for a in (*call.args, *(k.value for k in call.keywords)) if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    return WrittenCollective(called.removeprefix(_COLLECTIVE).split(".")[0], texts[-1] if texts else "")
+    return WrittenCollective(called.split(".")[3], texts[-1] if texts else "")
 
 
 def _written_over(call: ast.Call, called: str) -> list[str]:

@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo import of_compilation_on_stack, restarts_analysis
 from dtensor_compile.errors import AgreementError
-from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, source_line
+from dtensor_compile.passes.nodes import ACROSS, REDISTRIBUTES, source_line, starts_collective
 from dtensor_compile.report.graphs import group_of
 from dtensor_compile.report.recorder import graph_name
 from dtensor_compile.runtime.book import Book, current_book, digest
@@ -116,7 +116,7 @@ def collectives_by_group(graph: torch.fx.Graph) -> dict[tuple[int, ...], list[Ca
             continue
         namespace, name = node.target._schema.name.split("::")
         ours = namespace == "dtensor_compile" and name.startswith("c10d_")
-        if name in _NO_COLLECTIVE or not (namespace == "_c10d_functional" or ours):
+        if name in _NO_COLLECTIVE or not (starts_collective(node) or ours):
             continue
         group = group_of(node)
         if group is not None and group.size() > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.passes.nodes import is_redistribution, read
+from dtensor_compile.passes.nodes import is_redistribution, read, starts_collective
 
 
 def graph_text(graph: torch.fx.Graph) -> str:
@@ -25,7 +25,7 @@ def graph_text(graph: torch.fx.Graph) -> str:
             name = getattr(node.target, "_schema", None)
             target = name.name.split("::")[-1] if name else getattr(node.target, "__name__", str(node.target))
             args = node.args
-            if getattr(node.target, "namespace", "") == "_c10d_functional" and target != "wait_tensor":
+            if starts_collective(node):
                 args = args[:-1]
             text = ", ".join([*map(_argument, args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())])
             lines.append(f"{node.name}: {_shape(node)} = {target}({text})")

@@ -1,9 +1,9 @@
 """The order of the code that runs: which collectives have no kernel between start and wait, and what is exposed, on GPUs that are not there.
 
-    python tools/bench/order.py [--only TEXT] [--large] [--layers 8] [--json FILE]
+    python tools/bench/order.py [--only TEXT] [--large] [--layers N] [--json FILE]
 
-Configurations are those of `configurations.py`, on 8 simulated ranks of emulated H100s; with ``--large``, Llama-3-8B shapes on 32 x 8. The
-code that Inductor wrote is read (`dtensor_compile.report.written_code`); seconds are estimates of the cost model for its kernels.
+Configurations are those of `configurations.py`, on 8 simulated ranks of emulated H100s with 8 layers; with ``--large``, Llama-3-8B shapes
+on 256 ranks (32 x 8) with 32 layers. The code that Inductor wrote is read (`dtensor_compile.report.written_code`); seconds are estimates of the cost model for its kernels.
 
     data parallel    collectives over data-parallel ranks in a forward and backward pass, and for each wrapped module and dtype
     no kernel        those of them that are waited for with no kernel since their start
@@ -36,23 +36,30 @@ from dtensor_compile.compat.mesh import group_named
 from dtensor_compile.lowering.wrapper_order import simulate_wrapper
 from dtensor_compile.report.written_code import written_collectives
 
-#: Configurations in Llama-3-8B shapes. Torch shards no matmul whose sizes eight ranks do not divide; the vocabulary may be such.
-LARGE = {
-    "fully_shard x tensor parallel: plain": {},
-    "fully_shard x tensor parallel: mixed precision": {},
-    "fully_shard x tensor parallel: checkpointed": {},
-    "fully_shard x tensor parallel: sharded loss": {},
-    "fully_shard x tensor parallel: plain, uneven vocabulary": {"vocab": LLAMA_8B.vocab - 3},
+#: Ranks of the job in Llama-3-8B shapes, and the meshes of the parallelisms.
+LARGE_RANKS = 256
+LARGE_MESHES = {
+    "fully_shard": (256,),
+    "fully_shard x tensor parallel": (32, 8),
+    "HSDP": (32, 8),
+    "replicate": (256,),
+    "DDP": (256,),
 }
+#: In those shapes: torch shards no matmul whose sizes eight ranks do not divide; the vocabulary may be such.
+UNEVEN_VOCABULARY = "plain, uneven vocabulary"
 
 
 def measure(name: str, large: bool, layers: int) -> dict[str, Any]:
     """One configuration, in this process."""
     warnings.simplefilter("ignore")
-    config = dataclasses.replace(LLAMA_8B if large else SMALL, layers=layers, **(LARGE[name] if large else {}))
-    shape = {"mesh_shape": (32, 8), "batch": 1} if large else {}
+    config = dataclasses.replace(LLAMA_8B if large else SMALL, layers=layers)
+    shape: dict[str, Any] = {}
+    if large:
+        shape = {"mesh_shape": LARGE_MESHES[name.partition(":")[0]], "batch": 1}
+        if name.endswith(UNEVEN_VOCABULARY):
+            config = dataclasses.replace(config, vocab=config.vocab - 3)
     began = time.process_time()
-    with fresh_caches(), offline.job(256 if large else RANKS), offline.device("h100") as device:
+    with fresh_caches(), offline.job(LARGE_RANKS if large else RANKS), offline.device("h100") as device:
         built = build(name.partition(",")[0], "cuda", config, **shape)
         with dtensor_compile.record() as recording:
             built.step(lambda f: torch.compile(f, backend="dtensor", fullgraph=True, **built.options))
@@ -89,16 +96,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="configurations with this text in their names")
     parser.add_argument("--large", action="store_true")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="8, or 32 with --large")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    layers = args.layers or (32 if args.large else 8)
     rows = []
-    for name in LARGE if args.large else CONFIGURATIONS:
+    for name in CONFIGURATIONS:
+        if args.large:
+            name = name.replace("uneven", UNEVEN_VOCABULARY)
         if args.only in name:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                rows.append(pool.apply(measure, (name, args.large, args.layers)))
+                rows.append(pool.apply(measure, (name, args.large, layers)))
             print(rows[-1], flush=True)
-    table = Table(title="order of the code that runs, emulated H100" + (f", Llama-3-8B shapes, {args.layers} layers, 32 x 8" if args.large else ""))
+    table = Table(title="order of the code that runs, emulated H100" + (f", Llama-3-8B shapes, {layers} layers, {LARGE_RANKS} ranks" if args.large else ""))
     for column in ("configuration", "collectives", "data parallel", "a module", "no kernel", "ordered", "step", "exposed", "Inductor's", "wrapper's", "least", "peak", "wrapper's"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for row in rows:
