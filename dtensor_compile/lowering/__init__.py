@@ -10,7 +10,7 @@
 - ``lower``: every node of a graph replaced by the expansion of its plan; ``splice``: one graph put into another.
 - ``view_again``: fake values of views, for compilers that ask them whose memory they are.
 - ``overlap``: the passes over what is lowered, in order.
-- ``reduce_by_exchange``, ``bucket``: collectives in the form that the backend sends best, and fewer of them.
+- ``reduce_by_exchange``, ``receive_before_sending``, ``bucket``: collectives in the form that the backend sends best, and fewer of them.
 - ``left_alone``: what stages leave alone in a graph, as decisions with what that costs.
 - ``schedule``, ``schedule_graph``, ``start_order``: the graph in an order in which collectives run beside compute.
 """
