@@ -32,32 +32,42 @@ def _on_gloo(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-def _exchange(out: Sequence[torch.Tensor], sent: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Starts the messages of a group: what rank r sends to this one arrives in part r of each tensor of `out`.
+def _exchange(received: Sequence[Tensors], sent: Sequence[Tensors], group: dist.ProcessGroup) -> list[list[dist.Work | None]]:
+    """Starts the messages of several exchanges; returns those of each.
 
     Args:
-        out: one tensor for each collective, its parts along the first dim.
-        sent: for each of them, what goes to each rank.
+        received: for each exchange the memory for what each rank sends here, contiguous.
+        sent: for each of them what goes to each rank, contiguous; as many elements as that rank expects.
     """
     rank, size = group.rank(), group.size()
-    works: list[list[dist.Work | None]] = [[] for _ in out]
-    parts = [this.view(size, -1) for this in out]
+    works: list[list[dist.Work | None]] = [[] for _ in sent]
     for step in range(1, size):
         source = (rank - step) % size
-        for part, started in zip(parts, works):
-            started.append(group.recv([part[source]], source, _TAG))
+        for parts, started in zip(received, works):
+            if parts[source].numel():
+                started.append(group.recv([parts[source]], source, _TAG))
     for step in range(1, size):
         target = (rank + step) % size
-        for to, started in zip(sent, works):
-            started.append(group.send([to[target]], target, _TAG))
-    for part, to, tensor, started in zip(parts, sent, out, works):
-        part[rank].copy_(to[rank].view(-1))
+        for parts, started in zip(sent, works):
+            if parts[target].numel():
+                started.append(group.send([parts[target]], target, _TAG))
+    for into, parts in zip(received, sent):
+        into[rank].copy_(parts[rank])
+    return works
+
+
+def _wait_for(results: Tensors, works: Sequence[Sequence[dist.Work | None]]) -> None:
+    for result, started in zip(results, works):
         for work in started:
-            wait_later(tensor, work)
+            wait_later(result, work)
 
 
 def _gathered(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.new_empty([x.shape[0] * size, *x.shape[1:]])
+
+
+def _exchanged(x: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+    return x.new_empty([sum(splits), *x.shape[1:]])
 
 
 def _all_gather(inputs: Tensors, size: int, group_name: str) -> Tensors:
@@ -65,7 +75,8 @@ def _all_gather(inputs: Tensors, size: int, group_name: str) -> Tensors:
     if not _on_gloo(group):
         return functional("all_gather_into_tensor_coalesced")(inputs, size, group_name)
     results = [_gathered(x, size) for x in inputs]
-    _exchange(results, [[x.contiguous()] * size for x in inputs], group)
+    received = [list(result.chunk(size)) if result.numel() else [result] * size for result in results]
+    _wait_for(results, _exchange(received, [[x.contiguous()] * size for x in inputs], group))
     return results
 
 
@@ -77,8 +88,9 @@ def _all_to_all(input: torch.Tensor, output_splits: Sequence[int], input_splits:
     group = group_named(group_name)
     if not _on_gloo(group):
         return functional("all_to_all_single")(input, output_splits, input_splits, group_name)
-    result = torch.empty_like(input, memory_format=torch.contiguous_format)
-    _exchange([result], [input.contiguous().view(group.size(), -1).unbind()], group)
+    result = _exchanged(input, output_splits)
+    sent = input.contiguous().split_with_sizes(list(input_splits))
+    _wait_for([result], _exchange([list(result.split_with_sizes(list(output_splits)))], [list(sent)], group))
     return result
 
 
@@ -98,7 +110,7 @@ all_to_all = define(
     "all_to_all_single",
     "(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name) -> Tensor",
     _all_to_all,
-    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lambda x, splits, *_: _exchanged(x, splits),
 )
 
 #: torch's functional collective -> ours.

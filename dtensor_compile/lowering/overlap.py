@@ -57,8 +57,11 @@ def passes_after_lowering(
     def in_order(graph: torch.fx.Graph) -> list[Decision]:
         return schedule_graph(graph, topology, overlap_memory, measured)
 
-    in_order.__name__ = schedule_graph.__name__
-    passes = (decompose_products, bucket_collectives, reduce_by_exchange, in_order, receive_before_sending)
+    def in_both_directions(graph: torch.fx.Graph) -> list[Decision]:
+        return receive_before_sending(graph, topology)
+
+    in_order.__name__, in_both_directions.__name__ = schedule_graph.__name__, receive_before_sending.__name__
+    passes = (decompose_products, bucket_collectives, reduce_by_exchange, in_order, in_both_directions)
     return tuple(run for run in passes if run is not decompose_products or run.__name__ in enabled)
 
 

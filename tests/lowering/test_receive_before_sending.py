@@ -1,5 +1,7 @@
 """Collectives in which gloo's ranks would take turns go as messages."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from dtensor_compile.capture.messages import all_gather, all_gather_coalesced, a
 from dtensor_compile.lowering import receive_before_sending as module
 from dtensor_compile.lowering.receive_before_sending import receive_before_sending
 from dtensor_compile.testing import graph_text, on_ranks, run_on_ranks
+from dtensor_compile.topology.links import CLUSTERS
 from tests.lowering.test_schedule_graph import changed, traced
 
 _c10d = torch.ops._c10d_functional
@@ -26,12 +29,18 @@ def exchanged(x):
     return _wait(_c10d.all_to_all_single(x, splits, splits, group)) * 2
 
 
-def result(function, shape=(4, 3), least=0):
-    module.LEAST = least
+def uneven(x):
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    sent, received = ([0, 4], [0, 3]) if rank == 0 else ([3, 1], [4, 1])
+    return _wait(_c10d.all_to_all_single(x, received, sent, group)) * 2
+
+
+def result(function, shape=(4, 3), least=0, topology=None):
+    stock, module.LEAST = module.LEAST, least
     try:
-        return changed(receive_before_sending, function, shape)
+        return changed(lambda graph: receive_before_sending(graph, topology), function, shape)
     finally:
-        module.LEAST = 1 << 16
+        module.LEAST = stock
 
 
 class Golden(TestCase):
@@ -49,28 +58,33 @@ return mul
 """)
 
 
-def test_a_gather_of_two_ranks_goes_as_messages_and_one_of_three_stays():
+def test_a_gather_of_two_ranks_goes_as_messages():
     assert len(run_on_ranks(2, result, gathered)[0][1]) == 1
-    assert run_on_ranks(3, result, gathered)[0][1] == []
+
+
+def test_a_gather_of_four_ranks_does_where_they_do_not_share_a_link():
+    assert run_on_ranks(4, result, gathered)[0][1] == []
+    for hosts, count in ((1, 1), (2, 0), (0, 1)):
+        topology = dataclasses.replace(CLUSTERS["cpu-1gbit"], ranks_per_host=hosts)
+        assert len(run_on_ranks(4, result, gathered, (4, 3), 0, topology)[0][1]) == count
 
 
 def test_an_exchange_of_four_ranks():
     assert len(run_on_ranks(4, result, exchanged, (8, 3))[0][1]) == 1
 
 
+def test_an_uneven_exchange():
+    assert len(run_on_ranks(2, result, uneven)[0][1]) == 1
+
+
 @on_ranks(2)
 def test_what_stays():
-    def uneven(x):
-        rank, group = dist.get_rank(), dist.group.WORLD.group_name
-        splits = [1, 3] if rank else [3, 1]
-        return _wait(_c10d.all_to_all_single(x, [splits[rank]] * 2, splits, group))
-
     small = traced(gathered, (4, 3))
-    own = traced(exchanged, (1 << 16, 3), redistributes=False)
-    for gm in (small, own, traced(uneven, (4, 1 << 16))):
+    own = traced(exchanged, (4, 3), redistributes=False)
+    for gm in (small, own):
         before = graph_text(gm.graph)
         assert receive_before_sending(gm.graph) == [] and graph_text(gm.graph) == before
-    assert len(receive_before_sending(traced(exchanged, (1 << 16, 3)).graph)) == 1
+    assert len(receive_before_sending(traced(gathered, (1 << 16, 3)).graph)) == 1
 
 
 def _same_as_torch(dtype):
