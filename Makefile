@@ -10,7 +10,7 @@ SEED ?= 0
 CATALOGUE ?= 3/40
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -77,6 +77,11 @@ bench-order: $(VENV)/.installed
 	$(BIN)/python tools/bench/order.py
 
 bench-wrappers: $(VENV)/.installed
+	$(BIN)/python tools/bench/wrappers.py
+
+# Models of transformers beside ours.
+bench-third-party: $(VENV)/.installed
+	$(BIN)/pip install -c constraints.txt transformers==5.24.0
 	$(BIN)/python tools/bench/wrappers.py
 
 bench-memory: $(VENV)/.installed

@@ -60,6 +60,7 @@ from dtensor_compile.lowering.order_rows import order_rows, rows_left
 from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.regather import regather
 from dtensor_compile.lowering.schedule_graph import ORDERED, explain
+from dtensor_compile.lowering.send_contiguous import send_contiguous
 from dtensor_compile.lowering.send_transposed import columns_left, send_transposed
 from dtensor_compile.lowering.size_ranges import tell_ranges
 from dtensor_compile.lowering.spread_by_mask import spread_by_mask
@@ -166,6 +167,8 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         split_nary(graph)
         log.decided(lower_redistributions(graph, strict=opts.strict))
         lower_collectives(graph)
+        if opts.kernels != "aten":
+            send_contiguous(graph)
         decided = run_passes(graph, lowered_passes if opts.schedule else (), disabled=opts.disable_passes, strict=opts.strict)
         # What is said of the order holds of the kernels, where they are ordered again.
         of_the_graph[:] = [d for d in decided if d.kind == ORDERED and orders_again]

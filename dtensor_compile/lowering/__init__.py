@@ -11,6 +11,7 @@
 - ``view_again``: fake values of views, for compilers that ask them whose memory they are.
 - ``overlap``: the passes over what is lowered, in order.
 - ``reduce_by_exchange``, ``receive_before_sending``, ``bucket``: collectives in the form that the backend sends best, and fewer of them.
+- ``send_contiguous``: reductions in the layout in which their results are used.
 - ``left_alone``: what stages leave alone in a graph, as decisions with what that costs.
 - ``schedule``, ``schedule_graph``, ``start_order``: the graph in an order in which collectives run beside compute.
 """

@@ -130,6 +130,7 @@ PROGRAMS: dict[str, Program] = {
     "fully_shard, Llama": (_llama(LARGE), lambda: _tokens(LARGE)),
     "DDP, small ViT": (lambda c: _replicated(Transformer(64, 4), c), lambda: torch.randn(2, 3, 32, 32)),
     "DDP, small ResNet": (lambda c: _replicated(_convolutions(16, 8), c), lambda: torch.randn(2, 3, 64, 64)),
+    "DDP, Llama": (lambda c: _replicated(Llama(LARGE), c), lambda: _tokens(LARGE)),
     "DDP, ViT": (lambda c: _replicated(Transformer(384, 6), c), lambda: torch.randn(8, 3, 64, 64)),
     **_third_party(),
 }
