@@ -283,8 +283,7 @@ def _operation(node: Any) -> Operation:
     parts = node.get_nodes()
     origins = [origin for part in parts if part.node is not None for origin in part.node.get_origins() if origin.op == "call_function"]
     names = dict.fromkeys(origin.target.__name__.split(".")[0] for origin in sorted(origins, key=lambda o: o.name))
-    called = [part.node.get_origin_node() for part in parts if part.is_extern() or part.is_template()]
-    called = [origin for origin in called if origin is not None]
+    called = _called(parts)
     source = (called or origins or [None])[0]
     return Operation(
         name=called[0].target._schema.name.replace("::", ".") if called and hasattr(called[0].target, "_schema") else "fused " + " ".join(names),
@@ -432,13 +431,27 @@ def _start_of(wait: torch.fx.Node) -> torch.fx.Node:
     return source.args[0] if source.target is operator.getitem else source  # type: ignore[union-attr, return-value]
 
 
+def _called(parts: Nodes) -> list[torch.fx.Node]:
+    """The nodes of the graph whose operators kernels that are not generated, or made from a template, run."""
+    return [origin for part in parts if part.is_extern() or part.is_template() if (origin := _origin(part.node)) is not None]
+
+
+def _origin(node: Any) -> torch.fx.Node | None:
+    """The node of an operator. Inductor does not say it of one with several results: that of its origins that calls the same then."""
+    known = node.get_origin_node()
+    operator_called = getattr(node, "op_overload", None)
+    if known is not None or operator_called is None:
+        return known
+    return next((origin for origin in sorted(node.get_origins()) if origin.target is operator_called), None)
+
+
 def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
     from torch._inductor.ir import MultiOutput
 
     parts = node.get_nodes()
     if all(isinstance(part.node, MultiOutput) for part in parts):  # an item of a list
         return 0.0
-    origins = [origin for part in parts if part.is_extern() or part.is_template() if (origin := part.node.get_origin_node())]
+    origins = _called(parts)
     found = [measured_seconds(origin) for origin in origins] if measured else []
     if found and None not in found:
         return sum(found)

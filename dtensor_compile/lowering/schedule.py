@@ -15,6 +15,8 @@ other. At each moment
 1. the next collective starts if its input is there, a place in flight is free and the memory bound allows it. A place is free
    while the link has less to do than the longest kernel takes: more in flight would only hold memory. The second place is always
    free: a link that has one collective alone stands still from its end until this host has started another, which is not simulated.
+   What makes no more than it reads (a reduction) needs no place: it holds as much before it starts, and compute may take longer
+   than is known here.
 2. else the compute that it needs runs, as far as it is not held up,
 3. else other compute that nothing holds up, in the order given,
 4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction of a
@@ -336,6 +338,11 @@ class _Arrangement:
     def _fits(self, index: int) -> bool:
         return self.device.live + self.tasks[index].bytes <= self.bound
 
+    def _grows(self, index: int) -> bool:
+        """Whether a start makes more than it reads, as gathers do."""
+        task = self.tasks[index]
+        return not task.reads or task.bytes > sum(buffer.bytes for buffer in task.reads)
+
     def _turn(self) -> int:
         """The first task of the order given that has not run, waits left out."""
         while self.first < len(self.tasks) and (self.done[self.first] or self.tasks[self.first].waits_for is not None):
@@ -352,7 +359,8 @@ class _Arrangement:
         if index != self._turn():
             link = self.tasks[index].link or ""
             backlog = self.device.backlog(link)
-            if not self._fits(index) or 0 < backlog >= self.places and self.device.in_flight(link) >= PLACES:
+            full = 0 < backlog >= self.places and self.device.in_flight(link) >= PLACES
+            if not self._fits(index) or full and self._grows(index):
                 return False
         self._execute(index)
         self.place += 1
@@ -376,9 +384,10 @@ class _Arrangement:
         """One task that nothing holds up, and that memory allows; where nothing else can go on, whether it does or not."""
         self._mark()
         wanted = self._fitting(self.toward)
-        if wanted is not None and self.device.backlog(self.tasks[self.wanted].link or "") <= self.places:
-            self._execute(wanted)
-            return True
+        if wanted is not None:
+            if self.device.backlog(self.tasks[self.wanted].link or "") <= self.places or not self._grows(self.wanted):
+                self._execute(wanted)
+                return True
         best = self._fitting(self.free)
         if best is not None:
             self._execute(best)

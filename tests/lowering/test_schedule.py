@@ -58,6 +58,19 @@ def test_a_place_in_flight_is_free_while_the_link_has_less_to_do_than_the_longes
     assert order.index(9) > order.index(2)  # the fourth has to wait for a place
 
 
+def test_reductions_start_as_soon_as_they_are_ready_though_the_link_is_busy():
+    program, gradient, starts = Program(), None, []
+    for _ in range(4):
+        gradient = program.compute(1, *([] if gradient is None else [gradient]), size=8, reads=())
+        mean = program.compute(0, gradient, size=8)  # which nothing but the reduction needs
+        starts.append(program.start(40, mean, size=8))
+        program.wait(starts[-1])
+    end = program.compute(9, gradient)
+    order = arrange(program, float("inf"))
+    assert all(order.index(start) < order.index(end) for start in starts)
+    assert [order.index(start) for start in starts] == [2, 5, 8, 11]
+
+
 def test_independent_compute_fills_the_gap():
     program = Program()
     gradient = program.compute(2)
