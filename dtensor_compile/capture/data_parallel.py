@@ -3,7 +3,8 @@
 A wrapper makes two things of a parameter: what the forward of its module uses, and what becomes of the gradient. Both are one
 function of the parameter here, with the second as the gradient of the first:
 
-    unshard(param, ...)           sharded DTensor -> whole tensor;      gradient: mean over the ranks, as a sharded DTensor
+    unshard(param, ...)           sharded DTensor -> whole tensor;      gradient: mean over the ranks, as a sharded DTensor, or none:
+                                                                        it is held until a later pass reduces it
     average_gradient(param, ...)  the parameter itself;                 gradient: mean over the ranks
 
 AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that what
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtensor_compile.capture.groups import Group, send_alike, send_with
+from dtensor_compile.capture.held_gradients import hold_gradient, with_held_gradient
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.collectives import functional, wait_tensor
 from dtensor_compile.compat.dtensor import Placement, Spec, local_and_spec, make_spec, redistribute_local, with_local
@@ -50,6 +52,8 @@ class _Unsharding(NamedTuple):
     dtype: torch.dtype | None
     reduction: Reduction
     group: Group
+    held: str = ""
+    index: int = 0
 
     def move(self, local: torch.Tensor, before: tuple[Placement, ...], after: tuple[Placement, ...]) -> torch.Tensor:
         mesh = real_mesh(self.mesh)
@@ -61,9 +65,9 @@ class _Unshard(torch.autograd.Function):
     """Below autograd and DTensor: local tensors, and one redistribution each way."""
 
     @staticmethod
-    def forward(ctx: Any, param: DTensor, how: _Unsharding) -> torch.Tensor:
+    def forward(ctx: Any, param: DTensor, holder: torch.Tensor | None, how: _Unsharding) -> torch.Tensor:
         local, ctx.spec = local_and_spec(param)
-        ctx.how = how
+        ctx.holder, ctx.how = holder, how
         whole = how.move(_cast(local, how.dtype), how.placements, (Replicate(),) * len(how.placements))
         whole = whole.view_as(whole) if whole is local else whole
         if how.outer_mesh is None:
@@ -72,15 +76,21 @@ class _Unshard(torch.autograd.Function):
         return with_local(whole, ctx.outer)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         how, reduction = ctx.how, ctx.how.reduction
         if how.outer_mesh is not None:
             grad, _ = local_and_spec(grad.redistribute(placements=ctx.outer.placements))
             send_with(grad, how.group)
-        grad = _divide(_cast(grad, reduction.dtype), reduction.before)
+        if how.held == "hold":
+            hold_gradient(grad, ctx.holder, how.index, 0)
+            return None, None, None
+        grad = _cast(grad, reduction.dtype)
+        if how.held == "release":
+            grad = with_held_gradient(grad, ctx.holder, how.index, 0)
+        grad = _divide(grad, reduction.before)
         grad = how.move(grad, (Partial(reduction.op),) * len(how.placements), how.placements)
         grad = _cast(_divide(grad, reduction.after), ctx.spec.tensor_meta.dtype)
-        return with_local(grad, ctx.spec), None
+        return with_local(grad, ctx.spec), None, None
 
 
 def unshard(
@@ -93,6 +103,9 @@ def unshard(
     reduction: tuple[Any, ...],
     reshard: bool,
     group: str,
+    held: str = "",
+    holder: torch.Tensor | None = None,
+    index: int = 0,
 ) -> torch.Tensor:
     """What the forward uses in place of a parameter that data-parallel ranks share.
 
@@ -106,13 +119,14 @@ def unshard(
         reduction: a `Reduction`.
         reshard: the backward gathers it again, instead of keeping it.
         group: name of what is gathered and reduced together.
+        held, holder, index: what becomes of gradients that wait to be reduced (`compat.fsdp.Sharded`).
 
     Returns:
-        The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter.
+        The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or held.
     """
-    how = _Unsharding(mesh, outer_mesh, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group))
+    how = _Unsharding(mesh, outer_mesh, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), held, index)
     with recomputed_in_backward(reshard):
-        return _Unshard.apply(param, how)
+        return _Unshard.apply(param, holder, how)
 
 
 class _AverageGradient(torch.autograd.Function):

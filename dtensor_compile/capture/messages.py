@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.capture.collectives import Tensors, define
-from dtensor_compile.compat.collectives import functional, wait_later
+from dtensor_compile.compat.collectives import functional, wait_for_messages
 from dtensor_compile.compat.mesh import group_named
 
 #: Of our messages: programs that send their own over the same group use small numbers.
@@ -32,7 +32,7 @@ def _on_gloo(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-def _exchange(received: Sequence[Tensors], sent: Sequence[Tensors], group: dist.ProcessGroup) -> list[list[dist.Work | None]]:
+def _exchange(received: Sequence[Tensors], sent: Sequence[Tensors], group: dist.ProcessGroup) -> list[list[dist.Work]]:
     """Starts the messages of several exchanges; returns those of each.
 
     Args:
@@ -40,7 +40,7 @@ def _exchange(received: Sequence[Tensors], sent: Sequence[Tensors], group: dist.
         sent: for each of them what goes to each rank, contiguous; as many elements as that rank expects.
     """
     rank, size = group.rank(), group.size()
-    works: list[list[dist.Work | None]] = [[] for _ in sent]
+    works: list[list[dist.Work]] = [[] for _ in sent]
     for step in range(1, size):
         source = (rank - step) % size
         for parts, started in zip(received, works):
@@ -56,10 +56,9 @@ def _exchange(received: Sequence[Tensors], sent: Sequence[Tensors], group: dist.
     return works
 
 
-def _wait_for(results: Tensors, works: Sequence[Sequence[dist.Work | None]]) -> None:
+def _wait_for(results: Tensors, works: Sequence[Sequence[dist.Work]], group: dist.ProcessGroup) -> None:
     for result, started in zip(results, works):
-        for work in started:
-            wait_later(result, work)
+        wait_for_messages(result, started, group)
 
 
 def _gathered(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -76,7 +75,7 @@ def _all_gather(inputs: Tensors, size: int, group_name: str) -> Tensors:
         return functional("all_gather_into_tensor_coalesced")(inputs, size, group_name)
     results = [_gathered(x, size) for x in inputs]
     received = [list(result.chunk(size)) if result.numel() else [result] * size for result in results]
-    _wait_for(results, _exchange(received, [[x.contiguous()] * size for x in inputs], group))
+    _wait_for(results, _exchange(received, [[x.contiguous()] * size for x in inputs], group), group)
     return results
 
 
@@ -90,7 +89,7 @@ def _all_to_all(input: torch.Tensor, output_splits: Sequence[int], input_splits:
         return functional("all_to_all_single")(input, output_splits, input_splits, group_name)
     result = _exchanged(input, output_splits)
     sent = input.contiguous().split_with_sizes(list(input_splits))
-    _wait_for([result], _exchange([list(result.split_with_sizes(list(output_splits)))], [list(sent)], group))
+    _wait_for([result], _exchange([list(result.split_with_sizes(list(output_splits)))], [list(sent)], group), group)
     return result
 
 

@@ -7,16 +7,18 @@ Inductor keeps it in order with torch's collectives.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import operator
+import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
-from torch._C._distributed_c10d import _register_work
+from torch._C._distributed_c10d import Work, _register_work
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
@@ -73,6 +75,30 @@ def wait_later(tensor: torch.Tensor, work: dist.Work | None) -> None:
     """Whoever calls `wait_tensor` on `tensor` waits for `work`."""
     if work is not None:
         _register_work(tensor, work)
+
+
+class _Messages(Work):
+    """Messages that are one collective: waited for within the time-out of the group, as gloo waits for its collectives.
+
+    A message itself is waited for as long as the group was made for, whatever time-out was set since.
+    """
+
+    def __init__(self, works: Sequence[Work], group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.works, self.group = works, group
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta()) -> bool:
+        allowed = timeout or self.group._get_backend(torch.device("cpu")).options._timeout
+        until = time.monotonic() + allowed.total_seconds()
+        for work in self.works:
+            work.wait(datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
+        return True
+
+
+def wait_for_messages(tensor: torch.Tensor, works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
+    """Whoever calls `wait_tensor` on `tensor` waits for messages over a group of gloo's, and raises where its time-out is over."""
+    if works:
+        _register_work(tensor, _Messages(works, group))
 
 
 def keep_in_place(op: torch._ops.OpOverload) -> None:
@@ -146,6 +172,22 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
 
     def lower(*args: Any) -> Any:
         return tree_map(ir.TensorBox.create, ir._CollectiveKernel.create_out_of_place(op, *args))
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def lower_as_effect(op: torch._ops.OpOverload) -> None:
+    """Inductor calls `op` as it is, and never drops the call, though nobody reads the result."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch.utils._pytree import tree_map
+
+    class Effect(ir.FallbackKernel):
+        def has_side_effects(self) -> bool:
+            return True
+
+    def lower(*args: Any) -> Any:
+        return tree_map(ir.TensorBox.create, Effect.create(op, *args))
 
     register_lowering(op, type_promotion_kind=None)(lower)
 

@@ -5,7 +5,9 @@ Nothing here knows of Dynamo. A *group* holds the parameters that eager gathers 
 
 from __future__ import annotations
 
+import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from dtensor_compile.compat.dtensor import Spec, with_local
 
 PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
 #: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the methods.
@@ -61,32 +65,46 @@ def state_of(owner: Any) -> FSDPState:
 
 
 def facts(state: FSDPState) -> tuple[Any, ...]:
-    """All that the meaning of the state depends on, besides what its parameters are."""
+    """All that a forward depends on, besides what the parameters are."""
     return (state._mp_policy, *(_group_facts(group) for group in _groups(state)))
+
+
+def gradient_facts(state: FSDPState) -> tuple[Any, ...]:
+    """All that the gradients depend on besides."""
+    return tuple(map(_facts_of_gradients, _groups(state)))
 
 
 def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
     return (
         group.mesh_info.mesh,
         len(group.fsdp_params),
+        group.post_forward_mesh_info is None,
+        group._training_state is TrainingState.PRE_BACKWARD,
+        _at_rest(group),
+    )
+
+
+def _facts_of_gradients(group: FSDPParamGroup) -> tuple[Any, ...]:
+    return (
         group.reduce_grads,
         group.all_reduce_grads,
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
         _reduces_unused(group),
-        group.post_forward_mesh_info is None,
         group._all_reduce_hook is None,
-        group._training_state is TrainingState.PRE_BACKWARD,
-        _has_unreduced(group),
+        group.reduce_grads and _holds(group),  # what adds to them need not know whether there are any
+        _has_partly_reduced(group),
         _has_hooks(group),
-        _at_rest(group),
     )
 
 
-def _has_unreduced(group: FSDPParamGroup) -> bool:
+def _has_partly_reduced(group: FSDPParamGroup) -> bool:
+    """Whether gradients of earlier backward passes are reduced over shards and wait to be reduced over replicas."""
+    return group._partial_reduce_output is not None
+
+
+def _holds(group: FSDPParamGroup) -> bool:
     """Whether gradients of earlier backward passes wait to be reduced with the next."""
-    if group._partial_reduce_output is not None:
-        return True
     for param in group.fsdp_params:
         whole = getattr(param, "_unsharded_param", None)
         if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
@@ -126,10 +144,9 @@ _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
 )
 #: The same, where gradients are wanted.
 _OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
-    (lambda g: not g.reduce_grads, "set_requires_gradient_sync(False)"),
-    (lambda g: not g.all_reduce_grads and isinstance(g.mesh_info, DDPMeshInfo), "set_requires_all_reduce(False)"),
+    (lambda g: g.reduce_grads and not g.all_reduce_grads and isinstance(g.mesh_info, DDPMeshInfo), "set_requires_all_reduce(False)"),
     (_has_hooks, "a parameter with a hook on its gradient"),
-    (_has_unreduced, "gradients of an earlier backward wait to be reduced"),
+    (_has_partly_reduced, "gradients of an earlier backward wait to be reduced over replicas"),
 )
 
 
@@ -190,6 +207,10 @@ class Sharded:
         dtype, reduce_dtype: of what the module uses, and in which gradients are reduced; None leaves them as they are.
         divide: reduction op, divisors of gradients before and after it.
         reshard: it is not kept for the backward.
+        holder: path from the state to the tensor that stands for its group (`holder`).
+        index: its place in the group.
+        held: what becomes of its gradient: "hold", it is kept for a later reduction; "release", what is kept is added to it before it is
+            reduced; "", neither.
     """
 
     path: tuple[str | int, ...]
@@ -202,6 +223,9 @@ class Sharded:
     reduce_dtype: torch.dtype | None
     divide: tuple[str, float, float]
     reshard: bool
+    holder: tuple[str | int, ...]
+    index: int
+    held: str
 
 
 def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
@@ -212,9 +236,11 @@ def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
 def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
     """The parameters of a state that is prepared."""
     for i, group in enumerate(_groups(state)):
+        path = ("_fsdp_param_groups", i) if SEVERAL else ("_fsdp_param_group",)
+        held = "hold" if not group.reduce_grads else "release" if _holds(group) else ""
         for j, param in enumerate(group.fsdp_params):
             yield Sharded(
-                path=(*(("_fsdp_param_groups", i) if SEVERAL else ("_fsdp_param_group",)), "fsdp_params", j, "sharded_param"),
+                path=(*path, "fsdp_params", j, "sharded_param"),
                 places=_places(param),
                 mesh=group.mesh_info.mesh,
                 placements=_placements(group, param),
@@ -224,11 +250,14 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
                 reduce_dtype=param.reduce_dtype,
                 divide=_divide(group, param),
                 reshard=group.post_forward_mesh_info is not None,
+                holder=(*path, _HOLDER),
+                index=j,
+                held=held,
             )
 
 
 def _outer_mesh(param: FSDPParam) -> DeviceMesh | None:
-    spec = getattr(param, "_unsharded_dtensor_spec" if SEVERAL else "_tp_spec", None)
+    spec = _unsharded_spec(param)
     return None if spec is None else spec.mesh
 
 
@@ -252,3 +281,66 @@ def _divide(group: FSDPParamGroup, param: FSDPParam) -> tuple[str, float, float]
         return "sum", factor, 1
     op = "avg" if all(op == dist.ReduceOp.AVG for op in ops) else "sum"
     return op, before or 1, after or 1
+
+
+# ---- gradients that wait to be reduced ------------------------------------------------------------------------------------------
+
+#: Groups by the number in their holder.
+_HOLDERS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+#: The attribute of a group with its holder.
+_HOLDER = "_dtensor_compile_holder"
+
+
+def make_holders(state: FSDPState) -> None:
+    """Gives each group a tensor with a number, by which compiled code finds it when it runs."""
+    for group in _groups(state):
+        if not hasattr(group, _HOLDER):
+            number = next(_NUMBERS)
+            _HOLDERS[number] = group
+            setattr(group, _HOLDER, torch.tensor(number))
+
+
+def hold(number: int, index: int, grad: torch.Tensor) -> None:
+    """Adds the gradient of a whole parameter to what waits to be reduced, where eager's next backward finds it too.
+
+    Args:
+        number, index: of the group and of the parameter.
+        grad: of the local tensor; copied.
+    """
+    param = _HOLDERS[number].fsdp_params[index]
+    before = _taken(param)
+    if before is None:
+        before = grad.detach().to(param.reduce_dtype or grad.dtype, copy=True)
+    else:
+        before.add_(grad)
+    spec = _unsharded_spec(param)
+    param.unsharded_accumulated_grad = before if spec is None else with_local(before, spec)
+
+
+def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
+    """A new, contiguous tensor: `grad` and what is held of the same parameter, which is held no longer."""
+    before = _taken(_HOLDERS[number].fsdp_params[index])
+    if before is None:
+        return grad.clone(memory_format=torch.contiguous_format)
+    return before.add_(grad).to(grad.dtype).contiguous()
+
+
+def _taken(param: FSDPParam) -> torch.Tensor | None:
+    """What is held of a parameter, as a local tensor; it is held no longer.
+
+    In eager it is the gradient of the whole parameter, or, where reductions have another dtype, a tensor of that.
+    """
+    held, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
+    whole = getattr(param, "_unsharded_param", None)
+    if held is None and whole is not None:
+        held, whole.grad = whole.grad, None
+    if held is not None and (spec := _unsharded_spec(param)) is not None:
+        assert isinstance(held, DTensor)
+        return held.redistribute(placements=spec.placements).to_local()
+    return held
+
+
+def _unsharded_spec(param: FSDPParam) -> Spec | None:
+    """Of the DTensor that the module uses; None where it uses a plain tensor."""
+    return getattr(param, "_unsharded_dtensor_spec" if SEVERAL else "_tp_spec", None)

@@ -21,9 +21,11 @@ import torch
 
 from dtensor_compile.capture.across import ORDERED
 from dtensor_compile.capture.collectives import FUNCTIONAL, LOWERED, exchange, irecv, isend
+from dtensor_compile.capture.held_gradients import HOLDS
 from dtensor_compile.capture.random import EFFECTS
 from dtensor_compile.compat.collectives import (
     lower_as_collective,
+    lower_as_effect,
     run_in_backward,
     run_once,
     stay_where_traced,
@@ -33,7 +35,7 @@ from dtensor_compile.compat.collectives import (
 from dtensor_compile.passes.nodes import COMMUNICATES, cost_of, is_redistribution, is_wait
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
-_ORDERED = ORDERED | {*EFFECTS}
+_ORDERED = ORDERED | {*EFFECTS, *HOLDS}
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
 
 
@@ -119,6 +121,8 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in LOWERED or node.target in EFFECTS:
             lower_as_collective(node.target)
+        elif node.target in HOLDS:
+            lower_as_effect(node.target)
 
 
 def _communicates(node: torch.fx.Node) -> bool:

@@ -13,6 +13,7 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 | mixed precision, gradient_divide_factor, force_sum            | same                                                          |
 | reshard_after_forward                                         | True: gathered again in backward; False: kept; number: as True |
 | what one fully_shard wraps                                    | gathered together, reduced together, by dtype                 |
+| set_requires_gradient_sync                                    | same: held where eager holds them, and reduced with the next  |
 | prefetching, streams, symmetric memory, unshard(async_op)     | nothing: the graph is scheduled as a whole                    |
 | DDP: bucket_cap_mb                                            | same                                                          |
 | DDP: gradient_as_bucket_view, static_graph                    | nothing                                                       |
@@ -72,6 +73,7 @@ from dtensor_compile.compat.module_calls import (
 from dtensor_compile.variables.collectives import broadcast
 
 _same_fsdp = fact_guard("FSDP_MATCH", lambda owner: fsdp.facts(fsdp.state_of(owner)))
+_same_fsdp_gradients = fact_guard("FSDP_GRADIENTS", lambda owner: fsdp.gradient_facts(fsdp.state_of(owner)))
 _same_ddp = fact_guard("DDP_MATCH", ddp.facts)
 _same_replicate = fact_guard("REPLICATE_MATCH", ddp.replicate_facts)
 _same_gradients = fact_guard("DDP_REDUCER", ddp.needs_reducer)
@@ -152,8 +154,11 @@ def _group_name(tx: Translator, owner: Any, module: torch.nn.Module) -> str:
     return f"{type(owner).__name__} {number}, call {call}"
 
 
-def _unsharded(tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str) -> VariableTracker:
+def _unsharded(
+    tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str, owner: Sequence[VariableTracker]
+) -> VariableTracker:
     op, before, after = sharded.divide
+    held = (sharded.held, member(tx, owner[0], sharded.holder), sharded.index) if sharded.held and torch.is_grad_enabled() else ()
     return emit_call(
         tx,
         unshard,
@@ -166,6 +171,7 @@ def _unsharded(tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, gr
         tuple(Reduction(sharded.reduce_dtype, op, before, after)),
         sharded.reshard,
         group,
+        *held,
     )
 
 
@@ -179,6 +185,11 @@ def _fsdp_pre_forward(
     _refuse(fsdp.obstacle(state, torch.is_grad_enabled()), "fully_shard or replicate")
     fsdp.prepare(state)
     _same_fsdp(source_of(subject))
+    if torch.is_grad_enabled():
+        _same_fsdp_gradients(source_of(subject))
+        fsdp.make_holders(state)
+        if not owner and any(sharded.held for sharded in fsdp.sharded_parameters(state)):
+            _refuse("modules in a list, whose gradients wait to be reduced", "fully_shard")
     policy, at_rest = fsdp.mixed_precision(state), fsdp.is_at_rest(state)
     if not at_rest and not owner:
         _refuse("modules in a list, whose parameters are whole already", "fully_shard")
@@ -190,7 +201,8 @@ def _fsdp_pre_forward(
 
         def whole(found: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made) -> VariableTracker:
             if not made:  # a tied parameter is gathered once
-                made.append(_unsharded(tx, sharded, found.realize() if at_rest else member(tx, owner[0], sharded.path), group))
+                param = found.realize() if at_rest else member(tx, owner[0], sharded.path)
+                made.append(_unsharded(tx, sharded, param, group, owner))
             return made[0]
 
         for path, name in _places(real_value(tx, module), sharded):

@@ -1,0 +1,38 @@
+"""Gradients that wait for the reduction of a later backward pass: accumulation without communication, as operators of a graph.
+
+    hold_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor            nothing
+    with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor       grad, and what was held, which is held no longer
+
+`holder` is an integer that says whose gradients they are (`compat.fsdp.holder`), an input of the graph, so that code which is compiled once
+serves every module of its kind; `index` is the place of the parameter. What is held is looked up when the backward pass runs: it is where
+eager keeps it, and a forward without a backward changes nothing. `order` is the place among all that has an effect: no node is dropped,
+runs twice, or is taken for another.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor_compile.capture.collectives import define
+from dtensor_compile.compat import fsdp
+
+
+def _hold(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
+    fsdp.hold(int(holder), index, grad)
+    return torch.empty(0)
+
+
+def _with_held(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
+    return fsdp.release(int(holder), index, grad)
+
+
+hold_gradient = define("hold_gradient", "(Tensor grad, Tensor holder, int index, int order) -> Tensor", _hold, lambda *_: torch.empty(0))
+with_held_gradient = define(
+    "with_held_gradient",
+    "(Tensor grad, Tensor holder, int index, int order) -> Tensor",
+    _with_held,
+    lambda grad, *_: grad.new_empty(grad.shape),
+)
+
+#: Operators with their place in the order as their last argument.
+HOLDS = (hold_gradient, with_held_gradient)
