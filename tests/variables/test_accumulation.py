@@ -1,0 +1,163 @@
+"""Gradient accumulation without communication under ``fully_shard``: `set_requires_gradient_sync`, in one graph each way."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dtensor_compile
+from dtensor_compile.compat import counters
+from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.testing.parity import compare_values
+from tests.variables.test_data_parallel import BACKEND, Blocks, local_input, nested, per_block
+
+#: Of the microbatches of two steps, which ones reduce; and an ordinary step.
+SYNC = (False, False, False, True, False, False, False, True, True)
+
+
+def two_dims():
+    model, mesh = Blocks(2, 8), make_mesh((2, 2), ("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def mixed():
+    return per_block(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+def hybrid():
+    return per_block(make_mesh((2, 2), ("replicate", "shard")))
+
+
+#: Models, and the widths of their inputs.
+BUILD = {"nested uneven": (nested, 7), "per block": (per_block, 6), "mixed": (mixed, 6), "two dims": (two_dims, 8), "hybrid": (hybrid, 6)}
+
+
+def microbatches(build, width, sync=SYNC, backends=(None,), between=lambda model, call: None):
+    """Gradients after each microbatch; `backends` take turns."""
+    torch._dynamo.reset()
+    counters.reset()
+    torch.manual_seed(0)
+    model = build()
+    calls = [model if b is None else torch.compile(lambda x: model(x), backend=b, fullgraph=True) for b in backends]
+    seen = []
+    for i, reduces in enumerate(sync):
+        call = calls[i % len(calls)]
+        model.set_requires_gradient_sync(reduces)
+        x = local_input(width, i)
+        call(x).float().exp().mean().backward()
+        if reduces:
+            seen.append([x.grad, *(p.grad for p in model.parameters())])
+            model.zero_grad()
+        else:  # a forward without a backward leaves whole parameters in eager's root
+            seen.append([x.grad])
+            between(model, call)
+    return seen
+
+
+def assert_same(build, width, backends=(BACKEND,), computed_in=None, **about):
+    eager = microbatches(build, width, **about)
+    ours = microbatches(build, width, backends=backends, **about)
+    for i, (a, b) in enumerate(zip(eager, ours)):
+        differences = compare_values(f"microbatch {i}", a, b, computed_in)
+        assert not differences, "\n".join(map(str, differences))
+
+
+@pytest.mark.parametrize("name", ["nested uneven", "per block", "mixed"])
+@on_ranks(2)
+def test_accumulates_as_eager(name):
+    assert_same(*BUILD[name])
+    assert counters.graphs() == 3  # with held gradients, without, and holding them
+
+
+@pytest.mark.parametrize("name", ["two dims", "hybrid"])
+@on_ranks(4)
+def test_accumulates_as_eager_on_meshes_of_two_dims(name):
+    assert_same(*BUILD[name])
+    assert counters.graphs() == 3
+
+
+@on_ranks(2)
+def test_through_inductor():
+    assert_same(per_block, 6, ("dtensor",))
+    assert_same(mixed, 6, ("dtensor",), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["per block", "mixed"])
+@on_ranks(2)
+def test_eager_and_compiled_microbatches_take_turns(name):
+    assert_same(*BUILD[name], backends=(BACKEND, None))
+    assert_same(*BUILD[name], backends=(None, BACKEND))
+
+
+@on_ranks(4)
+def test_eager_and_compiled_microbatches_take_turns_under_tensor_parallel():
+    assert_same(*BUILD["two dims"], backends=(BACKEND, None))
+    assert_same(*BUILD["two dims"], backends=(None, BACKEND))
+
+
+@on_ranks(2)
+def test_two_graphs_serve_all_steps():
+    sync = (False, False, False, True) * 3
+    microbatches(per_block, 6, sync[:8], (BACKEND,))
+    assert counters.graphs() == 2
+    microbatches(per_block, 6, sync, (BACKEND,))
+    assert counters.graphs() == 2
+
+
+@on_ranks(2)
+def test_microbatches_that_hold_their_gradients_reduce_nothing():
+    with dtensor_compile.record() as recording:
+        microbatches(per_block, 6, (False,), (BACKEND,))
+    kinds = {collective.kind for graph in recording.graphs for collective in graph.collectives}
+    assert kinds == {"all_gather"}
+
+
+@on_ranks(2)
+def test_evaluation_and_forwards_without_a_backward_in_between():
+    def between(model, call):
+        x = local_input(6, 77)
+        with torch.no_grad():
+            call(x)
+        call(x)
+
+    assert_same(per_block, 6, between=between)
+
+
+@on_ranks(2)
+def test_two_forwards_before_the_backward():
+    results = []
+    for backend in (None, BACKEND):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = per_block()
+        call = model if backend is None else torch.compile(lambda x, model=model: model(x), backend=backend, fullgraph=True)
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            one, two = call(local_input(6, 1)), call(local_input(6, 2))
+            (one.exp().sum() + F.relu(two).sum()).backward()
+        results.append([p.grad for p in model.parameters()])
+    assert not compare_values("gradients", *results)
+
+
+@on_ranks(2)
+def test_two_models_share_code_and_no_gradients():
+    results = []
+    for backend in (None, BACKEND):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        models = [per_block(), per_block()]
+
+        def call(model, x):
+            return model(x)
+
+        run = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+        for sync in (False, True):
+            for i, model in enumerate(models):
+                model.set_requires_gradient_sync(sync)
+                run(model, local_input(6, i)).exp().sum().backward()
+        results.append([p.grad for model in models for p in model.parameters()])
+    assert not compare_values("gradients", *results)
