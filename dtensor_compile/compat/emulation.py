@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor._random
 from torch._dynamo import device_interface
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._higher_order_ops.utils import registered_hop_fake_fns
@@ -147,6 +148,8 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
             stack.enter_context(scope)
         torch._dynamo.reset()
         _forget_devices()
+        # DTensor keeps the tracker of the first device that draws: outside, it is that of another one.
+        stack.enter_context(mock.patch.object(torch.distributed.tensor._random, "_rng_tracker", None))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
         stack.enter_context(_entered_while_traced(mode))

@@ -350,3 +350,19 @@ def test_a_rank_that_is_not_there():
     with pytest.raises(OfflineError, match="8 is no rank of a job of 8 ranks"):
         with offline.job(8, rank=8):
             raise AssertionError("entered")
+
+
+def test_draws_of_dtensors_are_as_before_afterwards():
+    """DTensor keeps the tracker of the first mesh that draws."""
+
+    def draw(device, run):
+        mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
+        return run(DTensor.from_local(torch.ones(2, 4, device=device), mesh, [Shard(0)]))
+
+    def dropped(x):
+        return torch.nn.functional.dropout(x, 0.5)
+
+    with offline.job(2):
+        with offline.device("h100"):
+            draw("cuda", torch.compile(dropped, backend="dtensor"))
+        assert draw("cpu", dropped).to_local().shape == (2, 4)
