@@ -22,6 +22,7 @@ from dtensor_compile.compat.hooks import hook, needs
 
 def _of_module(builder: VariableBuilder) -> bool:
     source = builder.source.guard_source
+    source = source() if callable(source) else source  # a method in older releases
     return source.is_unspecialized_nn_module() or source.is_fsdp_module()
 
 
