@@ -10,7 +10,7 @@ SEED ?= 0
 CATALOGUE ?= 3/40
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test examples bench-compile bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test examples bench-compile bench-dynamic bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,9 @@ examples: $(VENV)/.installed
 
 bench-compile: $(VENV)/.installed
 	$(BIN)/python tools/bench/compile_time.py
+
+bench-dynamic: $(VENV)/.installed
+	$(BIN)/python tools/bench/dynamic_compile.py
 
 bench-emulated: $(VENV)/.installed
 	$(BIN)/python tools/bench/emulated_compile.py

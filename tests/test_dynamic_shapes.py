@@ -1,14 +1,23 @@
 """Batch sizes that vary: redistributions in forward and backward follow them, also where they do not divide by the mesh."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import dtensor_compile
 
-from dtensor_compile.compat import counters
+from dtensor_compile import backend
+from dtensor_compile.capture.sharding_rules import rules_anywhere
+from dtensor_compile.compat import counters, sharding
 from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.compat.symbol_reads import quick_expressions
+from dtensor_compile.lowering import lower
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 
@@ -88,3 +97,104 @@ def test_lookups_by_indices_in_strided_shards():
 
         compiled = torch.compile(found, backend="dtensor_aten", fullgraph=True, dynamic=True)(x, indices)
         assert compiled.placements == found(x, indices).placements and compiled.shape == (12,)
+
+
+class Layers(torch.nn.Module):
+    """Equal layers with a redistribution each; `scale` is a float that a program may change."""
+
+    def __init__(self, mesh, layers, scale=0.5):
+        super().__init__()
+        weights = [distribute_tensor(torch.randn(8, 8), mesh, [Shard(1)]) for _ in range(layers)]
+        self.weights = torch.nn.ParameterList(map(torch.nn.Parameter, weights))
+        self.scale, self.eps = scale, 1e-5
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = F.rms_norm(x, (8,), eps=self.eps)
+            x = (torch.tanh(x @ weight) * self.scale).redistribute(placements=[Replicate()])
+        return x
+
+
+def step(run, model, mesh, batch):
+    x = distribute_tensor(torch.linspace(-1, 1, batch * 8).view(batch, 8), mesh, [Replicate()]).requires_grad_()
+    out = run(x)
+    out.to_local().square().sum().backward()
+    found = out.to_local().detach(), x.grad.to_local(), *(w.grad.to_local().clone() for w in model.weights)
+    model.zero_grad()
+    return found
+
+
+@on_ranks(2)
+def test_equal_layers_with_two_batch_sizes_and_one_graph():
+    mesh = make_mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    model = Layers(mesh, 3)
+    counters.reset()
+    compiled = torch.compile(model, backend="dtensor_aten", fullgraph=True, dynamic=True)
+    for batch in (4, 7, 6):
+        torch.testing.assert_close(step(compiled, model, mesh, batch), step(model, model, mesh, batch))
+    assert counters.graphs() == 1
+
+
+def test_what_equal_layers_need_is_found_once():
+    """Decisions of sharding propagation and expansions of redistributions for symbolic sizes: as many for four layers as for two."""
+    found = []
+    with simulated_job(2, 0):
+        mesh = make_mesh((2,), ("tp",))
+        for layers in (2, 2, 4):  # what has no symbols is known from the first on
+            counters.reset()
+            model = Layers(mesh, layers)
+            with (
+                mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided,
+                mock.patch.object(lower, "trace_local", side_effect=lower.trace_local) as traced,
+            ):
+                step(torch.compile(model, backend="dtensor_aten", fullgraph=True, dynamic=True), model, mesh, 4)
+            found.append((decided.call_count, traced.call_count))
+    assert found[1] == found[2]
+    assert min(found[1]) > 0
+
+
+def test_a_decision_without_its_guards_is_not_kept():
+    """One that is made where guards are not kept has none: the next one like it must add them."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    with simulated_job(2, 0):
+        mesh = make_mesh((2,), ("tp",))
+        local = mode.from_tensor(torch.ones(6, 8), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC]))
+        with mode, rules_anywhere():
+            x = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+            with env.suppress_guards(), mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided:
+                x.sum(0), x.sum(0)
+                assert decided.call_count == 2
+            with mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided:
+                x.sum(0), x.sum(0)
+                assert decided.call_count == 1
+
+
+@on_ranks(2)
+def test_a_float_of_a_module_is_a_number_until_it_changes():
+    mesh = make_mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    model = Layers(mesh, 1)
+    counters.reset()
+    compiled = torch.compile(model, backend="dtensor_aten", fullgraph=True, dynamic=True)
+    with mock.patch.object(backend, "check_program", side_effect=backend.check_program) as begun:
+        for scale in (0.5, 0.25, 0.125, 2.5):
+            model.scale = scale
+            torch.testing.assert_close(step(compiled, model, mesh, 4), step(model, model, mesh, 4))
+            if scale == 0.5:
+                assert begun.call_count == 1  # torch traces a second time, for the `eps`
+    assert counters.graphs() == 2  # for the float that changed, once
+
+
+def test_an_expression_is_read_anew_after_a_replacement():
+    env = ShapeEnv(duck_shape=False)
+    a, b = (env.create_symintnode(env.create_symbol(6, ConstantSource(name)), hint=6) for name in "ab")
+    with quick_expressions():
+        product = a * b
+        before = product.node.expr
+        assert before is product.node.expr and len(before.free_symbols) == 2
+        assert a == b  # a guard, and one symbol stands for both from now on
+        assert len(product.node.expr.free_symbols) == 1
+        assert b == 6
+        assert product.node.expr == 36 and (product + 1).node.expr == 37

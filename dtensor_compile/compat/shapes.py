@@ -27,7 +27,12 @@ def size_hint(size: int | torch.SymInt) -> int:
     """The size seen while tracing; where there is none that many times what it is known to be a multiple of: `UNKNOWN_SIZE`."""
     if isinstance(size, int):
         return size
-    return size.node.hint if size.node.has_hint() else UNKNOWN_SIZE * _divisor(size.node.expr)
+    return size.node.hint if has_hint(size) else UNKNOWN_SIZE * _divisor(size.node.expr)
+
+
+def has_hint(size: int | torch.SymInt) -> bool:
+    """Whether there is a size that was seen while tracing: False where only the data decides it."""
+    return isinstance(size, int) or size.node.has_hint()
 
 
 def size_hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:

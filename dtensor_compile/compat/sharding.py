@@ -50,7 +50,7 @@ from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.constant_objects import OPAQUE
@@ -97,10 +97,12 @@ RULES |= {
 
 
 class _Thread(threading.local):
-    """Of this thread: who is told of an operator without a rule, and whether torch's cache may hold decisions by our rules."""
+    """Of this thread: who is told of an operator without a rule, and whether torch's cache may hold decisions by our rules, or some
+    that are never found there again."""
 
     told: Callable[[str], None] | None = None
     decided: bool = False
+    lost: bool = False
 
 
 _thread = _Thread()
@@ -124,12 +126,12 @@ def forget_decisions() -> None:
     """Empties this thread's cache of decisions, but not in the middle of one."""
     if not _is_deciding():
         torch._C._clear_DTensor_sharding_propagator_cache()
-        _thread.decided = False
+        _thread.decided = _thread.lost = False
 
 
 def _forget_our_decisions() -> None:
     """Forgets if a decision of ours may be in the cache; in the middle of a decision, the next call does."""
-    if _thread.decided:
+    if _thread.decided or _thread.lost:
         forget_decisions()
 
 
@@ -179,45 +181,74 @@ def _replicated(schema: OpSchema) -> Layouts:
 #: (`compat.locals`). Known by the operator, its rules, its arguments, and the meshes that they are on.
 _known: dict[Any, Any] = {}
 _MOST_KNOWN = 1 << 14
+#: Where those for symbolic sizes are kept: on what knows the symbols and their guards.
+_KNOWN_OF_SYMBOLS = "_dtensor_compile_decisions"
 
 
 def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
     """A decision by torch's rules and ours, over real meshes."""
     op = op_schema.op
+    rules = self.op_strategy_funcs.get(op), self.op_single_dim_strategy_funcs.get(op)
+    known = _decisions_for(op_schema)
     try:
-        rules = self.op_strategy_funcs.get(op), self.op_single_dim_strategy_funcs.get(op)
         key = op, *map(id, rules), _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
-        _, decision = _known.get(key, (None, None))
-    except TypeError:  # a symbolic number has no hash
+        decision = None if known is None else known.get(key, (None, None))[1]
+    except TypeError:  # an argument that has no hash
+        known = decision = None
+    if known is None:
         return _propagated(replicate, stock, self, op_schema)
     if decision is None:
         before, _thread.decided = _thread.decided, False
         try:
             decision = _propagated(replicate, stock, self, op_schema)
             if not _thread.decided:
-                if len(_known) >= _MOST_KNOWN:
-                    _known.clear()
+                if len(known) >= _MOST_KNOWN:
+                    known.clear()
                 leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
                 meshes = [real_mesh(leaf.mesh) for leaf in leaves if isinstance(leaf, DTensorSpec)]
-                _known[key] = (rules, meshes), decision  # what lives on keeps its id
+                known[key] = (rules, meshes), decision  # what lives on keeps its id
         finally:
             _thread.decided = _thread.decided or before
     return copy.copy(decision)
 
 
+def _decisions_for(op_schema: OpSchema) -> dict[Any, Any] | None:
+    """Where the decision for these arguments is looked up and kept; None where it is made each time.
+
+    One with symbols adds guards to what knows the symbols, which holds for the next decision like it as long as that does. So it is
+    made again where guards are not kept, and for numbers that only the data decides, which have checks in the graph instead.
+    """
+    symbolic = [number for value in tree_leaves((op_schema.args_schema, op_schema.kwargs_schema)) for number in _symbols(value)]
+    if not symbolic:
+        return _known
+    env = symbolic[0].node.shape_env
+    if env._suppress_guards_tls() or any(free_unbacked_symbols(number) for number in symbolic):
+        return None
+    return vars(env).setdefault(_KNOWN_OF_SYMBOLS, {})
+
+
+def _symbols(value: Any) -> list[Any]:
+    """The symbolic numbers in an argument of an operator."""
+    meta = value.tensor_meta if isinstance(value, DTensorSpec) else None
+    numbers = (value,) if meta is None else (*meta.shape, *meta.stride)
+    return [number for number in numbers if isinstance(number, _SYMBOLIC)]
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def _key(value: Any) -> Any:
-    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the result; a spec with
-    the mesh that stands behind it and no equal one, which may have lost its groups."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise TypeError("a symbolic number has no hash")
+    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the result, a symbolic
+    one by its expression; a spec with the mesh that stands behind it and no equal one, which may have lost its groups."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, dict):
         return tuple((name, _key(value[name])) for name in sorted(value))
     if isinstance(value, DTensorSpec):
         meta = value.tensor_meta
-        return id(real_mesh(value.mesh)), value.placements, value.shard_order, meta and (meta.shape, meta.stride, meta.dtype)
-    return type(value), value
+        sizes = meta and (*map(_expression, meta.shape), *map(_expression, meta.stride), meta.dtype)
+        return id(real_mesh(value.mesh)), value.placements, value.shard_order, sizes
+    return type(value), _expression(value)
 
 
 def _propagated(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
@@ -322,7 +353,7 @@ def _spec_hash(stock: Callable[..., int], self: DTensorSpec) -> int:
     try:
         return stock(self)
     except TypeError:
-        _thread.decided = True
+        _thread.lost = True
         return object.__hash__(self)
 
 
@@ -399,8 +430,8 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
     return found
 
 
-def _expression(size: int | torch.SymInt) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+def _expression(number: Any) -> Any:
+    return number.node.expr if isinstance(number, _SYMBOLIC) else number
 
 
 def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -547,6 +578,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
         "self curr_local_size num_chunks rank ...",
     ),
     *_STRIDED_VIEWS,
+    hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._suppress_guards_tls"),
     hook("torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached", "self op_schema"),
     without="ranks could decide differently",
     essential=True,

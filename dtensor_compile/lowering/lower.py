@@ -24,6 +24,7 @@ from dtensor_compile.capture.redistribute import carry_out, decided_by, redistri
 from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat.inductor import trace_local
 from dtensor_compile.compat.mesh import my_rank
+from dtensor_compile.compat.shapes import expressions, has_hint
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
 from dtensor_compile.lowering.expand import local_shape
@@ -66,8 +67,12 @@ class _Expansion(NamedTuple):
         source, *texts, shape = node.args if of_one_mesh else node.args[:-1]
         symbolic = [size for size in shape if isinstance(size, torch.fx.Node)]
         value = source.meta["val"]
-        fixed = not symbolic and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-        key = (*texts, *shape, value.shape, value.stride(), value.dtype, value.device) if fixed else node
+        sizes = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in shape]
+        extents = (*sizes, *value.shape, *value.stride())
+        fixed = not symbolic and all(isinstance(size, int) for size in extents)
+        decides = (of_one_mesh, *texts, *map(type, extents), *expressions(extents), len(value.shape), value.dtype, value.device)
+        # A number that only the data decides may have checks in what is traced, which copies of it would not.
+        key = decides if all(map(has_hint, extents)) else node
         return cls(key, of_one_mesh, tuple(texts), shape, [source, *symbolic], fixed)
 
     def lasting(self) -> Any:

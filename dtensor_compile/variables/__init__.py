@@ -25,6 +25,8 @@ from dtensor_compile.compat.dynamo_calls import read_constant_tensors
 from dtensor_compile.compat.fetch import inputs_in_one_walk
 from dtensor_compile.compat.guards import track_and_guard
 from dtensor_compile.compat.local_sizes import local_sizes_follow_global_ones
+from dtensor_compile.compat.module_floats import floats_of_modules_are_numbers
+from dtensor_compile.compat.symbol_reads import quick_expressions
 from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
 from dtensor_compile.variables import (
     collectives,
@@ -90,6 +92,8 @@ ENTRIES = Entries(
         plain_tensors_are_replicated,
         inputs_in_one_walk,
         local_sizes_follow_global_ones,
+        floats_of_modules_are_numbers,
+        quick_expressions,
     ),
 )
 

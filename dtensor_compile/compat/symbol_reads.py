@@ -1,0 +1,41 @@
+"""The expression of a symbolic size, read in less time.
+
+Whatever is computed from a size reads its expression, a million times in the compilation of three layers. torch asks first whether it
+is a number, which sympy finds out from all its parts each time, and looks then whether anything is to be replaced in it. Here it looks
+first whether it has replaced before what is to be replaced now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import sympy
+from torch.fx.experimental.sym_node import SymNode
+
+from dtensor_compile.compat.hooks import hook, needs
+
+
+@needs(
+    "expressions of sizes that are read quickly",
+    hook("torch.fx.experimental.sym_node:SymNode.expr"),
+    hook("torch.fx.experimental.symbolic_shapes:ShapeEnv.replace"),
+    without="programs of symbolic sizes compile more slowly",
+)
+@contextlib.contextmanager
+def quick_expressions() -> Iterator[None]:
+    """While it is entered, a symbolic size keeps its expression until something in it may be replaced. The expressions are torch's."""
+    stock = SymNode.expr.fget
+
+    def read(self: Any) -> sympy.Basic:
+        env = self.shape_env
+        version = getattr(env, "_replacements_version_counter", None)
+        if version == 0:
+            return self._expr
+        known = getattr(self, "_expr_cache", None)
+        return known if known is not None and version == self._expr_ver else stock(self)
+
+    with mock.patch.object(SymNode, "expr", property(read)):
+        yield
