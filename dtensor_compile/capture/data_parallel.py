@@ -13,6 +13,7 @@ wrappers send is planned with everything else.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from dtensor_compile.capture.groups import Group, send_alike, send_with
 from dtensor_compile.capture.held_gradients import hold_gradient, with_held_gradient
 from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.compat import fsdp
 from dtensor_compile.compat.collectives import functional, wait_tensor
 from dtensor_compile.compat.dtensor import Placement, Spec, local_and_spec, make_spec, redistribute_local, with_local
 from dtensor_compile.compat.fx import recomputed_in_backward
@@ -60,6 +62,12 @@ class _Unsharding(NamedTuple):
         source, target = (make_spec(mesh, placements, self.size, local.dtype) for placements in (before, after))
         return send_with(redistribute_local(local, source, target), self.group)
 
+    def reduced(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The shard of the mean of whole gradients, in the dtype of the parameter."""
+        grad = _divide(grad, self.reduction.before)
+        grad = self.move(grad, (Partial(self.reduction.op),) * len(self.placements), self.placements)
+        return _cast(_divide(grad, self.reduction.after), dtype)
+
 
 class _Unshard(torch.autograd.Function):
     """Below autograd and DTensor: local tensors, and one redistribution each way."""
@@ -87,10 +95,7 @@ class _Unshard(torch.autograd.Function):
         grad = _cast(grad, reduction.dtype)
         if how.held == "release":
             grad = with_held_gradient(grad, ctx.holder, how.index, 0)
-        grad = _divide(grad, reduction.before)
-        grad = how.move(grad, (Partial(reduction.op),) * len(how.placements), how.placements)
-        grad = _cast(_divide(grad, reduction.after), ctx.spec.tensor_meta.dtype)
-        return with_local(grad, ctx.spec), None, None
+        return with_local(how.reduced(grad, ctx.spec.tensor_meta.dtype), ctx.spec), None, None
 
 
 def unshard(
@@ -127,6 +132,28 @@ def unshard(
     how = _Unsharding(mesh, outer_mesh, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), held, index)
     with recomputed_in_backward(reshard):
         return _Unshard.apply(param, holder, how)
+
+
+def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tuple[str | int, ...]]) -> None:
+    """Reduces gradients that wait of parameters that a forward did not use: its backward pass, which reduces others, passes them by.
+
+    Args:
+        state: a weak reference.
+        paths: of the parameters.
+    """
+    found = state()
+    for sharded in fsdp.sharded_parameters(found) if found is not None else ():
+        held = fsdp.taken(found, sharded) if sharded.path in paths else None
+        if held is not None:
+            param = sharded.parameter
+            op, before, after = sharded.divide
+            reduction = Reduction(sharded.reduce_dtype, op, before, after)
+            how = _Unsharding(
+                sharded.mesh, sharded.outer_mesh, sharded.placements, sharded.size, sharded.dtype, reduction, Group("held")
+            )
+            local, spec = local_and_spec(param)
+            grad = with_local(how.reduced(_cast(held, reduction.dtype), local.dtype), spec)
+            param.grad = grad if param.grad is None else param.grad + grad
 
 
 class _AverageGradient(torch.autograd.Function):

@@ -155,6 +155,11 @@ def emit_call(tx: Translator, function: Callable[..., Any], *args: Any) -> Varia
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, tuple(map(proxy, args)), {}))
 
 
+def is_used(variable: VariableTracker) -> bool:
+    """Whether a node of the graph, of those there are so far, reads a tensor."""
+    return bool(variable.as_proxy().node.users)
+
+
 # ---- contexts --------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGather,
     ReduceScatter,
@@ -33,6 +33,8 @@ PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
 #: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the methods.
 _WRAPPER = PRE_FORWARD.__code__
 
+#: Methods by which a program changes the state of its modules.
+SETTERS = tuple(method for name, method in vars(FSDPModule).items() if name.startswith("set_"))
 
 #: Whether a state has groups in a list; before 2.13 it has one, or none.
 SEVERAL = isinstance(vars(FSDPState).get("_fsdp_param_group"), property)
@@ -199,7 +201,8 @@ class Sharded:
     """One parameter that data-parallel ranks share.
 
     Attributes:
-        path: attributes and indices on the way from the state to the parameter.
+        parameter: the sharded one.
+        path: attributes and indices on the way from the state to it.
         places: module and name, several where it is tied.
         mesh, placements: how the ranks share it: a mesh of one dim, or of two of which the first replicates.
         outer_mesh: mesh of the DTensor that the module uses; None where it uses a plain tensor.
@@ -213,6 +216,7 @@ class Sharded:
             reduced; "", neither.
     """
 
+    parameter: torch.nn.Parameter
     path: tuple[str | int, ...]
     places: tuple[tuple[torch.nn.Module, str], ...]
     mesh: DeviceMesh
@@ -240,6 +244,7 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
         held = "hold" if not group.reduce_grads else "release" if _holds(group) else ""
         for j, param in enumerate(group.fsdp_params):
             yield Sharded(
+                parameter=param.sharded_param,
                 path=(*path, "fsdp_params", j, "sharded_param"),
                 places=_places(param),
                 mesh=group.mesh_info.mesh,
@@ -324,6 +329,11 @@ def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
     if before is None:
         return grad.clone(memory_format=torch.contiguous_format)
     return before.add_(grad).to(grad.dtype).contiguous()
+
+
+def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
+    """What is held of a parameter, as a local tensor; it is held no longer."""
+    return next(_taken(p) for group in _groups(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter)
 
 
 def _taken(param: FSDPParam) -> torch.Tensor | None:

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.capture.data_parallel import Reduction, average_gradient, unshard
+from dtensor_compile.capture.data_parallel import Reduction, average_gradient, reduce_held, unshard
 from dtensor_compile.capture.spec import spec_text
 from dtensor_compile.compat import ddp, fsdp
 from dtensor_compile.compat.after_graph import call_after_graph
@@ -54,7 +54,7 @@ from dtensor_compile.compat.dynamo import (
     graph_break,
     keep_ddp_graphs_whole,
 )
-from dtensor_compile.compat.dynamo_calls import Call, attribute, emit_call
+from dtensor_compile.compat.dynamo_calls import Call, attribute, emit_call, is_used
 from dtensor_compile.compat.module_calls import (
     attributes_are_static,
     dict_of,
@@ -195,7 +195,7 @@ def _fsdp_pre_forward(
         _refuse("modules in a list, whose parameters are whole already", "fully_shard")
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         inputs, named_inputs = (_trace(tx, _cast, value, policy.param_dtype) for value in (inputs, named_inputs))
-    group = _group_name(tx, state, real_value(tx, module))
+    group, unsharded = _group_name(tx, state, real_value(tx, module)), notes(tx, "unsharded").setdefault(id(state), {})
     for sharded in fsdp.sharded_parameters(state):
         made: list[VariableTracker] = []
 
@@ -203,6 +203,7 @@ def _fsdp_pre_forward(
             if not made:  # a tied parameter is gathered once
                 param = found.realize() if at_rest else member(tx, owner[0], sharded.path)
                 made.append(_unsharded(tx, sharded, param, group, owner))
+                unsharded.setdefault(sharded.path, []).extend(made)
             return made[0]
 
         for path, name in _places(real_value(tx, module), sharded):
@@ -221,8 +222,19 @@ def _fsdp_post_forward(
     for sharded in fsdp.sharded_parameters(state):
         for path, name in _places(real_value(tx, module), sharded):
             restore_parameter(tx, submodule(tx, module, path), name)
+    if torch.is_grad_enabled():
+        made = notes(tx, "unsharded").get(id(state), {})
+        holding = [sharded.path for sharded in fsdp.sharded_parameters(state) if sharded.held == "release"]
+        unused = [path for path in holding if not any(is_used(whole) for whole in made.get(path, ()))]
+        if unused:
+            call_after_graph(tx, functools.partial(reduce_held, weakref.ref(state), unused), [])
     dtype = fsdp.mixed_precision(state).output_dtype
     return output if dtype is None else _trace(tx, _cast, output, dtype)
+
+
+def _setter(tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+    """``model.set_requires_gradient_sync(...)`` and the others: what follows is another graph, by the state as it is then."""
+    graph_break("data-parallel-setting", "fully_shard or replicate: the setting changes inside of what is compiled")
 
 
 # ---- DDP and replicate ---------------------------------------------------------------------------------------------------------
@@ -350,6 +362,7 @@ HANDLERS: Mapping[Callable[..., Any], Call] = {
     ddp.REPLICATE_POST_FORWARD: _replicate_post_forward,
     fsdp.PRE_FORWARD: _fsdp_pre_forward,
     fsdp.POST_FORWARD: _fsdp_post_forward,
+    **dict.fromkeys(fsdp.SETTERS, _setter),
 }
 
 

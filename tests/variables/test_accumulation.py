@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dtensor_compile
+from dtensor_compile.causes import code_in
 from dtensor_compile.compat import counters
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
@@ -140,7 +142,7 @@ def test_two_forwards_before_the_backward():
             one, two = call(local_input(6, 1)), call(local_input(6, 2))
             (one.exp().sum() + F.relu(two).sum()).backward()
         results.append([p.grad for p in model.parameters()])
-    assert not compare_values("gradients", *results)
+    assert compare_values("gradients", *results) == []
 
 
 @on_ranks(2)
@@ -160,4 +162,55 @@ def test_two_models_share_code_and_no_gradients():
                 model.set_requires_gradient_sync(sync)
                 run(model, local_input(6, i)).exp().sum().backward()
         results.append([p.grad for model in models for p in model.parameters()])
-    assert not compare_values("gradients", *results)
+    assert compare_values("gradients", *results) == []
+
+
+class Branches(nn.Module):
+    """One of two layers, of which the last microbatch does not use the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, first):
+        return self.one(x) if first else self.two(x)
+
+
+@on_ranks(2)
+def test_what_is_held_of_parameters_that_the_last_microbatch_does_not_use():
+    results = []
+    for backend in (None, BACKEND):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = fully_shard(Branches())
+        call = model if backend is None else torch.compile(lambda *args, model=model: model(*args), backend=backend, fullgraph=True)
+        for i, first in enumerate((True, True, False)):
+            model.set_requires_gradient_sync(not first)
+            call(local_input(6, i), first).exp().mean().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert compare_values("gradients", *results) == []
+
+
+@on_ranks(2)
+def test_a_setting_that_changes_in_the_region_breaks_the_graph():
+    results = []
+    for backend in (None, BACKEND):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = per_block()
+
+        def step(x, y, model=model):
+            model.set_requires_gradient_sync(False)
+            model(x).exp().mean().backward()
+            model.set_requires_gradient_sync(True)
+            model(y).exp().mean().backward()
+
+        run = step if backend is None else torch.compile(step, backend=backend)
+        for i in range(2):
+            run(local_input(6, i), local_input(6, i + 5))
+        results.append([p.grad for p in model.parameters()])
+    assert compare_values("gradients", *results) == []
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        torch.compile(step, backend=BACKEND, fullgraph=True)(local_input(6), local_input(6))
+    assert code_in(str(error.value)) == "data-parallel-setting"
