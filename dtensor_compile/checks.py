@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,27 +24,62 @@ from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
 from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
 from dtensor_compile.lowering.shards import chunk_sizes, cuts_evenly
+from dtensor_compile.passes.nodes import source_line
 
 
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Checks the process groups and the meshes that a graph uses.
 
+    A program that uses neither compiles without a process group (on one GPU, on a laptop, in a unit test), which one note says.
+
     Raises:
-        NoProcessGroupError: ``torch.distributed`` is not initialized, or a group of a mesh was destroyed.
+        NoProcessGroupError: ``torch.distributed`` is not initialized and the program needs it, or a group of a mesh was destroyed.
         MeshError: a mesh names ranks that do not exist, or a device type that is not there.
         PlacementError: the placements of an input do not fit its mesh or its number of dims.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise NoProcessGroupError(
-            'backend="dtensor" needs a process group: call torch.distributed.init_process_group() before the first call of the '
-            'compiled function (under torchrun it needs no arguments), or compile with backend="inductor"'
-        )
+        used = next(_distributed(gm, example_inputs), None)
+        if used is not None:
+            raise NoProcessGroupError(
+                f"the program uses {used}, which needs a process group: call torch.distributed.init_process_group() before the first "
+                "call of the compiled function (under torchrun it needs no arguments)"
+            )
+        _note_that_nothing_is_distributed()
+        return
     for mesh in {id(mesh): mesh for mesh in _meshes(gm, example_inputs)}.values():
         check_mesh(mesh)
     names = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
     for name, value in zip(names, example_inputs):
         if isinstance(value, DTensor):
             check_placements(value.placements, value.device_mesh, value.dim(), f"input {name}")
+
+
+@functools.cache
+def _note_that_nothing_is_distributed() -> None:
+    text = "there is no process group, and the program uses none: it compiles as for one process"
+    warnings.warn(f"dtensor_compile: {text}", stacklevel=2)
+
+
+def _distributed(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
+    """What a program uses that has no meaning without a process group."""
+    for mesh in _meshes(gm, example_inputs):
+        yield f"the mesh {mesh_layout(mesh)}"
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            of_ours = inspect.isfunction(node.target) and node.target.__module__.startswith(("dtensor_compile.", "torch.distributed."))
+            if of_ours or not _ARGUMENTS.isdisjoint(_argument_names(node.target)):
+                yield f"{getattr(node.target, '__name__', node.target)} ({source_line(node)})"
+
+
+#: Of operators that need a process group.
+_ARGUMENTS = frozenset(("group", "group_name", "groups", "mesh"))
+
+
+def _argument_names(target: Any) -> Iterator[str]:
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        yield from (argument.name for argument in target._schema.arguments)
 
 
 def check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what: str) -> None:

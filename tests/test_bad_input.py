@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -28,11 +29,82 @@ def message_of(function, *args):
     return answers
 
 
-def test_no_process_group():
-    code = "import torch; torch.compile(lambda x: x + 1, backend='dtensor')(torch.ones(2))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode != 0
-    assert "call torch.distributed.init_process_group()" in result.stderr
+def _alone(code):
+    """What a process without a process group says."""
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=240)
+
+
+def test_a_program_that_needs_a_process_group_and_has_none():
+    result = _alone("""
+        import torch, torch.distributed as dist
+        import torch.distributed._functional_collectives as funcol
+
+        def traced(x):
+            return funcol.all_reduce(x, "sum", "0") + 1
+
+        def own(x):
+            dist.all_reduce(x)
+            return x + 1
+
+        for function in (traced, own):
+            try:
+                torch.compile(function, backend="dtensor", fullgraph=True)(torch.ones(2))
+            except Exception as error:
+                print(error)
+        """)
+    assert "call torch.distributed.init_process_group()" in result.stdout
+    assert "Default process group has not been initialized" in result.stdout
+
+
+def test_a_program_without_anything_distributed_needs_no_process_group():
+    result = _alone("""
+        import torch, warnings
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.0))
+
+        def loss(x):
+            torch.manual_seed(3)
+            return (model(x).exp() * torch.rand(4)).sum()
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for backend in ("dtensor", "dtensor_aten"):
+                for batch in (3, 5):
+                    x = torch.randn(batch, 4)
+                    results = []
+                    for run in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
+                        model.zero_grad()
+                        out = run(x)
+                        out.backward()
+                        results.append([out.detach(), *(p.grad for p in model.parameters())])
+                    torch.testing.assert_close(*results)
+        print(len([w for w in said if "there is no process group" in str(w.message)]))
+        """)
+    assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
+
+
+def test_threads_that_ask_for_the_backend_at_once():
+    result = _alone("""
+        import threading, torch, torch._dynamo
+
+        together, errors = threading.Barrier(6), []
+
+        def ask(i):
+            together.wait()
+            try:
+                torch.compile(lambda x: x, backend=("dtensor", "dtensor_aten")[i % 2])
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(errors, {"dtensor", "dtensor_aten"} <= {*torch._dynamo.list_backends()})
+        """)
+    assert (result.returncode, result.stdout) == (0, "[] True\n"), result.stderr
 
 
 def mesh_too_large():

@@ -313,7 +313,9 @@ def collectives_in(graph: torch.fx.Graph) -> list[Collective]:
 
 
 def cache_key() -> tuple[Any, ...]:
-    """What a lowered graph depends on besides its nodes: who this rank is, and how its process groups are called."""
+    """What a lowered graph depends on besides its nodes: who this rank is, and how its process groups are called, where there are any."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
     return (dist.get_rank(), dist.get_world_size(), tuple(compat_mesh.all_groups()))
 
 

@@ -42,6 +42,8 @@ Group = Any
 def _member_group(group: Group) -> Group:
     """The group that is meant; None where this rank is not in it: there eager's collectives do nothing."""
     group = dist.group.WORLD if group is None else group
+    if group is None:  # as eager
+        raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
 
 
