@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import _utils as shard_utils
 from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._dispatch import OpDispatcher
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy
 from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor._ops import utils as op_utils
@@ -193,15 +193,16 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
     try:
         key = op, *map(id, rules), _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
         decision = None if known is None else known.get(key, (None, None))[1]
+        here = None if decision is None else _at(decision, op_schema)
     except TypeError:  # an argument that has no hash
-        known = decision = None
+        known = here = None
     if known is None:
         return _propagated(replicate, stock, self, op_schema)
-    if decision is None:
+    if here is None:
         before, _thread.decided = _thread.decided, False
         try:
             decision = _propagated(replicate, stock, self, op_schema)
-            if not _thread.decided:
+            if not _thread.decided and _at(decision, op_schema) is not None:
                 if len(known) >= _MOST_KNOWN:
                     known.clear()
                 leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
@@ -209,7 +210,39 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
                 known[key] = (rules, meshes), decision  # what lives on keeps its id
         finally:
             _thread.decided = _thread.decided or before
-    return copy.copy(decision)
+        return copy.copy(decision)
+    return here
+
+
+def _at(decision: Any, op_schema: OpSchema) -> Any:
+    """A copy of a decision with the symbolic sizes of these arguments for equal ones of its own, which are nodes of another place in the
+    graph, or of another graph; None where one of its sizes is none of theirs."""
+    given = {_expression(number): number for value in tree_leaves((op_schema.args_schema, op_schema.kwargs_schema)) for number in _symbols(value)}
+    found = copy.copy(decision)
+    if not given and not any(_symbols(leaf) for leaf in tree_leaves(decision.output_spec)):
+        return found
+
+    def here(value: Any) -> Any:
+        if isinstance(value, DTensorSpec) and _symbols(value):
+            meta, value = value.tensor_meta, copy.copy(value)
+            sizes = (torch.Size(map(number_here, meta.shape)), tuple(map(number_here, meta.stride)))
+            value.tensor_meta = TensorMeta(*sizes, meta.dtype)
+            return value
+        return number_here(value)
+
+    def number_here(number: Any) -> Any:
+        return given[_expression(number)] if isinstance(number, _SYMBOLIC) else number
+
+    schema = decision.redistribute_schema
+    try:
+        found.output_spec = tree_map(here, decision.output_spec)
+        if schema is not None:
+            found.redistribute_schema = OpSchema(
+                schema.op, tree_map(here, schema.args_schema), tree_map(here, schema.kwargs_schema), schema.schema_info
+            )
+    except KeyError:
+        return None
+    return found
 
 
 def _decisions_for(op_schema: OpSchema) -> dict[Any, Any] | None:
