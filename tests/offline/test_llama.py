@@ -202,44 +202,44 @@ operator mm
 operator mm
 start    reduce_scatter_tensor #0 float32[2048, 512]
 kernel   triton_red_fused_mul_sum_view_0
-kernel   triton_per_fused_add_div_expand_mul_pow_sum_view_1
-operator mm
-kernel   triton_per_fused_mul_sum_view_2
+kernel   triton_per_fused_mul_sum_view_1
 start    reduce_scatter_tensor #1 float32[512]
-kernel   triton_poi_fused__unsafe_view_add_fill_mul_sigmoid_silu_sub_view_3
+kernel   triton_per_fused_add_div_expand_mul_pow_sum_view_2
+operator mm
+operator mm
 wait     reduce_scatter_tensor #0
-operator mm
-wait     reduce_scatter_tensor #1
 start    reduce_scatter_tensor #2 float32[512, 1536]
-operator mm
-operator mm
+kernel   triton_poi_fused__unsafe_view_add_fill_mul_sigmoid_silu_sub_view_3
+wait     reduce_scatter_tensor #1
 operator mm
 start    reduce_scatter_tensor #3 float32[1536, 512]
-kernel   triton_per_fused__unsafe_view_add_div_expand_mul_pow_sum_view_4
-wait     reduce_scatter_tensor #2
-operator mm
 operator mm
 start    reduce_scatter_tensor #4 float32[1536, 512]
-operator _scaled_dot_product_efficient_attention_backward
+operator mm
+wait     reduce_scatter_tensor #2
+operator mm
+kernel   triton_per_fused__unsafe_view_add_div_expand_mul_pow_sum_view_4
+operator mm
 wait     reduce_scatter_tensor #3
+operator _scaled_dot_product_efficient_attention_backward
 operator mm
 kernel   triton_poi_fused_add_cat_clone_mul_neg_slice_squeeze_transpose_view_5
-operator mm
 wait     reduce_scatter_tensor #4
 operator mm
+operator mm
 kernel   triton_red_fused__unsafe_view_add_mul_sum_view_6
-kernel   triton_per_fused_mul_sum_view_2
+kernel   triton_per_fused_mul_sum_view_1
 start    reduce_scatter_tensor #5 float32[512]
-kernel   triton_per_fused_mul_sum_view_2
 operator mm
 start    reduce_scatter_tensor #6 float32[512, 512]
 operator mm
-wait     reduce_scatter_tensor #5
 start    reduce_scatter_tensor #7 float32[512, 512]
 operator mm
-operator mm
+wait     reduce_scatter_tensor #5
 start    reduce_scatter_tensor #8 float32[512, 512]
+operator mm
 start    reduce_scatter_tensor #9 float32[512, 512]
+kernel   triton_per_fused_mul_sum_view_1
 start    reduce_scatter_tensor #10 float32[512]
 kernel   triton_poi_fused_add_div_embedding_dense_backward_expand_mul_pow_view_7
 wait     reduce_scatter_tensor #6
