@@ -25,6 +25,7 @@ from dtensor_compile.compat.shapes import size_hints
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
 from dtensor_compile.lowering.shards import chunk_sizes, cuts_evenly
 from dtensor_compile.passes.nodes import source_line
+from dtensor_compile.report.graphs import GROUP_ARGUMENTS
 
 
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -72,7 +73,7 @@ def _distributed(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Ite
 
 
 #: Of operators that need a process group.
-_ARGUMENTS = frozenset(("group", "group_name", "groups", "mesh"))
+_ARGUMENTS = frozenset((*GROUP_ARGUMENTS, "mesh"))
 
 
 def _argument_names(target: Any) -> Iterator[str]:

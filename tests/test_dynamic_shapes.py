@@ -124,13 +124,18 @@ def step(run, model, mesh, batch):
     return found
 
 
-@on_ranks(2)
-def test_equal_layers_with_two_batch_sizes_and_one_graph():
+def compiled_layers(layers):
+    """A mesh, a model on it, and the model compiled for sizes that vary."""
     mesh = make_mesh((2,), ("tp",))
     torch.manual_seed(0)
-    model = Layers(mesh, 3)
+    model = Layers(mesh, layers)
     counters.reset()
-    compiled = torch.compile(model, backend="dtensor_aten", fullgraph=True, dynamic=True)
+    return mesh, model, torch.compile(model, backend="dtensor_aten", fullgraph=True, dynamic=True)
+
+
+@on_ranks(2)
+def test_equal_layers_with_two_batch_sizes_and_one_graph():
+    mesh, model, compiled = compiled_layers(3)
     for batch in (4, 7, 6):
         torch.testing.assert_close(step(compiled, model, mesh, batch), step(model, model, mesh, batch))
     assert counters.graphs() == 1
@@ -173,11 +178,7 @@ def test_a_decision_without_its_guards_is_not_kept():
 
 @on_ranks(2)
 def test_a_float_of_a_module_is_a_number_until_it_changes():
-    mesh = make_mesh((2,), ("tp",))
-    torch.manual_seed(0)
-    model = Layers(mesh, 1)
-    counters.reset()
-    compiled = torch.compile(model, backend="dtensor_aten", fullgraph=True, dynamic=True)
+    mesh, model, compiled = compiled_layers(1)
     with mock.patch.object(backend, "check_program", side_effect=backend.check_program) as begun:
         for scale in (0.5, 0.25, 0.125, 2.5):
             model.scale = scale

@@ -43,6 +43,11 @@ class Reduction(NamedTuple):
     before: float = 1
     after: float = 1
 
+    @classmethod
+    def of(cls, sharded: fsdp.Sharded) -> Reduction:
+        """That of the gradient of a parameter under ``fully_shard``."""
+        return cls(sharded.reduce_dtype, *sharded.divide)
+
 
 class _Unsharding(NamedTuple):
     """The arguments of `unshard` but the parameter."""
@@ -145,12 +150,8 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
     for sharded in fsdp.sharded_parameters(found) if found is not None else ():
         held = fsdp.taken(found, sharded) if sharded.path in paths else None
         if held is not None:
-            param = sharded.parameter
-            op, before, after = sharded.divide
-            reduction = Reduction(sharded.reduce_dtype, op, before, after)
-            how = _Unsharding(
-                sharded.mesh, sharded.outer_mesh, sharded.placements, sharded.size, sharded.dtype, reduction, Group("held")
-            )
+            param, mesh, outer_mesh, reduction = sharded.parameter, sharded.mesh, sharded.outer_mesh, Reduction.of(sharded)
+            how = _Unsharding(mesh, outer_mesh, sharded.placements, sharded.size, sharded.dtype, reduction, Group("held"))
             local, spec = local_and_spec(param)
             grad = with_local(how.reduced(_cast(held, reduction.dtype), local.dtype), spec)
             param.grad = grad if param.grad is None else param.grad + grad

@@ -3,7 +3,7 @@
     hold_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor            nothing
     with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor       grad, and what was held, which is held no longer
 
-`holder` is an integer that says whose gradients they are (`compat.fsdp.holder`), an input of the graph, so that code which is compiled once
+`holder` is an integer that says whose gradients they are (`compat.fsdp.make_holders`), an input of the graph, so that code which is compiled once
 serves every module of its kind; `index` is the place of the parameter. What is held is looked up when the backward pass runs: it is where
 eager keeps it, and a forward without a backward changes nothing. `order` is the place among all that has an effect: no node is dropped,
 runs twice, or is taken for another.

@@ -210,7 +210,7 @@ class Sharded:
         dtype, reduce_dtype: of what the module uses, and in which gradients are reduced; None leaves them as they are.
         divide: reduction op, divisors of gradients before and after it.
         reshard: it is not kept for the backward.
-        holder: path from the state to the tensor that stands for its group (`holder`).
+        holder: path from the state to the tensor that stands for its group (`make_holders`).
         index: its place in the group.
         held: what becomes of its gradient: "hold", it is kept for a later reduction; "release", what is kept is added to it before it is
             reduced; "", neither.

@@ -189,11 +189,12 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
     """A decision by torch's rules and ours, over real meshes."""
     op = op_schema.op
     rules = self.op_strategy_funcs.get(op), self.op_single_dim_strategy_funcs.get(op)
-    known = _decisions_for(op_schema)
+    symbolic = [number for value in tree_leaves((op_schema.args_schema, op_schema.kwargs_schema)) for number in _symbols(value)]
+    known = _decisions_for(symbolic)
     try:
         key = op, *map(id, rules), _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
         decision = None if known is None else known.get(key, (None, None))[1]
-        here = None if decision is None else _at(decision, op_schema)
+        here = None if decision is None else _at(decision, symbolic)
     except TypeError:  # an argument that has no hash
         known = here = None
     if known is None:
@@ -202,7 +203,7 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
         before, _thread.decided = _thread.decided, False
         try:
             decision = _propagated(replicate, stock, self, op_schema)
-            if not _thread.decided and _at(decision, op_schema) is not None:
+            if not _thread.decided and _at(decision, symbolic) is not None:
                 if len(known) >= _MOST_KNOWN:
                     known.clear()
                 leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
@@ -214,12 +215,11 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
     return here
 
 
-def _at(decision: Any, op_schema: OpSchema) -> Any:
-    """A copy of a decision with the symbolic sizes of these arguments for equal ones of its own, which are nodes of another place in the
-    graph, or of another graph; None where one of its sizes is none of theirs."""
-    given = {_expression(number): number for value in tree_leaves((op_schema.args_schema, op_schema.kwargs_schema)) for number in _symbols(value)}
-    found = copy.copy(decision)
-    if not given and not any(_symbols(leaf) for leaf in tree_leaves(decision.output_spec)):
+def _at(decision: Any, symbolic: Sequence[Any]) -> Any:
+    """A copy of a decision with the symbolic numbers of the arguments at hand for equal ones of its own, which are nodes of another place
+    in the graph, or of another graph; None where one of its own is none of theirs."""
+    found, given = copy.copy(decision), {_expression(number): number for number in symbolic}
+    if not given:
         return found
 
     def here(value: Any) -> Any:
@@ -245,13 +245,12 @@ def _at(decision: Any, op_schema: OpSchema) -> Any:
     return found
 
 
-def _decisions_for(op_schema: OpSchema) -> dict[Any, Any] | None:
-    """Where the decision for these arguments is looked up and kept; None where it is made each time.
+def _decisions_for(symbolic: Sequence[Any]) -> dict[Any, Any] | None:
+    """Where the decision for arguments with these symbolic numbers is looked up and kept; None where it is made each time.
 
     One with symbols adds guards to what knows the symbols, which holds for the next decision like it as long as that does. So it is
     made again where guards are not kept, and for numbers that only the data decides, which have checks in the graph instead.
     """
-    symbolic = [number for value in tree_leaves((op_schema.args_schema, op_schema.kwargs_schema)) for number in _symbols(value)]
     if not symbolic:
         return _known
     env = symbolic[0].node.shape_env

@@ -384,10 +384,9 @@ class _Arrangement:
         """One task that nothing holds up, and that memory allows; where nothing else can go on, whether it does or not."""
         self._mark()
         wanted = self._fitting(self.toward)
-        if wanted is not None:
-            if self.device.backlog(self.tasks[self.wanted].link or "") <= self.places or not self._grows(self.wanted):
-                self._execute(wanted)
-                return True
+        if wanted is not None and (self.device.backlog(self.tasks[self.wanted].link or "") <= self.places or not self._grows(self.wanted)):
+            self._execute(wanted)
+            return True
         best = self._fitting(self.free)
         if best is not None:
             self._execute(best)

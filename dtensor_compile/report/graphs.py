@@ -228,10 +228,14 @@ def _carried(recorded: int | tuple[tuple[int, int], ...] | None, sent: int) -> t
     return ((recorded, sent),) if isinstance(recorded, int) else recorded
 
 
+#: Arguments of operators that name a process group.
+GROUP_ARGUMENTS = ("group", "group_name", "groups")
+
+
 def group_of(node: torch.fx.Node) -> dist.ProcessGroup | None:
     """The process group of a collective: the argument that its schema calls so."""
     for argument, value in zip(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
-        if argument.name in ("group", "group_name", "groups"):
+        if argument.name in GROUP_ARGUMENTS:
             return compat_mesh.group_named(str(value[0] if isinstance(value, (list, tuple)) else value))
     return None
 

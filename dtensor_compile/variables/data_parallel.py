@@ -157,7 +157,6 @@ def _group_name(tx: Translator, owner: Any, module: torch.nn.Module) -> str:
 def _unsharded(
     tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str, owner: Sequence[VariableTracker]
 ) -> VariableTracker:
-    op, before, after = sharded.divide
     held = (sharded.held, member(tx, owner[0], sharded.holder), sharded.index) if sharded.held and torch.is_grad_enabled() else ()
     return emit_call(
         tx,
@@ -168,7 +167,7 @@ def _unsharded(
         spec_text(sharded.placements),
         sharded.size,
         sharded.dtype,
-        tuple(Reduction(sharded.reduce_dtype, op, before, after)),
+        tuple(Reduction.of(sharded)),
         sharded.reshard,
         group,
         *held,
