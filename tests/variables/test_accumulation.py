@@ -75,9 +75,9 @@ def test_accumulates_as_eager(name):
     assert counters.graphs() == 3  # with held gradients, without, and holding them
 
 
-@pytest.mark.parametrize("name", ["two dims", "hybrid"])
+@pytest.mark.parametrize("name", ["two dims", "hybrid", "nested uneven"])
 @on_ranks(4)
-def test_accumulates_as_eager_on_meshes_of_two_dims(name):
+def test_accumulates_as_eager_on_four_ranks(name):
     assert_same(*BUILD[name])
     assert counters.graphs() == 3
 
@@ -129,40 +129,46 @@ def test_evaluation_and_forwards_without_a_backward_in_between():
     assert_same(per_block, 6, between=between)
 
 
-@on_ranks(2)
-def test_two_forwards_before_the_backward():
+def assert_same_gradients(program):
+    """`program` gets what compiles a function or leaves it as it is, and returns parameters, which have eager's gradients."""
     results = []
     for backend in (None, BACKEND):
         torch._dynamo.reset()
         torch.manual_seed(0)
+
+        def wrap(f, backend=backend, fullgraph=True):
+            return f if backend is None else torch.compile(f, backend=backend, fullgraph=fullgraph)
+
+        results.append([p.grad for p in program(wrap)])
+    assert compare_values("gradients", *results) == []
+
+
+@on_ranks(2)
+def test_two_forwards_before_the_backward():
+    def program(wrap):
         model = per_block()
-        call = model if backend is None else torch.compile(lambda x, model=model: model(x), backend=backend, fullgraph=True)
+        call = wrap(lambda x: model(x))
         for sync in (False, True):
             model.set_requires_gradient_sync(sync)
             one, two = call(local_input(6, 1)), call(local_input(6, 2))
             (one.exp().sum() + F.relu(two).sum()).backward()
-        results.append([p.grad for p in model.parameters()])
-    assert compare_values("gradients", *results) == []
+        return model.parameters()
+
+    assert_same_gradients(program)
 
 
 @on_ranks(2)
 def test_two_models_share_code_and_no_gradients():
-    results = []
-    for backend in (None, BACKEND):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
+    def program(wrap):
         models = [per_block(), per_block()]
-
-        def call(model, x):
-            return model(x)
-
-        run = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+        call = wrap(lambda model, x: model(x))
         for sync in (False, True):
             for i, model in enumerate(models):
                 model.set_requires_gradient_sync(sync)
-                run(model, local_input(6, i)).exp().sum().backward()
-        results.append([p.grad for model in models for p in model.parameters()])
-    assert compare_values("gradients", *results) == []
+                call(model, local_input(6, i)).exp().sum().backward()
+        return [p for model in models for p in model.parameters()]
+
+    assert_same_gradients(program)
 
 
 class Branches(nn.Module):
@@ -178,39 +184,38 @@ class Branches(nn.Module):
 
 @on_ranks(2)
 def test_what_is_held_of_parameters_that_the_last_microbatch_does_not_use():
-    results = []
-    for backend in (None, BACKEND):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
+    def program(wrap):
         model = fully_shard(Branches())
-        call = model if backend is None else torch.compile(lambda *args, model=model: model(*args), backend=backend, fullgraph=True)
+        call = wrap(lambda *args: model(*args))
         for i, first in enumerate((True, True, False)):
             model.set_requires_gradient_sync(not first)
             call(local_input(6, i), first).exp().mean().backward()
-        results.append([p.grad for p in model.parameters()])
-    assert compare_values("gradients", *results) == []
+        return model.parameters()
+
+    assert_same_gradients(program)
 
 
 @on_ranks(2)
 def test_a_setting_that_changes_in_the_region_breaks_the_graph():
-    results = []
-    for backend in (None, BACKEND):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
+    steps = []
+
+    def program(wrap):
         model = per_block()
 
-        def step(x, y, model=model):
+        def step(x, y):
             model.set_requires_gradient_sync(False)
             model(x).exp().mean().backward()
             model.set_requires_gradient_sync(True)
             model(y).exp().mean().backward()
 
-        run = step if backend is None else torch.compile(step, backend=backend)
+        steps.append(step)
+        run = wrap(step, fullgraph=False)
         for i in range(2):
             run(local_input(6, i), local_input(6, i + 5))
-        results.append([p.grad for p in model.parameters()])
-    assert compare_values("gradients", *results) == []
+        return model.parameters()
+
+    assert_same_gradients(program)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported) as error:
-        torch.compile(step, backend=BACKEND, fullgraph=True)(local_input(6), local_input(6))
+        torch.compile(steps[-1], backend=BACKEND, fullgraph=True)(local_input(6), local_input(6))
     assert code_in(str(error.value)) == "data-parallel-setting"
