@@ -1,18 +1,27 @@
 """Axes of a logical mesh onto the axes of a torus.
 
 Each logical axis gets some of the torus's axes, whole, so that their sizes multiply to its own: neighbours along it are neighbours in
-the machine. With `split`, one may also get a divisor of a torus axis, and the rest goes to another. Logical axes are served from the
-last to the first, as the last one communicates most by convention. An axis prefers, in this order,
+the machine. Logical axes are served from the last to the first, as the last one communicates most by convention. An axis prefers, in
+this order,
 
-1. no split torus axis;
-2. more torus axes: rings along several of them run at the same time;
-3. axes of equal size, whose rings end together;
-4. the first axes.
+1. more torus axes: rings along several of them run at the same time;
+2. axes of equal size, whose rings end together;
+3. the first axes.
 
 Where a choice leaves an earlier logical axis without a fit, the next one is tried, so that a layout is found where there is one.
 
+With `split`, where there is no such layout, a logical axis may also get a divisor of a torus axis, and the rest goes to others. Every
+choice can be completed then, as what is left has the prime factors that are left to serve. The order is torch_xla's, so that a mesh
+has its devices in the same places there and here; an axis prefers
+
+1. more devices along torus axes that it has whole;
+2. more such axes;
+3. to take the rest of torus axes that are split already, before it splits others;
+4. more of the first axes.
+
     torus 4x4x16, mesh (16, 16)    ->  last axis: x and y (two axes before one), first axis: z
     torus 4x4, mesh (2, 2, 4)      ->  last axis: x; the others would split y: an error without `split`
+    torus 4x4, mesh (2, 8)         ->  with `split`, last axis: x and half of y; first axis: the other half of y
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -40,17 +49,7 @@ def assign_axes(torus: Sequence[int], mesh_shape: Sequence[int], split: bool = F
         have, want = math.prod(torus), math.prod(mesh_shape)
         raise MeshError(f"a mesh of shape {tuple(mesh_shape)} needs {want} devices, the network of shape {tuple(torus)} has {have}")
 
-    @functools.cache
-    def serve(axis: int, free: tuple[int, ...]) -> Assignment | None:
-        if axis < 0:
-            return ()
-        for part in _parts(free, tuple(torus), mesh_shape[axis], split):
-            rest = serve(axis - 1, tuple(size // taken for size, taken in zip(free, part)))
-            if rest is not None:
-                return (*rest, part)
-        return None
-
-    found = serve(len(mesh_shape) - 1, tuple(torus))
+    found = _serve(torus, mesh_shape, _whole_parts) or (_serve(torus, mesh_shape, _split_parts) if split else None)
     if found is None:
         hint = "" if split else "; allow_split_physical_axes=True lets two mesh axes share one axis of the network"
         raise MeshError(
@@ -59,21 +58,42 @@ def assign_axes(torus: Sequence[int], mesh_shape: Sequence[int], split: bool = F
     return found
 
 
-def _parts(free: tuple[int, ...], torus: tuple[int, ...], size: int, split: bool) -> list[tuple[int, ...]]:
-    """What a logical axis of that size could take of the torus axes, of which `free` is left; the best first."""
+#: What a logical axis of a size could take of torus axes, of which so much is left; the best first.
+_Parts = Callable[[tuple[int, ...], tuple[int, ...], int], list[tuple[int, ...]]]
 
-    def choices(left: int) -> list[int]:
-        if not split:
-            return [1, left] if left > 1 else [1]
-        return [d for d in range(1, left + 1) if left % d == 0]
 
+def _serve(torus: Sequence[int], mesh_shape: Sequence[int], parts: _Parts) -> Assignment | None:
+    @functools.cache
+    def serve(axis: int, free: tuple[int, ...]) -> Assignment | None:
+        if axis < 0:
+            return ()
+        for part in parts(free, tuple(torus), mesh_shape[axis]):
+            rest = serve(axis - 1, tuple(size // taken for size, taken in zip(free, part)))
+            if rest is not None:
+                return (*rest, part)
+        return None
+
+    return serve(len(mesh_shape) - 1, tuple(torus))
+
+
+def _whole_parts(free: tuple[int, ...], torus: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     def order(part: tuple[int, ...]) -> tuple[object, ...]:
-        taken = [(i, d) for i, d in enumerate(part) if d > 1]
-        splits = sum(d != torus[i] for i, d in taken)
-        sizes = [d for _, d in taken]
-        return splits, -len(taken), max(sizes, default=1) / min(sizes, default=1), [i for i, _ in taken]
+        taken = [i for i, d in enumerate(part) if d > 1]
+        sizes = [part[i] for i in taken]
+        return -len(taken), max(sizes, default=1) / min(sizes, default=1), taken
 
-    return sorted((p for p in itertools.product(*map(choices, free)) if math.prod(p) == size), key=order)
+    choices = [[1, left] if left > 1 else [1] for left in free]
+    return sorted((p for p in itertools.product(*choices) if math.prod(p) == size), key=order)
+
+
+def _split_parts(free: tuple[int, ...], torus: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    def order(part: tuple[int, ...]) -> tuple[object, ...]:
+        whole = [d for d, physical in zip(part, torus) if d == physical > 1]
+        of_split = [d for d, left, physical in zip(part, free, torus) if left < physical]
+        return -math.prod(whole), -len(whole), -math.prod(of_split), [-d for d in part]
+
+    choices = [[d for d in range(1, left + 1) if left % d == 0] for left in free]
+    return sorted((p for p in itertools.product(*choices) if math.prod(p) == size), key=order)
 
 
 def lay_out(devices: np.ndarray, assignment: Assignment) -> np.ndarray:

@@ -62,6 +62,41 @@ def test_split_axes_keep_every_device_once_and_neighbours_near(shape, mesh):
     assert out.shape == mesh and sorted(out.flatten()) == list(range(math.prod(shape)))
 
 
+#: What torch_xla assigns to each mesh axis of the axes of a torus that no layout leaves whole.
+SPLIT = [
+    ((4, 4, 1), (2, 8), ((1, 2, 1), (4, 2, 1))),
+    ((4, 4, 1), (8, 2), ((2, 4, 1), (2, 1, 1))),
+    ((4, 4, 1), (2, 2, 4), ((1, 2, 1), (1, 2, 1), (4, 1, 1))),
+    ((4, 4, 4), (2, 32), ((1, 1, 2), (4, 4, 2))),
+    ((4, 4, 4), (8, 8), ((1, 2, 4), (4, 2, 1))),
+    ((4, 4, 4), (2, 8, 4), ((1, 1, 2), (1, 4, 2), (4, 1, 1))),
+    ((4, 4, 4), (8, 4, 2), ((2, 1, 4), (1, 4, 1), (2, 1, 1))),
+    ((6, 4, 1), (8, 3), ((2, 4, 1), (3, 1, 1))),
+    ((2, 6, 3), (3, 12), ((1, 1, 3), (2, 6, 1))),
+    ((2, 6, 3), (4, 9), ((2, 2, 1), (1, 3, 3))),
+    ((8, 1, 1), (2, 4), ((2, 1, 1), (4, 1, 1))),
+]
+
+
+@pytest.mark.parametrize("shape, mesh, assignment", SPLIT)
+def test_split_axes_have_the_order_of_torch_xla(shape, mesh, assignment):
+    assert assign_axes(shape, mesh, split=True) == assignment
+
+
+def test_the_devices_of_split_axes():
+    grid = HybridMesh(ici_mesh_shape=(2, 8), device_attributes=torus(4, 4, 1), allow_split_physical_axes=True).get_logical_mesh()
+    assert grid.tolist() == [[0, 4, 1, 5, 2, 6, 3, 7], [8, 12, 9, 13, 10, 14, 11, 15]]
+    mesh = HybridMesh(
+        ici_mesh_shape=(2, 8), dcn_mesh_shape=(2, 1), device_attributes=torus(4, 4, 1, slices=2), allow_split_physical_axes=True
+    )
+    assert mesh.get_logical_mesh().tolist() == [*grid.tolist(), *(grid + 16).tolist()]
+
+
+def test_nothing_is_split_without_need():
+    for shape, mesh in (((4, 2, 2), (2, 2, 4)), ((2, 4, 8), (2, 4, 8)), ((2, 3, 6), (6, 6))):
+        assert assign_axes(shape, mesh, split=True) == assign_axes(shape, mesh)
+
+
 def test_a_mesh_of_256_devices_follows_the_torus():
     devices = torus(4, 4, 16)
     mesh = HybridMesh(ici_mesh_shape=(16, 16), device_attributes=devices)
