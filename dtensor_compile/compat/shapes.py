@@ -13,6 +13,7 @@ from unittest import mock
 import sympy
 import torch
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Max, Min
 
@@ -43,6 +44,15 @@ def size_hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 def divisors(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
     """What each size is known to be a multiple of, whatever its symbols are: itself where it is a number, 4 for ``4*s0``."""
     return tuple(size if isinstance(size, int) else _divisor(size.node.expr) for size in shape)
+
+
+def is_multiple(size: int | torch.SymInt, n: int) -> bool:
+    """Whether a size is a multiple of `n`, with a guard where a size was seen while tracing.
+
+    A size that only the data decides cannot be guarded on: it is no multiple unless its expression is one for every value, so that the
+    caller goes the way of uneven shards, which even ones go as well.
+    """
+    return guard_or_false(size % n == 0)
 
 
 class Symbol(NamedTuple):

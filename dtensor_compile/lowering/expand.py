@@ -16,6 +16,7 @@ import torch
 
 from dtensor_compile.capture.mesh import MeshLayout
 from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.compat.shapes import has_hint, is_multiple
 from dtensor_compile.lowering.moves import Step
 from dtensor_compile.lowering.rearrange import rearrange
 
@@ -41,11 +42,12 @@ class Place:
 
 def shard_range(size: Any, n: int, coordinate: int) -> tuple[Any, Any]:
     """Start and length of the shard that `coordinate` of `n` holds of a dim of `size` elements (as ``torch.chunk`` cuts it)."""
-    if size % n == 0:
+    if is_multiple(size, n):
         return size // n * coordinate, size // n
     chunk = (size + n - 1) // n
-    start = torch.sym_min(chunk * coordinate, size)
-    return start, torch.sym_min(chunk, size - start)
+    start, end = (torch.sym_min(chunk * c, size) if c else 0 for c in (coordinate, coordinate + 1))
+    # Where only the data decides the size, torch has to see that this is not negative: else the shard of a shard has a size of its own.
+    return start, end - start if has_hint(size) else torch.sym_max(end - start, 0)
 
 
 def local_shape(placements: Sequence[Placement], layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> list[Any]:
@@ -112,7 +114,7 @@ def expand(x: torch.Tensor, steps: Sequence[Step], place: Place, shape: Sequence
         elif step.kind == "slice" and isinstance(target, StridedShard):
             x = _slice_strided(x, target, sizes, n, c)
         elif step.kind == "slice":
-            start, length = shard_range(sizes[_dim(target)], n, c)
+            start, length = shard_range(x.size(_dim(target)), n, c)
             x = x.narrow(_dim(target), start, length).clone()
         elif step.kind == "partition":
             x = x / n if _reduce_op(target) == "sum" else x.clone()
@@ -171,7 +173,7 @@ def _chunks_back(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _padded(size: Any, n: int) -> Any:
-    return size if size % n == 0 else (size + n - 1) // n * n
+    return size if is_multiple(size, n) else (size + n - 1) // n * n
 
 
 def _all_gather(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, group: str) -> torch.Tensor:

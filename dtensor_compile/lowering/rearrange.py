@@ -21,6 +21,7 @@ import torch
 
 from dtensor_compile.compat import mesh as compat_mesh
 from dtensor_compile.compat.dtensor import Partial, Placement, StridedShard
+from dtensor_compile.compat.shapes import is_multiple
 from dtensor_compile.lowering.exchange import changed_dims, table
 from dtensor_compile.lowering.moves import Step
 from dtensor_compile.lowering.shards import CUTS, Intervals, common, cutting, intervals, length, within
@@ -89,7 +90,7 @@ class _Mover:
                 around = cutting(state, d)
                 if any(isinstance(state[i], StridedShard) for i in around):
                     return False
-                if not self.shape[d] % math.prod(self.mesh_shape[i] for i in around) == 0:
+                if not is_multiple(self.shape[d], math.prod(self.mesh_shape[i] for i in around)):
                     return False
         for d in self.dims:
             few, many = sorted((cutting(self.step.before, d), cutting(self.step.after, d)), key=len)

@@ -164,3 +164,73 @@ def test_what_ranks_tell_each_other_is_no_constant_though_each_tells_a_constant(
     for rows in (2, 3):  # rank 1 is compiled again, alone
         x = torch.ones(2 if dist.get_rank() == 0 else rows, 4)
         torch.testing.assert_close(compiled(x), x * rows)
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(count, x, mesh, placements):
+    """A tensor of as many rows as `count` says, which depends on `x`, under these placements."""
+    rows = int((count + 0).item())  # of an input itself Dynamo guards the number
+    torch._check(rows >= 0)
+    whole = DTensor.from_local(x.new_ones(rows, 8) * x.sum(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=placements)
+
+
+ONE_DIM = {
+    "replicated, cut": lambda count, x, w, mesh: rows_of(count, x, mesh, [Shard(0)]),
+    "multiplied": lambda count, x, w, mesh: rows_of(count, x, mesh, [Replicate()]) @ w,
+    "cut and multiplied": lambda count, x, w, mesh: rows_of(count, x, mesh, [Shard(0)]) @ w,
+    "gathered": lambda count, x, w, mesh: (rows_of(count, x, mesh, [Shard(0)]) @ w).redistribute(placements=[Replicate()]),
+    "summed and cut": lambda count, x, w, mesh: (
+        rows_of(count, x, mesh, [Shard(1)]) @ w.redistribute(placements=[Shard(0)])
+    ).redistribute(placements=[Shard(0)]),
+    "exchanged": lambda count, x, w, mesh: rows_of(count, x, mesh, [Shard(0)]).redistribute(placements=[Shard(1)]) * 2,
+}  # fmt: skip
+
+
+def check_sizes(program, mesh, kernels="aten"):
+    """One graph for rows that divide and that do not, one and none, against eager, backward too.
+
+    Whole tensors are compared: eager does not keep rows cut that are fewer than ranks where it multiplies.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+
+    def step(count, x, w):
+        return program(count, x, w, mesh).full_tensor()
+
+    compiled = torch.compile(step, backend="dtensor", options={"kernels": kernels}, fullgraph=True)
+    for rows in (7, 8, 1, 0):
+        results = []
+        for run in (compiled, step):
+            x = torch.linspace(-1, 2, 8).requires_grad_()
+            w = distribute_tensor(torch.linspace(-1, 1, 64).view(8, 8), mesh, [Replicate()] * mesh.ndim).requires_grad_()
+            out = run(torch.tensor(rows), x, w)
+            out.square().sum().backward()
+            results.append((out, x.grad, None if w.grad is None else w.grad.full_tensor()))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("name", ONE_DIM)
+@on_ranks(2)
+def test_a_size_that_only_the_data_decides(name):
+    check_sizes(ONE_DIM[name], make_mesh((2,), ("tp",)))
+
+
+@on_ranks(2)
+def test_a_size_that_only_the_data_decides_in_kernels_of_inductor():
+    check_sizes(ONE_DIM["cut and multiplied"], make_mesh((2,), ("tp",)), "inductor")
+
+
+@pytest.mark.parametrize("before, after", [
+    ([Replicate(), Replicate()], [Shard(0), Shard(0)]),
+    ([Shard(0), Shard(0)], [Shard(0), Replicate()]),
+    ([Shard(0), Shard(0)], [Shard(1), Shard(0)]),
+    ([Shard(0), Replicate()], [Replicate(), Shard(0)]),
+])  # fmt: skip
+@on_ranks(4)
+def test_shards_of_shards_of_a_size_that_only_the_data_decides(before, after):
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    check_sizes(lambda count, x, w, mesh: rows_of(count, x, mesh, before).redistribute(placements=after) * 2, mesh)
