@@ -53,10 +53,12 @@ class Allowed:
     Attributes:
         computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results (autocast).
         relative: overrides `TOLERANCE`.
+        terms: size of terms of which the numbers are sums; one rounding of it is allowed whatever the size of the numbers.
     """
 
     computed_in: torch.dtype | None = None
     relative: float | None = None
+    terms: float = 0.0
 
     def of(self, dtype: torch.dtype) -> tuple[float, str]:
         """The tolerance for results of a dtype, and where it comes from."""
@@ -122,7 +124,8 @@ def _compare_numbers(name: str, a: torch.Tensor, b: torch.Tensor, allowed: Allow
     largest = a.to(wide).abs().masked_fill(~finite, 0).max().clamp_min(1e-6)
     relative = (apart.max() / largest).item()
     tolerance, source = allowed.of(a.dtype)
-    return [] if relative <= tolerance else [_at(name, a, b, apart.flatten().argmax(), relative, source)]
+    rounding = torch.finfo(allowed.computed_in or a.dtype).eps * allowed.terms
+    return [] if relative <= tolerance or apart.max().item() <= rounding else [_at(name, a, b, apart.flatten().argmax(), relative, source)]
 
 
 def _at(

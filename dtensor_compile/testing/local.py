@@ -33,7 +33,7 @@ from dtensor_compile.compat.local_tensor import local_tensors, of_rank, random_s
 from dtensor_compile.compat.rank_threads import run_in_threads
 from dtensor_compile.spmd import annotate
 from dtensor_compile.spmd import mesh as spmd_mesh
-from dtensor_compile.testing.parity import Case, Comparison, Difference, Settings, compare_runs
+from dtensor_compile.testing.parity import Case, Comparison, Difference, Settings, compare_runs, gradients_of, local_part
 from dtensor_compile.variables import factories
 
 #: What this package remembers of a process and is a rank's here, and what it is at first.
@@ -100,7 +100,7 @@ def compare_locally(case: Case, world: int, settings: Settings, reference: Refer
 
 def _compare(case: Case, settings: Settings, eager: Reference, rank: int) -> tuple[list[Difference], int]:
     wanted = case.run(Settings(eager=True)) if eager.found is None else None
-    compiled = case.run(settings)
+    compiled = case.run(settings, wanted or {name: of_rank(local_part(x), rank, None) for name, x in gradients_of(eager.found)})
     if wanted is None:
         meshes: dict[str, DeviceMesh] = {}
         for x in pytree.tree_leaves(compiled):

@@ -4,6 +4,14 @@ Both start from copies of the same model and inputs and from the same seed. What
 (what was written to them), gradients, parameters and buffers (after the optimizer's steps, where there is an optimizer), what
 random operators drew and the state in which they leave torch's generator; of tensors also type, dtype, shape, stride,
 placements and mesh.
+
+Steps of an optimizer start from equal numbers. Adam divides a gradient by its own size, so that of one that is only rounding it makes
+a full step, in either direction: no tolerance for parameters would be small enough to see a fault. So the gradients of each call are
+compared, and where they agree the compiled run steps with eager's: rounding is not passed on, to a step or to the next call. A gradient
+that does not agree is kept, and shows in all that follows from it.
+
+    eager:     parameters -> gradients g  -------------------> step(g) -> parameters, compared as everything is
+    compiled:  parameters -> gradients g' (compared with g) -> step(g where they agree, else g') -> parameters
 """
 
 from __future__ import annotations
@@ -27,6 +35,7 @@ __all__ = [
     "compare_steps", "compare_values", "of_all_ranks", "sum_of_squares",
 ]  # fmt: skip
 
+_GRADIENT = "grad."
 Loss = Callable[[Any], torch.Tensor | None]
 
 
@@ -77,14 +86,20 @@ class Case:
     backwards: int = 1
     allowed: Allowed = field(default_factory=Allowed)
 
-    def run(self, settings: Settings) -> dict[str, Any]:
-        """What one run leaves behind, by name, in the order in which it is worth looking at."""
+    def run(self, settings: Settings, reference: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What one run leaves behind, by name, in the order in which it is worth looking at.
+
+        Args:
+            reference: what eager left behind, with local tensors for gradients at least, for a run that is compared with it; its
+                gradients are those of the optimizer's steps (see the module).
+        """
         torch.manual_seed(0)
         model, args, kwargs = self.make()
         module = model if isinstance(model, torch.nn.Module) else None
+        parameters = dict(module.named_parameters()) if module is not None else {}
         optimizer = self.optimizer(module.parameters()) if self.optimizer and module is not None else None
         function = settings.compile(model)
-        outputs = []
+        outputs, gradients = [], {}
         for call in range(self.calls):
             torch.manual_seed(1 + call)
             out = function(*args, **kwargs)
@@ -93,15 +108,20 @@ class Case:
             backwards = 0 if loss is None else self.backwards if call else 1
             for left in reversed(range(backwards)):
                 loss.backward(retain_graph=left > 0)
-            if optimizer is not None and call + 1 < self.calls:  # the last gradients stay, to be compared
+            last = call + 1 == self.calls
+            if optimizer is not None or last:
+                names = {name: _GRADIENT + name + ("" if last else f" of call {call + 1}") for name in parameters}
+                gradients |= {names[name]: _kept(p.grad) for name, p in parameters.items()}
+            if optimizer is not None and reference is not None:
+                self._take_gradients({names[name]: p for name, p in parameters.items()}, reference)
+            if optimizer is not None and not last:
                 optimizer.step()
                 optimizer.zero_grad()
-        parameters = dict(module.named_parameters()) if module is not None else {}
         found: dict[str, Any] = {
             "output": outputs,
             "input": (args, dict(kwargs)),
             "input.grad": [x.grad for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor) and x.is_leaf],
-            **{f"grad.{name}": _kept(p.grad) for name, p in parameters.items()},
+            **gradients,
         }
         if optimizer is not None:
             optimizer.step()
@@ -110,6 +130,37 @@ class Case:
             found |= {f"state.{name}": value for name, value in module.state_dict(keep_vars=True).items()}
         found["random state"] = torch.get_rng_state()
         return found
+
+    def _take_gradients(self, parameters: Mapping[str, torch.nn.Parameter], reference: Mapping[str, Any]) -> None:
+        allowed = allowed_for_gradients(self.allowed, reference)
+        for name, p in parameters.items():
+            wanted, own = local_part(reference.get(name)), local_part(p.grad)
+            if wanted is None or own is None or compare_values(name, wanted, own, allowed=allowed) or torch.equal(wanted, own):
+                continue
+            p.grad = copy_of(p.grad)  # other tensors may share the memory of what the program returned
+            local_part(p.grad).copy_(wanted)
+
+
+def local_part(value: torch.Tensor | None) -> torch.Tensor | None:
+    """The local tensor of a DTensor; what is none as it is."""
+    return value.detach().to_local() if isinstance(value, DTensor) else value
+
+
+def gradients_of(found: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | None]]:
+    """The gradients of parameters among what a run left behind, with their names, of all calls that an optimizer's step follows."""
+    return [(name, value) for name, value in found.items() if name.startswith(_GRADIENT)]
+
+
+def allowed_for_gradients(allowed: Allowed, eager: Mapping[str, Any]) -> Allowed:
+    """`allowed`, with the rounding that gradients of a program have in common.
+
+    A gradient is a sum of terms, and of terms that cancel only their rounding is left: the gradient of the bias of keys in attention is
+    zero but for that. The terms are not known; as all of them come from one gradient of the loss, they are taken to be as large as
+    the largest gradient of the program.
+    """
+    found = [local_part(value) for _, value in gradients_of(eager)]
+    sizes = [x.detach().abs().nan_to_num(0, 0, 0).max().item() for x in found if x is not None and x.numel()]
+    return replace(allowed, terms=max(sizes, default=0.0))
 
 
 @dataclass(frozen=True)
@@ -129,7 +180,9 @@ class Comparison:
 
 def compare_runs(case: Case, eager: dict[str, Any], compiled: dict[str, Any]) -> tuple[list[Difference], int]:
     """What differs between what two runs of a case left behind on this rank, and how many tensors there were to compare."""
-    found = [d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=case.allowed)]
+    gradients = allowed_for_gradients(case.allowed, eager)
+    allowed = {key: gradients if key.startswith(_GRADIENT) else case.allowed for key in eager}
+    found = [d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=allowed[key])]
     kept = [eager[key] for key in eager if key != "random state"]
     return found, sum(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(kept))
 
@@ -140,7 +193,8 @@ def compare_case(case: Case, settings: Settings, *, everywhere: bool = False) ->
     Args:
         everywhere: the differences of all ranks, on every rank (a collective: call it on every rank).
     """
-    found, tensors = compare_runs(case, case.run(replace(settings, eager=True)), case.run(settings))
+    eager = case.run(replace(settings, eager=True))
+    found, tensors = compare_runs(case, eager, case.run(settings, eager))
     return Comparison(of_all_ranks(found) if everywhere else found, tensors)
 
 
