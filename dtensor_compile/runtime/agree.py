@@ -8,7 +8,7 @@ collective wants the same number of elements of everyone, that number. Local sha
 programs (stages of a pipeline, sub-meshes), nor messages between two ranks, which are left out.
 
 The exchange never becomes the hang that it is to prevent. It goes through the store of the process group, not through a
-collective, and no rank waits for another longer than `PATIENCE`: a rank that does not compile at this point, because its own
+collective, and no rank waits for another longer than `PATIENCE`, or `MOST_PATIENT` times that while the other says that it compiles: a rank that does not compile at this point, because its own
 graph still serves or because it runs other code, has nothing to say. A rank whose graph calls what it has announced before, a
 recompilation for another local shape for instance, says and waits for nothing. So the cost is at compile time, and there is
 none for a call. Ranks also say over which groups a graph communicates: where a redistribution would wait for a rank that has compiled
@@ -49,6 +49,10 @@ log = logging.getLogger("dtensor_compile")
 #: Seconds that a rank waits for the others' announcements. Ranks that run the same program announce theirs when they have
 #: compiled, and would wait for each other in the first collective anyway.
 PATIENCE = 10.0
+
+#: How many times `PATIENCE` a rank waits for others that compile, as a busy machine makes them take long.
+MOST_PATIENT = 12.0
+_COMPILING = b"1"
 
 #: Collectives whose members all bring as many elements.
 _EQUAL_SIZES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -171,6 +175,8 @@ class Agreement:
         if book is None:
             return cls(function)
         time = book.compilations[function] = book.compilations.get(function, 0) + 1
+        with _while_the_store_is_there():
+            book.store.set(_compiling_key(book, dist.get_rank()), _COMPILING)
         return cls(function, time=time)
 
     def note(self, graph: torch.fx.Graph) -> None:
@@ -205,6 +211,8 @@ class Agreement:
         book = current_book()
         if book is None:
             return
+        with _while_the_store_is_there():
+            book.store.set(_compiling_key(book, dist.get_rank()), b"")
         if not self.graphs:  # from a cache, which keeps what an earlier compilation agreed on
             book.store.set(book.key((), self.function, dist.get_rank()), "1")
             return
@@ -250,6 +258,8 @@ class Agreement:
         book = current_book()
         if book is None or restarts_analysis(error):
             return
+        with _while_the_store_is_there():
+            book.store.set(_compiling_key(book, dist.get_rank()), b"")
         if not isinstance(error, AgreementError):  # of which the others know
             with _while_the_store_is_there():
                 reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
@@ -318,8 +328,18 @@ class _Waiting:
     failed: str
 
 
+def _compiling_key(book: Book, rank: int) -> str:
+    return book.key((), "compiling", rank)
+
+
+def _compiles(book: Book, rank: int) -> bool:
+    """Whether a rank has said that it compiles, and not that it is ready: it is slow, and may still come."""
+    key = _compiling_key(book, rank)
+    return bool(book.store.check([key])) and book.store.get(key) == _COMPILING
+
+
 def _compare(book: Book, waiting: list[_Waiting]) -> None:
-    deadline, pause = time.monotonic() + PATIENCE, 0.002
+    begin, pause = time.monotonic(), 0.002
     while True:
         still = []
         for entry in waiting:
@@ -336,7 +356,8 @@ def _compare(book: Book, waiting: list[_Waiting]) -> None:
         waiting = still
         if not waiting:
             return
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begin
+        if waited > PATIENCE and (waited > MOST_PATIENT * PATIENCE or not any(_compiles(book, entry.rank) for entry in waiting)):
             break
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
@@ -345,9 +366,10 @@ def _compare(book: Book, waiting: list[_Waiting]) -> None:
             _refuse(book, entry)
             raise AgreementError(_missing(entry))
         log.warning(
-            "%s calls collectives that rank %d has not compiled within %g s (%s): it runs other code, or a graph from before. If "
-            "the job now hangs, this is where ranks do not call the same collectives.",
-            entry.name, entry.rank, PATIENCE, ", ".join(map(str, entry.mine.calls[:3])),
+            "%s calls collectives (%s), and rank %d has said nothing of them within %.0f s: %s. Nothing is wrong where it comes later, "
+            "or calls them from other code; if the job hangs, look here for collectives that not all ranks call.",
+            entry.name, ", ".join(map(str, entry.mine.calls[:3])), entry.rank, waited,
+            "it still compiles" if _compiles(book, entry.rank) else "it does not compile now",
         )  # fmt: skip
 
 

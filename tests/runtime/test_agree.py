@@ -223,3 +223,36 @@ def test_a_backward_that_one_rank_compiles_with_its_forward():
     x = distribute_tensor(torch.ones(5, 5), make_mesh((3,)), [Shard(1)]).requires_grad_()
     assert seconds(lambda: run(x).full_tensor().sum().backward()) < agree.PATIENCE
     torch.testing.assert_close(x.grad.full_tensor(), torch.full((5, 5), 5**-0.5))
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@on_ranks(2, timeout=60)
+def test_a_rank_that_compiles_slowly_is_no_alarm_and_one_that_does_not_compile_is(slow):
+    rank, stock = dist.get_rank(), backend.lower_redistributions
+
+    def lower(graph, **options):
+        time.sleep(4 if rank and slow else 0)
+        return stock(graph, **options)
+
+    x = distribute_tensor(torch.ones(11, 3, dtype=torch.float64), make_mesh((2,), ("tp",)), [Shard(0)])
+
+    def function(x):
+        return x.full_tensor() * 5
+
+    def other(x):  # what a rank has announced for a function it does not announce again
+        return x.full_tensor() * 6
+
+    function = function if slow else other
+    warned = unittest.mock.patch.object(agree.log, "warning")
+    with patience(0.5), unittest.mock.patch.object(backend, "lower_redistributions", lower), warned as warning:
+        run = compiled(function) if slow or rank == 0 else function
+        if rank:
+            assert run(x).sum() == (165 if slow else 198)
+        else:
+            time.sleep(1 if slow else 0)  # rank 1 compiles by now
+            assert run(x).sum() == (165 if slow else 198)
+            told = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+            if slow:
+                assert not told
+            else:
+                assert len(told) == 1 and "rank 1 has said nothing" in told[0] and "it does not compile now" in told[0]
