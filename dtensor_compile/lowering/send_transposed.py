@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.spec import parse_spec, spec_text
@@ -117,7 +118,8 @@ def _is_view(node: torch.fx.Node) -> bool:
         return node.meta["val"].dim() == 2
     if node.target not in _SAME_SHAPE:
         return False
-    return node.meta["val"].shape == node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    # Sizes that only the data decides are the same where their expressions are.
+    return guard_or_false(sym_eq(list(node.meta["val"].shape), list(node.args[0].meta["val"].shape)))  # type: ignore[union-attr]
 
 
 def _transposes(node: torch.fx.Node) -> bool:

@@ -1,0 +1,64 @@
+"""Expert parallelism of transformers in one graph: `all_to_all_without_branches`.
+
+    from dtensor_compile.integrations import transformers as front_door
+
+    front_door.all_to_all_without_branches()
+    model = Qwen3MoeForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(fsdp_size=8, ep_size=8))
+    step = torch.compile(step, backend="dtensor")
+
+transformers sends each token to the rank of its expert and asks, in Python, whether any token has come. How many came only the data
+decides, so that the question ends the graph in every layer, under any backend. It is asked for the sake of experts that leave the
+autograd graph where they get no row; those that are computed as grouped or batched products take no rows as well as any other number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from dtensor_compile.integrations import third_party
+
+TESTED = ("5.24.0",)
+third_party("transformers", TESTED)
+
+from transformers.distributed.expert_parallel import AllToAllEP, AutoEP, EPImplementationInterface  # noqa: E402 - known to be there
+
+
+class AllToAll(AllToAllEP):
+    """transformers' all-to-all of tokens; while it is compiled, without the question whether a token came.
+
+    The exchange, its backward and what the experts compute are transformers' own, with the same collectives.
+    """
+
+    def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of what its experts make of each token.
+
+        Args:
+            hidden_states: the tokens of this rank, (tokens, hidden).
+            top_k_index: the experts of each token, counted over all ranks, (tokens, k).
+            top_k_weights: their weights, (tokens, k).
+
+        Returns:
+            A tensor like `hidden_states`.
+        """
+        if not torch.compiler.is_compiling():
+            return super().__call__(hidden_states, top_k_index, top_k_weights)
+        tokens, experts, weights, sent = self._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
+        return self._combine_tokens(self.experts_forward(tokens, experts, weights), sent)
+
+
+class Auto(AutoEP):
+    """transformers' choice between its implementations, with `AllToAll` for that one."""
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.all_to_all = AllToAll(experts, ep_mesh, tp_mesh)
+
+
+def all_to_all_without_branches() -> None:
+    """From now on ``DistributedConfig(ep_implementation="all_to_all")``, and "auto", are one graph; eager code runs as before.
+
+    Call it before a model is distributed. Only experts as grouped or batched products are one graph
+    (``experts_implementation="grouped_mm"``, which is the default, or "batched_mm"); transformers' loop over experts ends it.
+    """
+    EPImplementationInterface.register("all_to_all", AllToAll)
+    EPImplementationInterface.register("auto", Auto)
