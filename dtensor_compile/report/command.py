@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import pathlib
 import sys
 import traceback
@@ -62,10 +63,11 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 _USAGE = """\
 usage: {program} [options] TARGET [options]
-       {program} [options] script.py [arguments of the script]
+       {program} [options] script.py [--] [arguments of the script]
 
 TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, that returns a model
-and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at.
+and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at. An argument of the
+script that is called like an option of this command goes behind --.
 """
 
 
@@ -75,14 +77,33 @@ def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
     with_target = argparse.ArgumentParser(prog=program, parents=[options], add_help=False, allow_abbrev=False)
     with_target.add_argument("target", nargs="?")
     with_target.add_argument("rest", nargs=argparse.REMAINDER)
+    argv, theirs = _split(argv)  # argparse drops the first `--` behind a positional argument
     args = with_target.parse_args(argv)
     if args.target is not None and not is_script(args.target):
-        args = options.parse_args(args.rest, namespace=args)
+        args = options.parse_args([*args.rest, *theirs], namespace=args)
         args.rest = []
+    misplaced = _options_in(args.rest, options)
+    if misplaced:
+        behind = f"{' and '.join(misplaced)} behind {args.target}: put options of this command in front of the script, and "
+        print(f"{program}: {behind}arguments of the script that are called so behind --, {args.target} -- ...", file=sys.stderr)
+        return NOT_RUN
+    args.rest += theirs if args.rest else theirs[1:]  # a `--` directly behind the script is for this command
     if args.help or args.target is None:
         print(_USAGE.format(program=program) + "\n" + options.format_help().partition("\n\n")[2])
         return OK if args.help else NOT_RUN
     return status_of(_run, args, program)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first ``--``, and the rest with it."""
+    before = list(itertools.takewhile(lambda text: text != "--", argv))
+    return before, list(argv[len(before) :])
+
+
+def _options_in(texts: Sequence[str], options: argparse.ArgumentParser) -> list[str]:
+    """The names of those of `options` that stand among `texts`."""
+    ours = {name for action in options._actions for name in action.option_strings}
+    return [name for name in dict.fromkeys(text.partition("=")[0] for text in texts) if name in ours]
 
 
 def status_of(run: Callable[[argparse.Namespace], int], args: argparse.Namespace, program: str) -> int:
