@@ -55,7 +55,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     out.add_argument("--compare", metavar="BASE", help="show what changed since a base")
     out.add_argument("--verbose", action="store_true", help="the traceback of an error, and what the program prints")
     limits = p.add_argument_group("limits (exit status 1 where one is broken)")
-    limits.add_argument("--max-breaks", metavar="N", help="graph breaks")
+    limits.add_argument("--max-breaks", metavar="N", help="graph breaks, each place and cause once")
     limits.add_argument("--max-bytes", metavar="10MB|+0%%", help="bytes that this rank sends; in percent more than the base")
     limits.add_argument("--max-exposed", metavar="10ms|+0%%", help="time in which nothing computes")
     return p

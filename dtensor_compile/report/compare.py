@@ -181,6 +181,12 @@ def bytes_text(number: float) -> str:
     return f"{number:,.0f} bytes"
 
 
+def breaks_text(breaks: Sequence[GraphBreak]) -> str:
+    """``5``, or ``5, met 12 times`` where Dynamo came to one of the breaks more than once: a row of the report is a place with a cause."""
+    met = sum(this.count for this in breaks)
+    return f"{len(breaks)}, met {met} times" if met > len(breaks) else str(len(breaks))
+
+
 def left_alone_text(left: LeftAlone) -> str:
     """``3 stages, 12.00 ms, 4,096 bytes``; what is not known is left out."""
     if not left.stages:

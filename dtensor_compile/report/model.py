@@ -59,7 +59,7 @@ class GraphBreak:
         breaks_under: which backends break there: every one, stock ones only, this one only.
         message: Dynamo's own words.
         error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the graph.
-        count: how often it was met.
+        count: how often Dynamo came to it: once for each frame that holds it, inlined or by itself, and for each compilation of it.
         graphs: into how many graphs the function is split, by all its breaks.
         collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
     """

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dtensor_compile.report.compare import Comparison, bytes_text, describe_break, left_alone_text, seconds_text
+from dtensor_compile.report.compare import Comparison, breaks_text, bytes_text, describe_break, left_alone_text, seconds_text
 from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution, Report, Side, Source, Total
 
 #: Rows of a long table that are shown, unless all are asked for.
@@ -87,7 +87,7 @@ def _summary(report: Report, terminal: bool) -> Table:
         column.justify = "right"
     rows: list[tuple[str, Callable[[Side], str]]] = [
         *([("ended with an error", lambda s: s.failed or "-")] if any(side.failed for side in sides) else []),
-        ("graph breaks", lambda s: str(len(s.breaks))),
+        ("graph breaks", lambda s: breaks_text(s.breaks)),
         ("recompiles", lambda s: str(len(s.recompiles))),
         ("graphs", lambda s: str(len(s.graphs))),
         ("order and times of", lambda s: ", ".join(sorted({f"the {g.rests_on}" for g in s.graphs})) or "-"),
@@ -114,7 +114,7 @@ def _break(this: GraphBreak) -> Text:
     what = "error" if this.error else "graph break"
     text = Text()
     text.append(f"{what} [{this.cause}] {this.title}", style="bold red")
-    text.append(f"  ({this.count} times)\n" if this.count > 1 else "\n")
+    text.append(f"  (met {this.count} times)\n" if this.count > 1 else "\n")
     first = this.source.line - len(this.source.before)
     text.append(f"  {this.source.file}:{this.source.line}\n", style="cyan")
     for number, line in enumerate((*this.source.before, this.source.code, *this.source.after), first):
