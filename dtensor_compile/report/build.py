@@ -24,7 +24,7 @@ from dtensor_compile.report.model import DecisionRow, Graph, LeftAlone, Redistri
 from dtensor_compile.report.recorder import CapturedRedistribution, GraphRecord, Recording
 from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
-from dtensor_compile.topology.links import CLUSTERS, Cluster
+from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds
 
 #: What is told of a module path where there is none.
 NO_MODULE = "(no module)"
@@ -78,6 +78,7 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
     ]
     carried = [carried for graph in graphs for carried in (this.carries for this in graph.collectives)]
     redistributions = tuple(_redistribution(r, recording, list(_sent(r.number, collectives, carried))) for r in captured)
+    collectives += _outside(recording, cluster)
     first = itertools.accumulate((len(graph.collectives) for graph in graphs), initial=0)
     return Side(
         name=name,
@@ -92,6 +93,7 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
         compile_seconds=recording.seconds,
         failed=recording.failed,
         left_alone=left_alone(recording.decisions),
+        outside=_sums_outside(recording),
     )
 
 
@@ -145,6 +147,37 @@ def _collectives(graph: GraphRecord, timing: Schedule, index: int, numbers: dict
             redistribution=first,
             also=tuple(also),
         )
+
+
+def _outside(recording: Recording, cluster: Cluster) -> Iterable[model.Collective]:
+    """The collectives outside of graphs, where they are those of one forward and backward."""
+    if recording.outside is None or not recording.outside.one_call:
+        return
+    phases: tuple[model.Phase, ...] = ("forward", "backward")
+    for phase in phases:
+        for this in getattr(recording.outside, phase):
+            seconds = collective_seconds(cluster, this.kind, this.bytes, this.ranks)
+            yield model.Collective(
+                kind=this.kind,
+                mesh_dim=this.mesh_dim,
+                ranks=len(this.ranks),
+                source=source_of(this.where),
+                module=this.module,
+                shape=this.shape,
+                dtype=this.dtype,
+                phase=phase,
+                bytes=this.bytes,
+                seconds=seconds,
+                exposed_seconds=seconds,
+                graph=None,
+            )
+
+
+def _sums_outside(recording: Recording) -> model.Outside | None:
+    if recording.outside is None:
+        return None
+    these = [*recording.outside.forward, *recording.outside.backward]
+    return model.Outside(len(these), sum(this.bytes for this in these), recording.outside.one_call)
 
 
 class _Sent(NamedTuple):

@@ -19,6 +19,7 @@ from dtensor_compile.compat.observe import uncompiled
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.model import Report
+from dtensor_compile.report.outside import outside_recorded
 from dtensor_compile.report.recorder import Recording, record
 from dtensor_compile.report.target import one_line
 
@@ -60,7 +61,7 @@ def recorded(
 ) -> Recording:
     """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten first."""
     counters.reset()
-    with record() as recording, failures_recorded(recording):
+    with record() as recording, failures_recorded(recording), outside_recorded(recording, one_call=True):
         run(torch.compile(model, backend="dtensor", options={**options, "kernels": kernels}))
     return recording
 
@@ -68,7 +69,7 @@ def recorded(
 def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Recording:
     """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of ours."""
     counters.reset()
-    with record() as recording, failures_recorded(recording, all_errors=True):
+    with record() as recording, failures_recorded(recording, all_errors=True), outside_recorded(recording, one_call=True):
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return compile_to_aten(gm, example_inputs, joint_pass=lambda graph: None, post_grad_pass=recording.observe)

@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from dtensor_compile.report.compare import breaks_text, left_alone_text, seconds_text
+from dtensor_compile.report.compare import breaks_text, exposed_text, left_alone_text, outside_text, seconds_text
 from dtensor_compile.report.excerpts import excerpts
 from dtensor_compile.report.model import (
     Collective,
@@ -83,9 +83,10 @@ def _figures(sides: Sequence[Side]) -> list[Figure]:
         figure("graph breaks", [len(side.breaks) for side in sides], [breaks_text(side.breaks) for side in sides]),
         figure("collectives", [total.count for total in totals], [str(total.count) for total in totals]),
         figure("bytes sent", [total.bytes for total in totals], [f"{total.bytes:,}" for total in totals]),
+        Figure("outside of graphs", tuple(outside_text(side.outside) for side in sides), "", False),
         seconds("communication", [total.seconds for total in totals]),
-        seconds("exposed", [total.exposed_seconds for total in totals]),
-        seconds("compute", [sum(g.compute_seconds for g in side.graphs) for side in sides]),
+        figure("exposed", [total.exposed_seconds for total in totals], [exposed_text(side) for side in sides]),
+        seconds("compute in graphs", [sum(g.compute_seconds for g in side.graphs) for side in sides]),
         Figure("left alone", tuple(left_alone_text(side.left_alone) for side in sides), "", False),
     ]
 

@@ -18,7 +18,7 @@ from dtensor_compile.errors import DTensorCompileError
 
 #: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is
 #: added.
-VERSION = "1.4"
+VERSION = "1.5"
 
 Phase = Literal["forward", "backward"]
 #: What became of a redistribution: it is sent, the passes took it away, or it needs no message (a slice).
@@ -151,7 +151,8 @@ class Collective:
         ranks: number of ranks in the group.
         source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of the local
             input.
-        graph: index in `Side.graphs`.
+        graph: index in `Side.graphs`; None for one that runs outside of graphs. All of its time counts as exposed, as nothing is known
+            of what runs beside it.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
         also: indices of the others that it carries, where collectives were merged.
     """
@@ -167,7 +168,7 @@ class Collective:
     bytes: int
     seconds: float
     exposed_seconds: float
-    graph: int
+    graph: int | None
     redistribution: int | None = None
     also: tuple[int, ...] = ()
 
@@ -198,6 +199,20 @@ class LeftAlone:
     stages: int = 0
     seconds: float = 0.0
     bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Sums over the collectives that run outside of graphs: in eager, in hooks, in reducers.
+
+    Attributes:
+        counted: whether they are those of one forward and backward, and so part of `Side.collectives` and `Side.totals`; otherwise those
+            of all that the program ran.
+    """
+
+    count: int
+    bytes: int
+    counted: bool
 
 
 @dataclass(frozen=True)
@@ -276,6 +291,7 @@ class Side:
         compile_seconds: measured, all compilations together.
         failed: the error with which the program ended; everything else is of what ran until then. Empty where it ran to its end.
         left_alone: the sum over those of `decisions` that say that something was left alone.
+        outside: what was sent outside of graphs; None where nobody looked.
     """
 
     name: str
@@ -290,6 +306,7 @@ class Side:
     compile_seconds: float
     failed: str = ""
     left_alone: LeftAlone = LeftAlone()
+    outside: Outside | None = None
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,19 @@ class CapturedRedistribution:
 
 
 @dataclass
+class Outside:
+    """The collectives that ran outside of graphs, in order.
+
+    Attributes:
+        one_call: whether they are those of one forward and backward; otherwise of all that ran.
+    """
+
+    one_call: bool
+    forward: list[Collective] = field(default_factory=list)
+    backward: list[Collective] = field(default_factory=list)
+
+
+@dataclass
 class Recording:
     """Everything that was compiled while the recording was on.
 
@@ -116,6 +129,7 @@ class Recording:
         breaks: graph breaks and errors, for whatever backend.
         lazy_seconds: measured, what compiling backward passes took when they first ran.
         failed: the error that ended the program; empty where none did.
+        outside: collectives that ran outside of graphs; None where nobody looked.
     """
 
     captured: list[str] = field(default_factory=list)
@@ -128,6 +142,7 @@ class Recording:
     breaks: list[Break] = field(default_factory=list)
     lazy_seconds: float = 0.0
     failed: str = ""
+    outside: Outside | None = None
 
     @property
     def collectives(self) -> list[Collective]:

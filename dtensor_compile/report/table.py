@@ -13,7 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dtensor_compile.report.compare import Comparison, breaks_text, bytes_text, describe_break, left_alone_text, seconds_text
+from dtensor_compile.report.compare import (
+    Comparison,
+    breaks_text,
+    bytes_text,
+    describe_break,
+    exposed_text,
+    left_alone_text,
+    outside_text,
+    seconds_text,
+)
 from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution, Report, Side, Source, Total
 
 #: Rows of a long table that are shown, unless all are asked for.
@@ -95,9 +104,10 @@ def _summary(report: Report, terminal: bool) -> Table:
         ("collectives", lambda s: str(s.totals.all.count)),
         ("bytes sent", lambda s: f"{s.totals.all.bytes:,}"),
         *((f"  {phase}", lambda s, phase=phase: f"{_phase_bytes(s, phase):,}") for phase in ("forward", "backward")),
+        ("outside of graphs", lambda s: outside_text(s.outside)),
         ("communication", lambda s: seconds_text(s.totals.all.seconds)),
-        ("  exposed", lambda s: seconds_text(s.totals.all.exposed_seconds)),
-        ("compute", lambda s: seconds_text(sum(g.compute_seconds for g in s.graphs))),
+        ("  exposed", exposed_text),
+        ("compute in graphs", lambda s: seconds_text(sum(g.compute_seconds for g in s.graphs))),
         ("left alone", lambda s: left_alone_text(s.left_alone)),
         ("compile time (measured)", lambda s: f"{s.compile_seconds:.2f} s"),
     ]
