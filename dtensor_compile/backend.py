@@ -108,7 +108,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     check_counts(gm)
     write_once(gm)
     guard_mesh_order(gm, example_inputs)
-    log, tangents = GraphLog(), Tangents.of_frame()
+    log, tangents = GraphLog(opts.topology), Tangents.of_frame()
     spread_annotations(gm, example_inputs, log.decided, opts.fallback)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)

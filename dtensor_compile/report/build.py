@@ -19,6 +19,7 @@ from dtensor_compile.compat.observe import Compilation
 from dtensor_compile.decisions import Decision
 from dtensor_compile.report import model
 from dtensor_compile.report.breaks import graph_breaks, recompile_cause
+from dtensor_compile.report.machine import Machine, machine_of
 from dtensor_compile.report.missed import missed
 from dtensor_compile.report.model import DecisionRow, Graph, LeftAlone, Redistribution, Report, Side, Span, Total, Totals
 from dtensor_compile.report.recorder import CapturedRedistribution, GraphRecord, Recording
@@ -35,7 +36,7 @@ def build_report(
     *,
     stock: Recording | None = None,
     target: str = "",
-    cluster: str = "h100",
+    cluster: str | None = None,
     simulated: bool = False,
     name: str = "dtensor",
 ) -> Report:
@@ -45,11 +46,12 @@ def build_report(
         recording: the program under this backend, or under those that a script chose.
         stock: the same program under stock torch.
         target: what was looked at, as the user named it.
-        cluster: name of the machine for which times are estimated, see `dtensor_compile.topology.links.CLUSTERS`.
+        cluster: name of the machine for which times are estimated, see `dtensor_compile.topology.links.CLUSTERS`; None: that of
+            `machine_of`.
         simulated: whether the ranks of the job are not really there.
         name: what `recording` was compiled with.
     """
-    machine = CLUSTERS[cluster]
+    machine = Machine(CLUSTERS[cluster], "as asked for") if cluster is not None else machine_of(recording)
     running = dist.is_available() and dist.is_initialized()
     return Report(
         version=model.VERSION,
@@ -58,9 +60,10 @@ def build_report(
         world=dist.get_world_size() if running else 1,
         rank=dist.get_rank() if running else 0,
         simulated=simulated,
-        cluster=cluster,
-        ours=build_side(recording, machine, name),
-        stock=build_side(stock, machine, "stock") if stock is not None else None,
+        cluster=machine.cluster.name,
+        cluster_from=machine.known_from,
+        ours=build_side(recording, machine.cluster, name),
+        stock=build_side(stock, machine.cluster, "stock") if stock is not None else None,
     )
 
 

@@ -37,7 +37,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     job.add_argument("--world", type=int, metavar="N", help=f"ranks of the simulation (default: of --mesh, else {DEFAULT_WORLD})")
     job.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
     job.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun; rank R prints")
-    job.add_argument("--cluster", choices=CLUSTERS, default="h100", help="machine for which times are estimated (default h100)")
+    job.add_argument("--cluster", choices=CLUSTERS, help="machine for which times are estimated (default: by what the program computes on)")
     how = p.add_argument_group("how to look")
     how.add_argument(
         "--stock",
@@ -130,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
             job=job,
             stock=args.stock,
             backward=not args.no_backward,
-            cluster=args.cluster,
+            cluster=args.cluster or (base.cluster if base and base.cluster in CLUSTERS else None),
             kernels=args.kernels,
         )
     if report.rank == args.rank:

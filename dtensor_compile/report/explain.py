@@ -28,7 +28,12 @@ KERNELS = ("aten", "inductor")
 
 
 def explain(
-    function: Callable[..., Any], *, stock: bool = False, backward: bool = True, cluster: str = "h100", kernels: str = "aten"
+    function: Callable[..., Any],
+    *,
+    stock: bool = False,
+    backward: bool = True,
+    cluster: str | None = None,
+    kernels: str = "aten",
 ) -> Callable[..., Report]:
     """A function that takes the arguments of `function`, calls it compiled, and returns the report.
 
@@ -38,7 +43,7 @@ def explain(
         function: what to look at; one that is compiled already is taken as it was before.
         stock: also compile it as stock torch does, and compare.
         backward: run the backward pass of the sum of what it returns, where that has one. Gradients are added up as always.
-        cluster: the machine for which times are estimated.
+        cluster: the machine for which times are estimated; None: as in `dtensor_compile.report.machine.machine_of`.
         kernels: ``"aten"`` compiles without Inductor, which is fast and gives the same collectives; ``"inductor"`` as usual.
     """
 

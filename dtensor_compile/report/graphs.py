@@ -159,6 +159,12 @@ def result_bytes(node: torch.fx.Node) -> int:
     return sum(map(_bytes, _values(node.meta.get("val"))))
 
 
+def device_of(graph: torch.fx.Graph) -> str:
+    """Type of the device that a graph computes on: an accelerator's where it has a tensor there."""
+    types = [value.device.type for node in graph.nodes for value in _values(node.meta.get("val"))]
+    return next((device for device in types if device not in ("cpu", "meta")), "cpu")
+
+
 def collective_of(node: torch.fx.Node) -> Collective:
     """The record of a node that starts a functional collective."""
     return _collective(node, node.target._schema.name.split("::")[1])  # type: ignore[union-attr]

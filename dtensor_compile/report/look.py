@@ -92,7 +92,7 @@ def look_at(
     job: Job = Job(),
     stock: bool | None = None,
     backward: bool = True,
-    cluster: str = "h100",
+    cluster: str | None = None,
     kernels: str = "aten",
 ) -> Report:
     """The report of a target.

@@ -319,6 +319,7 @@ class Report:
         torch: release of torch.
         world, rank, simulated: the job, and whether its ranks were really there.
         cluster: name of the machine for which times were estimated.
+        cluster_from: why that one, in words.
         ours: the program under this backend (or under those that a script chose).
         stock: the same under stock torch; None where that was not asked for or cannot be.
     """
@@ -332,6 +333,7 @@ class Report:
     cluster: str
     ours: Side
     stock: Side | None = None
+    cluster_from: str = ""
 
 
 def to_dict(report: Report) -> dict[str, Any]:

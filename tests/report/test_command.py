@@ -294,6 +294,13 @@ def test_save_and_compare(program, capsys):
     assert "--max-bytes +0%: bytes sent" in said.err and "return y.redistribute" in said.err
 
 
+def test_times_that_are_compared_are_of_one_machine(program, capsys):
+    assert main(["report", "a_program.py:build", "--no-stock", "--save", "base.json", "--cluster", "v100"]) == 0
+    status, report = report_of("a_program.py:build", "--no-stock", "--compare", "base.json", "--max-exposed", "+1%")
+    assert (status, report.cluster) == (0, "v100")
+    assert report_of("a_program.py:build", "--no-stock")[1].cluster == "cpu-1gbit"
+
+
 BAD = [
     (["nowhere.py:build"], "there is no file 'nowhere.py'"),
     (["nowhere.py"], "there is no file 'nowhere.py'"),
