@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat import counters
 from dtensor_compile.compat.aot import compile_to_aten
-from dtensor_compile.compat.observe import uncompiled
+from dtensor_compile.compat.observe import name_modules, uncompiled
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.model import Report
@@ -77,6 +77,7 @@ def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]]
     with record() as recording, failures_recorded(recording, all_errors=True), outside_recorded(recording, one_call=True):
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            name_modules(gm)
             return compile_to_aten(gm, example_inputs, joint_pass=lambda graph: None, post_grad_pass=recording.observe)
 
         run(torch.compile(model, backend=stock))
