@@ -347,7 +347,7 @@ UNKNOWN = StockCause(
 #: Code -> cause, of torch's own breaks.
 STOCK_CAUSES: Mapping[str, StockCause] = {cause.code: cause for cause in (*_ALL, UNKNOWN)}
 
-#: What stands between a break and another one, which Dynamo met while it handled the first: it cannot break where it would have to.
+#: What Dynamo writes between a break and the one that follows because it cannot break there.
 _HANDLING = "*** While handling this graph break, another graph break occurred: ***"
 
 #: Causes of ours that another backend does not break for.

@@ -1,7 +1,7 @@
-"""Collectives that run outside of compiled graphs: in eager between graphs, in hooks of modules and of autograd, in a reducer.
+"""Collectives outside of compiled graphs: in eager between graphs, in hooks of modules and of autograd, in a reducer.
 
-`watch_eager_collectives` sees what c10d and the functional collectives dispatch in this thread (and in the backward passes that it
-starts), and leaves out what a compiled graph calls and what runs while a graph is traced.
+`watch_eager_collectives` sees what c10d and the functional collectives dispatch in this thread (and in the backward
+passes that it starts), and leaves out what a compiled graph calls and what runs while a graph is traced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the program calls the modules that reach a compiled function by a way of Dynamo's own.
 
-Dynamo names a module by where it finds it: ``L['args'][0]`` where a wrapper passes on ``*args``, ``L['fn'].args[0]`` in a
-``functools.partial``, ``L['this']`` in a method whose first parameter is called so. The program calls these ``model``, as the wrapped
-function does, and ``self``. A module for which nothing gives a name is called by its class.
+Dynamo names a module by where it finds it: ``L['args'][0]`` where a wrapper passes on ``*args``, ``L['fn'].args[0]``
+in a ``functools.partial``, ``L['this']`` in a method whose first parameter is called so. The program calls these
+``model``, as the wrapped function does, and ``self``. A module for which nothing gives a name is called by its class.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def root_names(
     for name, value in {**free, **local_values}.items():
         if isinstance(value, functools.partial):
             names.update(_names(f"L['{name}'].args", value.args, f"L['{name}'].keywords", value.keywords, [value.func]))
-    plain = code.co_argcount + code.co_kwonlyargcount
-    packed = list(code.co_varnames[plain : plain + bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)])
+    packed = list(code.co_varnames[code.co_argcount + code.co_kwonlyargcount :])  # *args and **kwargs come first
     args = packed.pop(0) if code.co_flags & inspect.CO_VARARGS else ""
-    kwargs = packed.pop(0) if packed else ""
+    kwargs = packed.pop(0) if code.co_flags & inspect.CO_VARKEYWORDS else ""
     if code.co_argcount == 0:  # a wrapper that takes what it passes on
         inside = [value for value in free.values() if callable(value)]
         given = local_values.get(args, ()), local_values.get(kwargs, {})
@@ -61,9 +60,13 @@ def _is_self(name: str, value: Any, code: CodeType, function: str) -> bool:
 
 
 def _names(
-    of_args: str, args: Sequence[Any], of_kwargs: str, kwargs: Mapping[str, Any], functions: Sequence[Callable[..., Any]]
+    of_args: str,
+    args: Sequence[Any],
+    of_kwargs: str,
+    kwargs: Mapping[str, Any],
+    functions: Sequence[Callable[..., Any]],
 ) -> Iterator[tuple[str, str]]:
-    """Names of the arguments that one of `functions` is called with; by classes of modules where it is not clear which."""
+    """Names of arguments that one of `functions` is called with; by classes of modules where it is not clear which."""
     found = {parameters for function in functions for parameters in _parameters(function, args, kwargs)}
     parameters = found.pop() if len(found) == 1 else ()
     for i, value in enumerate(args):
@@ -75,7 +78,9 @@ def _names(
         yield f"{of_kwargs}['{name}']", name
 
 
-def _parameters(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def _parameters(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, ...]]:
     """The names that `function` has for `args`; nothing where it does not take them, or has none."""
     try:
         signature = inspect.signature(function)

@@ -96,19 +96,21 @@ def current_compilation() -> Compilation | None:
 
 
 def name_modules(gm: torch.fx.GraphModule) -> None:
-    """Gives the modules of a Dynamo graph that is compiled now the names that the program has for them, in the metadata of its nodes."""
+    """Calls modules as the program does, in the metadata of the nodes of a Dynamo graph that is compiled now."""
     this = current_compilation()
     if this is None or not this.names:
         return
     known = re.compile("|".join(map(re.escape, sorted(this.names, key=len, reverse=True))))
+
+    def named(path: str) -> str:
+        found = known.match(path)
+        return f"L['{this.names[found[0]]}']{path[found.end() :]}" if found else path
+
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             stack = node.meta.get("nn_module_stack")
             if stack:
-                node.meta["nn_module_stack"] = {
-                    key: (known.sub(lambda found: f"L['{this.names[found[0]]}']", path, 1) if known.match(path) else path, of)
-                    for key, (path, of) in stack.items()
-                }
+                node.meta["nn_module_stack"] = {key: (named(path), of) for key, (path, of) in stack.items()}
 
 
 @needs(
@@ -126,7 +128,9 @@ def watch_dynamo(watcher: Watcher) -> Iterator[None]:
     stock_compile, stock_reasons = convert_frame._compile, convert_frame.get_and_maybe_log_recompilation_reasons
     stock_log = translator.log_graph_break
 
-    def _compile(code: Any, global_values: Any, local_values: Any, builtins: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+    def _compile(
+        code: Any, global_values: Any, local_values: Any, builtins: Any, closure: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         global _count
         under_way = _local.__dict__.setdefault("under_way", [])
         _count += 1

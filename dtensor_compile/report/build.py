@@ -46,8 +46,8 @@ def build_report(
         recording: the program under this backend, or under those that a script chose.
         stock: the same program under stock torch.
         target: what was looked at, as the user named it.
-        cluster: name of the machine for which times are estimated, see `dtensor_compile.topology.links.CLUSTERS`; None: that of
-            `machine_of`.
+        cluster: name of the machine for which times are estimated, one of `dtensor_compile.topology.links.CLUSTERS`;
+            None: that of `machine_of`.
         simulated: whether the ranks of the job are not really there.
         name: what `recording` was compiled with.
     """

@@ -37,7 +37,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     job.add_argument("--world", type=int, metavar="N", help=f"ranks of the simulation (default: of --mesh, else {DEFAULT_WORLD})")
     job.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
     job.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun; rank R prints")
-    job.add_argument("--cluster", choices=CLUSTERS, help="machine for which times are estimated (default: by what the program computes on)")
+    times = "machine for which times are estimated (default: by what the program computes on)"
+    job.add_argument("--cluster", choices=CLUSTERS, help=times)
     how = p.add_argument_group("how to look")
     how.add_argument(
         "--stock",
@@ -66,8 +67,8 @@ usage: {program} [options] TARGET [options]
        {program} [options] script.py [--] [arguments of the script]
 
 TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, that returns a model
-and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at. An argument of the
-script that is called like an option of this command goes behind --.
+and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at. An argument of
+the script that is called like an option of this command goes behind --.
 """
 
 
@@ -84,8 +85,9 @@ def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
         args.rest = []
     misplaced = _options_in(args.rest, options)
     if misplaced:
-        behind = f"{' and '.join(misplaced)} behind {args.target}: put options of this command in front of the script, and "
-        print(f"{program}: {behind}arguments of the script that are called so behind --, {args.target} -- ...", file=sys.stderr)
+        named = f"{program}: {' and '.join(misplaced)} behind {args.target}"
+        advice = f"in front of the script, and arguments of the script that are called so behind --, {args.target} -- ..."
+        print(f"{named}: put options of this command {advice}", file=sys.stderr)
         return NOT_RUN
     args.rest += theirs if args.rest else theirs[1:]  # a `--` directly behind the script is for this command
     if args.help or args.target is None:

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 
 from dtensor_compile.errors import DTensorCompileError
-from dtensor_compile.report.model import Collective, GraphBreak, LeftAlone, Outside, Redistribution, Report, Side, Source
+from dtensor_compile.report.model import (
+    Collective,
+    GraphBreak,
+    LeftAlone,
+    Outside,
+    Redistribution,
+    Report,
+    Side,
+    Source,
+)
 
 
 class LimitError(DTensorCompileError, ValueError):
@@ -192,13 +201,13 @@ def outside_text(outside: Outside | None) -> str:
 
 
 def exposed_text(side: Side) -> str:
-    """The exposed time; at most that, where collectives run outside of graphs, since nothing is known of what runs beside them."""
+    """The exposed time; an upper bound where collectives run outside of graphs: what runs beside them is not known."""
     text = seconds_text(side.totals.all.exposed_seconds)
     return f"at most {text}" if any(c.graph is None for c in side.collectives) else text
 
 
 def breaks_text(breaks: Sequence[GraphBreak]) -> str:
-    """``5``, or ``5, met 12 times`` where Dynamo came to one of the breaks more than once: a row of the report is a place with a cause."""
+    """``5`` places with a cause; ``5, met 12 times`` where Dynamo came to one of them more than once."""
     met = sum(this.count for this in breaks)
     return f"{len(breaks)}, met {met} times" if met > len(breaks) else str(len(breaks))
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ def recorded(
 def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Recording:
     """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of ours."""
     counters.reset()
-    with record() as recording, failures_recorded(recording, all_errors=True), outside_recorded(recording, one_call=True):
+    failures = functools.partial(failures_recorded, all_errors=True)
+    with record() as recording, failures(recording), outside_recorded(recording, one_call=True):
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_modules(gm)

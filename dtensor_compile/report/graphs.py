@@ -260,4 +260,5 @@ def module_path(node: torch.fx.Node) -> str:
     root = _ROOT.match(path)
     if root is not None:
         path = ("" if root["name"] in _SELF else root["name"]) + "." + path[root.end() :]
-    return re.sub(r"\.?(?:_modules)?\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path).strip(".").replace("..", ".")
+    path = re.sub(r"\.?(?:_modules)?\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path)
+    return path.strip(".").replace("..", ".")

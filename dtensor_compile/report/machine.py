@@ -1,7 +1,8 @@
-"""The machine for which a report estimates times where none is asked for: the one that the program is for, as far as it shows.
+"""The machine for which a report estimates times where none is asked for: the one that the program is for.
 
-That is, in this order, the topology that it names when it compiles, the GPU that it runs on, and what a compilation assumes where no
-topology is named (`lowering/schedule_graph.py`). A program that is looked at on a laptop's CPU and is for a GPU has to say so.
+That is, in this order, the topology that it names when it compiles, the GPU that it runs on, and what a compilation
+assumes where no topology is named (`lowering/schedule_graph.py`). For a program that is looked at on a CPU and is for a
+GPU, the machine has to be named.
 """
 
 from __future__ import annotations
@@ -34,4 +35,5 @@ def machine_of(recording: Recording) -> Machine:
         name = next((name for name, gpu in GPUS.items() if gpu.name == here), None)
         if name is not None:
             return Machine(CLUSTERS[name], f"it runs on {here}")
-    return Machine(default_cluster(device), f"assumed, since it computes on {device}; --cluster or cluster= names another")
+    why = f"assumed, since it computes on {device}; --cluster or cluster= names another"
+    return Machine(default_cluster(device), why)

@@ -59,7 +59,7 @@ class GraphBreak:
         breaks_under: which backends break there: every one, stock ones only, this one only.
         message: Dynamo's own words.
         error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the graph.
-        count: how often Dynamo came to it: once for each frame that holds it, inlined or by itself, and for each compilation of it.
+        count: how often Dynamo came to it: in each frame that holds it, inlined or by itself, at each compilation.
         graphs: into how many graphs the function is split, by all its breaks.
         collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
     """
@@ -151,8 +151,7 @@ class Collective:
         ranks: number of ranks in the group.
         source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of the local
             input.
-        graph: index in `Side.graphs`; None for one that runs outside of graphs. All of its time counts as exposed, as nothing is known
-            of what runs beside it.
+        graph: index in `Side.graphs`; None for one that runs outside of graphs, all of whose time counts as exposed.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
         also: indices of the others that it carries, where collectives were merged.
     """
@@ -206,8 +205,8 @@ class Outside:
     """Sums over the collectives that run outside of graphs: in eager, in hooks, in reducers.
 
     Attributes:
-        counted: whether they are those of one forward and backward, and so part of `Side.collectives` and `Side.totals`; otherwise those
-            of all that the program ran.
+        counted: whether they are those of one forward and backward, and so part of `Side.collectives` and
+            `Side.totals`; otherwise those of all that the program ran.
     """
 
     count: int

@@ -1,7 +1,7 @@
-"""Collectives outside of graphs, as records: what a program sends in eager between its graphs, in hooks and in reducers.
+"""Collectives outside of graphs, as records: what is sent in eager between graphs, in hooks and in reducers.
 
-In: what `dtensor_compile.compat.eager_collectives` sees. Out: `dtensor_compile.report.graphs.Collective`, with bytes counted as for
-those of graphs.
+In: what `dtensor_compile.compat.eager_collectives` sees. Out: `dtensor_compile.report.graphs.Collective`, with bytes
+counted as for those of graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def outside_recorded(recording: Recording, *, one_call: bool) -> Iterator[None]:
     """While it is entered, collectives outside of graphs are noted in `recording`.
 
     Args:
-        one_call: whether the program is called once meanwhile, so that its collectives are those of one forward and backward.
+        one_call: whether the program is called once meanwhile: its collectives are those of one forward and backward.
     """
 
     def watched() -> None:
@@ -58,7 +58,8 @@ def collective_outside(this: EagerCollective) -> Collective:
     elif kind is not None:
         sent = elements_sent(kind, len(ranks), elements)
     # A backward pass has no line of the program but the one that started it.
-    own = [] if this.backward else [frame for frame in this.stack if is_users(frame[0]) and "site-packages" not in frame[0]]
+    frames = [] if this.backward else this.stack
+    own = [frame for frame in frames if is_users(frame[0]) and "site-packages" not in frame[0]]
     return Collective(
         kind=kind or this.name.strip("_"),
         bytes=sent * itemsize,

@@ -61,7 +61,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[RenderableType]:
     ours, job = report.ours, "simulated" if report.simulated else "real"
     yield Text(f"{report.target}: rank {report.rank} of {report.world} ({job}), torch {report.torch}")
-    yield Text(f"times are estimates for {report.cluster}" + (f" ({report.cluster_from})" if report.cluster_from else ""))
+    because = f" ({report.cluster_from})" if report.cluster_from else ""
+    yield Text(f"times are estimates for {report.cluster}{because}")
     yield _summary(report, terminal)
     for this in ours.breaks:
         yield _break(this)

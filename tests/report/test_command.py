@@ -251,7 +251,12 @@ def test_script_with_arguments_whatever_the_backend(program, capsys, backend):
         assert gather.source.code.startswith("y = x.redistribute")
 
 
-MISPLACED = [["--html", "out.html"], ["--html=out.html"], ["aot_eager", "8", "--save", "out.html"], ["--kernels", "aten", "--all"]]
+MISPLACED = [
+    ["--html", "out.html"],
+    ["--html=out.html"],
+    ["aot_eager", "8", "--save", "out.html"],
+    ["--kernels", "aten", "--all"],
+]
 
 
 @pytest.mark.parametrize("behind", MISPLACED, ids=" ".join)
@@ -259,7 +264,7 @@ def test_an_option_behind_a_script_is_an_error_that_names_it(program, capsys, be
     assert main(["report", "script.py", *behind]) == 2
     said = capsys.readouterr()
     named = " and ".join(text.partition("=")[0] for text in behind if text.startswith("--"))
-    assert said.err.startswith(f"dtensor-compile report: {named} behind script.py: put options of this command in front of the script")
+    assert said.err.startswith(f"dtensor-compile report: {named} behind script.py: put options of this command in front")
     assert said.err.count("\n") == 1 and said.out == "" and not (program / "out.html").exists()
 
 
@@ -275,7 +280,8 @@ def test_an_option_behind_a_script_is_an_error_that_names_it(program, capsys, be
 )
 def test_a_script_gets_what_is_its_own(program, behind, gets):
     call = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))"
-    (program / "prints.py").write_text(f"import sys, torch, pathlib\n{call}\npathlib.Path('argv').write_text(repr(sys.argv[1:]))\n")
+    writes = "pathlib.Path('argv').write_text(repr(sys.argv[1:]))"
+    (program / "prints.py").write_text(f"import sys, torch, pathlib\n{call}\n{writes}\n")
     assert main(["report", "--html", "out.html", "prints.py", *behind]) == 0
     assert (program / "argv").read_text() == repr(gets) and (program / "out.html").exists()
 
