@@ -34,6 +34,7 @@ from dtensor_compile.compat.effects import tokens_from_inputs
 from dtensor_compile.compat.final_sizes import plan_until_sizes_stay
 from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
 from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
+from dtensor_compile.compat.observe import name_modules
 from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states, share_groups
 from dtensor_compile.compat.scheduler import KernelOrder, orders_kernels, rearrange
 from dtensor_compile.compat.settings import implicit_replication_is_allowed
@@ -108,7 +109,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     check_counts(gm)
     write_once(gm)
     guard_mesh_order(gm, example_inputs)
-    log, tangents = GraphLog(), Tangents.of_frame()
+    log, tangents = GraphLog(opts.topology), Tangents.of_frame()
     spread_annotations(gm, example_inputs, log.decided, opts.fallback)
     if not opts.capture:
         return compile_as_stock(gm, example_inputs, opts.inductor)
@@ -122,6 +123,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     communication: list[float] = []  # seconds, of each graph that was lowered
     tangents.decided, tangents.communication = log.decided, lambda: sum(communication)
     if recording():
+        name_modules(gm)
         log.decided(cache_decisions(gm))
 
     measured = opts.kernel_costs == "measured"

@@ -347,6 +347,9 @@ UNKNOWN = StockCause(
 #: Code -> cause, of torch's own breaks.
 STOCK_CAUSES: Mapping[str, StockCause] = {cause.code: cause for cause in (*_ALL, UNKNOWN)}
 
+#: What Dynamo writes between a break and the one that follows because it cannot break there.
+_HANDLING = "*** While handling this graph break, another graph break occurred: ***"
+
 #: Causes of ours that another backend does not break for.
 _OURS_ALONE = frozenset({"symbolic-spec"})
 
@@ -362,6 +365,11 @@ def classify(kind: str, message: str, files: str = "") -> Cause:
     code = code_in(message)
     if code is not None:
         return CAUSES[code]
+    first, handling, _ = message.partition(_HANDLING)
+    if handling:  # the first has no kind but in its words, and is what the program can do without
+        cause = classify(first.strip().partition("\n")[0], first, files)
+        if cause is not UNKNOWN:
+            return cause
     return next((cause for cause in _ALL if cause.fits(kind, message, files)), UNKNOWN)
 
 

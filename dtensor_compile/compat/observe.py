@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from dtensor_compile.compat.hooks import feature, hook, needs
 from dtensor_compile.compat.inductor import GraphPass
+from dtensor_compile.compat.module_names import root_names
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>\w+)_at_\d+")
 
@@ -42,6 +43,7 @@ class Compilation:
         reason: the guard that did not hold, where the function was compiled before; else empty.
         seconds: measured, nested compilations included; 0 until it has ended.
         outermost: whether no other compilation contains it.
+        names: what the program calls modules for which Dynamo has other words (`module_names.root_names`).
     """
 
     number: int
@@ -51,6 +53,7 @@ class Compilation:
     reason: str = ""
     seconds: float = 0.0
     outermost: bool = True
+    names: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,24 @@ def current_compilation() -> Compilation | None:
     return under_way[-1] if under_way else None
 
 
+def name_modules(gm: torch.fx.GraphModule) -> None:
+    """Calls modules as the program does, in the metadata of the nodes of a Dynamo graph that is compiled now."""
+    this = current_compilation()
+    if this is None or not this.names:
+        return
+    known = re.compile("|".join(map(re.escape, sorted(this.names, key=len, reverse=True))))
+
+    def named(path: str) -> str:
+        found = known.match(path)
+        return f"L['{this.names[found[0]]}']{path[found.end() :]}" if found else path
+
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            stack = node.meta.get("nn_module_stack")
+            if stack:
+                node.meta["nn_module_stack"] = {key: (named(path), of) for key, (path, of) in stack.items()}
+
+
 @needs(
     "compilations and graph breaks, in the report",
     hook("torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."),
@@ -107,18 +128,21 @@ def watch_dynamo(watcher: Watcher) -> Iterator[None]:
     stock_compile, stock_reasons = convert_frame._compile, convert_frame.get_and_maybe_log_recompilation_reasons
     stock_log = translator.log_graph_break
 
-    def _compile(code: Any, *args: Any, **kwargs: Any) -> Any:
+    def _compile(
+        code: Any, global_values: Any, local_values: Any, builtins: Any, closure: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         global _count
         under_way = _local.__dict__.setdefault("under_way", [])
         _count += 1
         resumed = _RESUMED.fullmatch(code.co_name)
         name = resumed["name"] if resumed else code.co_name
         this = Compilation(_count, name, code.co_filename, code.co_firstlineno, outermost=not under_way)
+        this.names = root_names(code, name, local_values, closure)
         watcher.compiling(this)
         under_way.append(this)
         began = time.perf_counter()
         try:
-            return stock_compile(code, *args, **kwargs)
+            return stock_compile(code, global_values, local_values, builtins, closure, *args, **kwargs)
         except Exception as error:
             if _ends_compilation(error):
                 watcher.broke(_break(error, this, error=True))
@@ -262,6 +286,7 @@ def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
     def aot_module_simplified(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
         if getattr(kwargs.get("partition_fn"), "__module__", "").startswith("dtensor_compile."):
             return stock(gm, example_inputs, **kwargs)
+        name_modules(gm)
         for name in ("fw_compiler", "bw_compiler", "inference_compiler"):
             compiler = kwargs.get(name)
             if compiler is not None and not isinstance(compiler, SerializableAOTDispatchCompiler):

@@ -19,12 +19,13 @@ from dtensor_compile.compat.observe import Compilation
 from dtensor_compile.decisions import Decision
 from dtensor_compile.report import model
 from dtensor_compile.report.breaks import graph_breaks, recompile_cause
+from dtensor_compile.report.machine import Machine, machine_of
 from dtensor_compile.report.missed import missed
 from dtensor_compile.report.model import DecisionRow, Graph, LeftAlone, Redistribution, Report, Side, Span, Total, Totals
 from dtensor_compile.report.recorder import CapturedRedistribution, GraphRecord, Recording
 from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
-from dtensor_compile.topology.links import CLUSTERS, Cluster
+from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds
 
 #: What is told of a module path where there is none.
 NO_MODULE = "(no module)"
@@ -35,7 +36,7 @@ def build_report(
     *,
     stock: Recording | None = None,
     target: str = "",
-    cluster: str = "h100",
+    cluster: str | None = None,
     simulated: bool = False,
     name: str = "dtensor",
 ) -> Report:
@@ -45,11 +46,12 @@ def build_report(
         recording: the program under this backend, or under those that a script chose.
         stock: the same program under stock torch.
         target: what was looked at, as the user named it.
-        cluster: name of the machine for which times are estimated, see `dtensor_compile.topology.links.CLUSTERS`.
+        cluster: name of the machine for which times are estimated, one of `dtensor_compile.topology.links.CLUSTERS`;
+            None: that of `machine_of`.
         simulated: whether the ranks of the job are not really there.
         name: what `recording` was compiled with.
     """
-    machine = CLUSTERS[cluster]
+    machine = Machine(CLUSTERS[cluster], "as asked for") if cluster is not None else machine_of(recording)
     running = dist.is_available() and dist.is_initialized()
     return Report(
         version=model.VERSION,
@@ -58,9 +60,10 @@ def build_report(
         world=dist.get_world_size() if running else 1,
         rank=dist.get_rank() if running else 0,
         simulated=simulated,
-        cluster=cluster,
-        ours=build_side(recording, machine, name),
-        stock=build_side(stock, machine, "stock") if stock is not None else None,
+        cluster=machine.cluster.name,
+        cluster_from=machine.known_from,
+        ours=build_side(recording, machine.cluster, name),
+        stock=build_side(stock, machine.cluster, "stock") if stock is not None else None,
     )
 
 
@@ -78,6 +81,7 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
     ]
     carried = [carried for graph in graphs for carried in (this.carries for this in graph.collectives)]
     redistributions = tuple(_redistribution(r, recording, list(_sent(r.number, collectives, carried))) for r in captured)
+    collectives += _outside(recording, cluster)
     first = itertools.accumulate((len(graph.collectives) for graph in graphs), initial=0)
     return Side(
         name=name,
@@ -92,6 +96,7 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
         compile_seconds=recording.seconds,
         failed=recording.failed,
         left_alone=left_alone(recording.decisions),
+        outside=_sums_outside(recording),
     )
 
 
@@ -145,6 +150,37 @@ def _collectives(graph: GraphRecord, timing: Schedule, index: int, numbers: dict
             redistribution=first,
             also=tuple(also),
         )
+
+
+def _outside(recording: Recording, cluster: Cluster) -> Iterable[model.Collective]:
+    """The collectives outside of graphs, where they are those of one forward and backward."""
+    if recording.outside is None or not recording.outside.one_call:
+        return
+    phases: tuple[model.Phase, ...] = ("forward", "backward")
+    for phase in phases:
+        for this in getattr(recording.outside, phase):
+            seconds = collective_seconds(cluster, this.kind, this.bytes, this.ranks)
+            yield model.Collective(
+                kind=this.kind,
+                mesh_dim=this.mesh_dim,
+                ranks=len(this.ranks),
+                source=source_of(this.where),
+                module=this.module,
+                shape=this.shape,
+                dtype=this.dtype,
+                phase=phase,
+                bytes=this.bytes,
+                seconds=seconds,
+                exposed_seconds=seconds,
+                graph=None,
+            )
+
+
+def _sums_outside(recording: Recording) -> model.Outside | None:
+    if recording.outside is None:
+        return None
+    these = [*recording.outside.forward, *recording.outside.backward]
+    return model.Outside(len(these), sum(this.bytes for this in these), recording.outside.one_call)
 
 
 class _Sent(NamedTuple):

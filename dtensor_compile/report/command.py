@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import pathlib
 import sys
 import traceback
@@ -36,7 +37,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     job.add_argument("--world", type=int, metavar="N", help=f"ranks of the simulation (default: of --mesh, else {DEFAULT_WORLD})")
     job.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
     job.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun; rank R prints")
-    job.add_argument("--cluster", choices=CLUSTERS, default="h100", help="machine for which times are estimated (default h100)")
+    times = "machine for which times are estimated (default: by what the program computes on)"
+    job.add_argument("--cluster", choices=CLUSTERS, help=times)
     how = p.add_argument_group("how to look")
     how.add_argument(
         "--stock",
@@ -54,7 +56,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     out.add_argument("--compare", metavar="BASE", help="show what changed since a base")
     out.add_argument("--verbose", action="store_true", help="the traceback of an error, and what the program prints")
     limits = p.add_argument_group("limits (exit status 1 where one is broken)")
-    limits.add_argument("--max-breaks", metavar="N", help="graph breaks")
+    limits.add_argument("--max-breaks", metavar="N", help="graph breaks, each place and cause once")
     limits.add_argument("--max-bytes", metavar="10MB|+0%%", help="bytes that this rank sends; in percent more than the base")
     limits.add_argument("--max-exposed", metavar="10ms|+0%%", help="time in which nothing computes")
     return p
@@ -62,10 +64,11 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 _USAGE = """\
 usage: {program} [options] TARGET [options]
-       {program} [options] script.py [arguments of the script]
+       {program} [options] script.py [--] [arguments of the script]
 
 TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, that returns a model
-and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at.
+and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at. An argument of
+the script that is called like an option of this command goes behind --.
 """
 
 
@@ -75,14 +78,34 @@ def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
     with_target = argparse.ArgumentParser(prog=program, parents=[options], add_help=False, allow_abbrev=False)
     with_target.add_argument("target", nargs="?")
     with_target.add_argument("rest", nargs=argparse.REMAINDER)
+    argv, theirs = _split(argv)  # argparse drops the first `--` behind a positional argument
     args = with_target.parse_args(argv)
     if args.target is not None and not is_script(args.target):
-        args = options.parse_args(args.rest, namespace=args)
+        args = options.parse_args([*args.rest, *theirs], namespace=args)
         args.rest = []
+    misplaced = _options_in(args.rest, options)
+    if misplaced:
+        named = f"{program}: {' and '.join(misplaced)} behind {args.target}"
+        advice = f"in front of the script, and arguments of the script that are called so behind --, {args.target} -- ..."
+        print(f"{named}: put options of this command {advice}", file=sys.stderr)
+        return NOT_RUN
+    args.rest += theirs if args.rest else theirs[1:]  # a `--` directly behind the script is for this command
     if args.help or args.target is None:
         print(_USAGE.format(program=program) + "\n" + options.format_help().partition("\n\n")[2])
         return OK if args.help else NOT_RUN
     return status_of(_run, args, program)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first ``--``, and the rest with it."""
+    before = list(itertools.takewhile(lambda text: text != "--", argv))
+    return before, list(argv[len(before) :])
+
+
+def _options_in(texts: Sequence[str], options: argparse.ArgumentParser) -> list[str]:
+    """The names of those of `options` that stand among `texts`."""
+    ours = {name for action in options._actions for name in action.option_strings}
+    return [name for name in dict.fromkeys(text.partition("=")[0] for text in texts) if name in ours]
 
 
 def status_of(run: Callable[[argparse.Namespace], int], args: argparse.Namespace, program: str) -> int:
@@ -109,7 +132,7 @@ def _run(args: argparse.Namespace) -> int:
             job=job,
             stock=args.stock,
             backward=not args.no_backward,
-            cluster=args.cluster,
+            cluster=args.cluster or (base.cluster if base and base.cluster in CLUSTERS else None),
             kernels=args.kernels,
         )
     if report.rank == args.rank:

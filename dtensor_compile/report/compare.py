@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 
 from dtensor_compile.errors import DTensorCompileError
-from dtensor_compile.report.model import Collective, GraphBreak, LeftAlone, Redistribution, Report, Side, Source
+from dtensor_compile.report.model import (
+    Collective,
+    GraphBreak,
+    LeftAlone,
+    Outside,
+    Redistribution,
+    Report,
+    Side,
+    Source,
+)
 
 
 class LimitError(DTensorCompileError, ValueError):
@@ -179,6 +188,28 @@ def seconds_text(seconds: float) -> str:
 def bytes_text(number: float) -> str:
     """``3,670,016 bytes``"""
     return f"{number:,.0f} bytes"
+
+
+def outside_text(outside: Outside | None) -> str:
+    """``4 collectives, 41,472 bytes``; of a program that was not called once, that these are no part of the sums."""
+    if outside is None:
+        return "not known"
+    if not outside.count:
+        return "-"
+    sums = f"{outside.count} collective{'s' * (outside.count != 1)}, {bytes_text(outside.bytes)}"
+    return sums if outside.counted else f"{sums}, in all calls together; not counted above"
+
+
+def exposed_text(side: Side) -> str:
+    """The exposed time; an upper bound where collectives run outside of graphs: what runs beside them is not known."""
+    text = seconds_text(side.totals.all.exposed_seconds)
+    return f"at most {text}" if any(c.graph is None for c in side.collectives) else text
+
+
+def breaks_text(breaks: Sequence[GraphBreak]) -> str:
+    """``5`` places with a cause; ``5, met 12 times`` where Dynamo came to one of them more than once."""
+    met = sum(this.count for this in breaks)
+    return f"{len(breaks)}, met {met} times" if met > len(breaks) else str(len(breaks))
 
 
 def left_alone_text(left: LeftAlone) -> str:

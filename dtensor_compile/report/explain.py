@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat import counters
 from dtensor_compile.compat.aot import compile_to_aten
-from dtensor_compile.compat.observe import uncompiled
+from dtensor_compile.compat.observe import name_modules, uncompiled
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.model import Report
+from dtensor_compile.report.outside import outside_recorded
 from dtensor_compile.report.recorder import Recording, record
 from dtensor_compile.report.target import one_line
 
@@ -27,7 +29,12 @@ KERNELS = ("aten", "inductor")
 
 
 def explain(
-    function: Callable[..., Any], *, stock: bool = False, backward: bool = True, cluster: str = "h100", kernels: str = "aten"
+    function: Callable[..., Any],
+    *,
+    stock: bool = False,
+    backward: bool = True,
+    cluster: str | None = None,
+    kernels: str = "aten",
 ) -> Callable[..., Report]:
     """A function that takes the arguments of `function`, calls it compiled, and returns the report.
 
@@ -37,7 +44,7 @@ def explain(
         function: what to look at; one that is compiled already is taken as it was before.
         stock: also compile it as stock torch does, and compare.
         backward: run the backward pass of the sum of what it returns, where that has one. Gradients are added up as always.
-        cluster: the machine for which times are estimated.
+        cluster: the machine for which times are estimated; None: as in `dtensor_compile.report.machine.machine_of`.
         kernels: ``"aten"`` compiles without Inductor, which is fast and gives the same collectives; ``"inductor"`` as usual.
     """
 
@@ -60,7 +67,7 @@ def recorded(
 ) -> Recording:
     """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten first."""
     counters.reset()
-    with record() as recording, failures_recorded(recording):
+    with record() as recording, failures_recorded(recording), outside_recorded(recording, one_call=True):
         run(torch.compile(model, backend="dtensor", options={**options, "kernels": kernels}))
     return recording
 
@@ -68,9 +75,11 @@ def recorded(
 def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Recording:
     """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of ours."""
     counters.reset()
-    with record() as recording, failures_recorded(recording, all_errors=True):
+    failures = functools.partial(failures_recorded, all_errors=True)
+    with record() as recording, failures(recording), outside_recorded(recording, one_call=True):
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            name_modules(gm)
             return compile_to_aten(gm, example_inputs, joint_pass=lambda graph: None, post_grad_pass=recording.observe)
 
         run(torch.compile(model, backend=stock))

@@ -159,6 +159,12 @@ def result_bytes(node: torch.fx.Node) -> int:
     return sum(map(_bytes, _values(node.meta.get("val"))))
 
 
+def device_of(graph: torch.fx.Graph) -> str:
+    """Type of the device that a graph computes on: an accelerator's where it has a tensor there."""
+    types = [value.device.type for node in graph.nodes for value in _values(node.meta.get("val"))]
+    return next((device for device in types if device not in ("cpu", "meta")), "cpu")
+
+
 def collective_of(node: torch.fx.Node) -> Collective:
     """The record of a node that starts a functional collective."""
     return _collective(node, node.target._schema.name.split("::")[1])  # type: ignore[union-attr]
@@ -254,4 +260,5 @@ def module_path(node: torch.fx.Node) -> str:
     root = _ROOT.match(path)
     if root is not None:
         path = ("" if root["name"] in _SELF else root["name"]) + "." + path[root.end() :]
-    return re.sub(r"\.?_modules\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path).strip(".").replace("..", ".")
+    path = re.sub(r"\.?(?:_modules)?\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path)
+    return path.strip(".").replace("..", ".")

@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from dtensor_compile.report.compare import left_alone_text, seconds_text
+from dtensor_compile.report.compare import breaks_text, exposed_text, left_alone_text, outside_text, seconds_text
 from dtensor_compile.report.excerpts import excerpts
 from dtensor_compile.report.model import (
     Collective,
@@ -69,20 +69,24 @@ class Figure:
 
 
 def _figures(sides: Sequence[Side]) -> list[Figure]:
-    def figure(name: str, values: Sequence[float], text: typing.Callable[[Any], str]) -> Figure:
+    def figure(name: str, values: Sequence[float], texts: Sequence[str]) -> Figure:
         ours, stock = values[0], values[-1]
         percent = (ours / stock - 1) * 100 if stock else 0.0
         change = f"{percent:+.1f}%" if abs(percent) >= 0.05 else ""
-        return Figure(name, tuple(text(value) for value in values), change, ours < stock)
+        return Figure(name, tuple(texts), change, ours < stock)
+
+    def seconds(name: str, values: Sequence[float]) -> Figure:
+        return figure(name, values, [seconds_text(value) for value in values])
 
     totals = [side.totals.all for side in sides]
     return [
-        figure("graph breaks", [len(side.breaks) for side in sides], str),
-        figure("collectives", [total.count for total in totals], str),
-        figure("bytes sent", [total.bytes for total in totals], lambda value: f"{value:,}"),
-        figure("communication", [total.seconds for total in totals], seconds_text),
-        figure("exposed", [total.exposed_seconds for total in totals], seconds_text),
-        figure("compute", [sum(g.compute_seconds for g in side.graphs) for side in sides], seconds_text),
+        figure("graph breaks", [len(side.breaks) for side in sides], [breaks_text(side.breaks) for side in sides]),
+        figure("collectives", [total.count for total in totals], [str(total.count) for total in totals]),
+        figure("bytes sent", [total.bytes for total in totals], [f"{total.bytes:,}" for total in totals]),
+        Figure("outside of graphs", tuple(outside_text(side.outside) for side in sides), "", False),
+        seconds("communication", [total.seconds for total in totals]),
+        figure("exposed", [total.exposed_seconds for total in totals], [exposed_text(side) for side in sides]),
+        seconds("compute in graphs", [sum(g.compute_seconds for g in side.graphs) for side in sides]),
         Figure("left alone", tuple(left_alone_text(side.left_alone) for side in sides), "", False),
     ]
 

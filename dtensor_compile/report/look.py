@@ -24,6 +24,7 @@ from dtensor_compile.offline.simulated_job import job as simulated_job
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
 from dtensor_compile.report.model import Report
+from dtensor_compile.report.outside import outside_recorded
 from dtensor_compile.report.recorder import Recording, record
 from dtensor_compile.report.target import (
     Program,
@@ -91,7 +92,7 @@ def look_at(
     job: Job = Job(),
     stock: bool | None = None,
     backward: bool = True,
-    cluster: str = "h100",
+    cluster: str | None = None,
     kernels: str = "aten",
 ) -> Report:
     """The report of a target.
@@ -146,7 +147,7 @@ def running(job: Job) -> Iterator[None]:
 
 def _script(target: str, arguments: Sequence[str]) -> Recording:
     counters.reset()
-    with record(others=True) as recording, failures_recorded(recording):
+    with record(others=True) as recording, failures_recorded(recording), outside_recorded(recording, one_call=False):
         run_script(target, arguments)
     if not recording.compilations:
         raise TargetError(_never(target))
@@ -180,7 +181,7 @@ def _function(
         return call
 
     counters.reset()
-    with record(others=True) as recording, failures_recorded(recording):
+    with record(others=True) as recording, failures_recorded(recording), outside_recorded(recording, one_call=False):
         program = program_of(call_target(function, target, mesh))
         if program is not None and not recording.compilations and uncompiled(program.model) is not program.model:
             run(program)(program.model)

@@ -18,7 +18,7 @@ from dtensor_compile.errors import DTensorCompileError
 
 #: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is
 #: added.
-VERSION = "1.4"
+VERSION = "1.5"
 
 Phase = Literal["forward", "backward"]
 #: What became of a redistribution: it is sent, the passes took it away, or it needs no message (a slice).
@@ -59,7 +59,7 @@ class GraphBreak:
         breaks_under: which backends break there: every one, stock ones only, this one only.
         message: Dynamo's own words.
         error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the graph.
-        count: how often it was met.
+        count: how often Dynamo came to it: in each frame that holds it, inlined or by itself, at each compilation.
         graphs: into how many graphs the function is split, by all its breaks.
         collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
     """
@@ -151,7 +151,7 @@ class Collective:
         ranks: number of ranks in the group.
         source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of the local
             input.
-        graph: index in `Side.graphs`.
+        graph: index in `Side.graphs`; None for one that runs outside of graphs, all of whose time counts as exposed.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
         also: indices of the others that it carries, where collectives were merged.
     """
@@ -167,7 +167,7 @@ class Collective:
     bytes: int
     seconds: float
     exposed_seconds: float
-    graph: int
+    graph: int | None
     redistribution: int | None = None
     also: tuple[int, ...] = ()
 
@@ -198,6 +198,20 @@ class LeftAlone:
     stages: int = 0
     seconds: float = 0.0
     bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Sums over the collectives that run outside of graphs: in eager, in hooks, in reducers.
+
+    Attributes:
+        counted: whether they are those of one forward and backward, and so part of `Side.collectives` and
+            `Side.totals`; otherwise those of all that the program ran.
+    """
+
+    count: int
+    bytes: int
+    counted: bool
 
 
 @dataclass(frozen=True)
@@ -276,6 +290,7 @@ class Side:
         compile_seconds: measured, all compilations together.
         failed: the error with which the program ended; everything else is of what ran until then. Empty where it ran to its end.
         left_alone: the sum over those of `decisions` that say that something was left alone.
+        outside: what was sent outside of graphs; None where nobody looked.
     """
 
     name: str
@@ -290,6 +305,7 @@ class Side:
     compile_seconds: float
     failed: str = ""
     left_alone: LeftAlone = LeftAlone()
+    outside: Outside | None = None
 
 
 @dataclass(frozen=True)
@@ -302,6 +318,7 @@ class Report:
         torch: release of torch.
         world, rank, simulated: the job, and whether its ranks were really there.
         cluster: name of the machine for which times were estimated.
+        cluster_from: why that one, in words.
         ours: the program under this backend (or under those that a script chose).
         stock: the same under stock torch; None where that was not asked for or cannot be.
     """
@@ -315,6 +332,7 @@ class Report:
     cluster: str
     ours: Side
     stock: Side | None = None
+    cluster_from: str = ""
 
 
 def to_dict(report: Report) -> dict[str, Any]:

@@ -37,11 +37,12 @@ from dtensor_compile.lowering.extra_copies import extra_copies
 from dtensor_compile.lowering.plan import bytes_sent
 from dtensor_compile.lowering.size_ranges import cheapest_for
 from dtensor_compile.passes.nodes import RECORDED_AS, across, describe, read, redistributions, source_line
-from dtensor_compile.report.graphs import Collective, Operation, module_path, operations_of
+from dtensor_compile.report.graphs import Collective, Operation, device_of, module_path, operations_of
 
 if TYPE_CHECKING:
     from dtensor_compile.compat.scheduler import KernelOrder
     from dtensor_compile.report.model import Report
+    from dtensor_compile.topology.links import Cluster
 
 log = logging.getLogger("dtensor_compile")
 
@@ -57,6 +58,7 @@ class GraphRecord:
         compilation: during which it was made; None for a backward pass that another backend compiled when it first ran.
         extra_copies: bytes that copies for collectives write in kernels of their own (`lowering.extra_copies`).
         order: of the compiled kernels, from which `collectives` and `operations` are read then; None where there are none.
+        device: type of the device that it computes on.
     """
 
     name: str
@@ -66,6 +68,7 @@ class GraphRecord:
     compilation: Compilation | None = None
     extra_copies: int = 0
     order: KernelOrder | None = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,19 @@ class CapturedRedistribution:
 
 
 @dataclass
+class Outside:
+    """The collectives that ran outside of graphs, in order.
+
+    Attributes:
+        one_call: whether they are those of one forward and backward; otherwise of all that ran.
+    """
+
+    one_call: bool
+    forward: list[Collective] = field(default_factory=list)
+    backward: list[Collective] = field(default_factory=list)
+
+
+@dataclass
 class Recording:
     """Everything that was compiled while the recording was on.
 
@@ -116,6 +132,8 @@ class Recording:
         breaks: graph breaks and errors, for whatever backend.
         lazy_seconds: measured, what compiling backward passes took when they first ran.
         failed: the error that ended the program; empty where none did.
+        topologies: those that the program names in the options of its compilations.
+        outside: collectives that ran outside of graphs; None where nobody looked.
     """
 
     captured: list[str] = field(default_factory=list)
@@ -128,6 +146,8 @@ class Recording:
     breaks: list[Break] = field(default_factory=list)
     lazy_seconds: float = 0.0
     failed: str = ""
+    topologies: list[Cluster] = field(default_factory=list)
+    outside: Outside | None = None
 
     @property
     def collectives(self) -> list[Collective]:
@@ -162,7 +182,7 @@ class Recording:
         """Takes in a lowered graph, of whatever backend."""
         collectives, operations = operations_of(graph)
         about = len(graph.nodes), current_compilation(), extra_copies(graph)
-        self.graphs.append(GraphRecord(graph_name(graph), collectives, operations, *about))
+        self.graphs.append(GraphRecord(graph_name(graph), collectives, operations, *about, device=device_of(graph)))
 
 
 _active: list[Recording] = []
@@ -203,9 +223,11 @@ def recording() -> bool:
 class GraphLog:
     """What one compilation tells the recordings that were on when it began (the backward may be compiled later)."""
 
-    def __init__(self) -> None:
+    def __init__(self, topology: Cluster | None = None) -> None:
         self.recordings = list(_active)
         self.compilation = current_compilation()
+        for recording_ in self.recordings if topology is not None else ():
+            recording_.topologies.append(topology)
 
     def captured(self, graph: torch.fx.Graph) -> None:
         _show("captured", graph)

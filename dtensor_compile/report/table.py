@@ -13,7 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dtensor_compile.report.compare import Comparison, bytes_text, describe_break, left_alone_text, seconds_text
+from dtensor_compile.report.compare import (
+    Comparison,
+    breaks_text,
+    bytes_text,
+    describe_break,
+    exposed_text,
+    left_alone_text,
+    outside_text,
+    seconds_text,
+)
 from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution, Report, Side, Source, Total
 
 #: Rows of a long table that are shown, unless all are asked for.
@@ -51,7 +60,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[RenderableType]:
     ours, job = report.ours, "simulated" if report.simulated else "real"
-    yield Text(f"{report.target}: rank {report.rank} of {report.world} ({job}), torch {report.torch}, times for {report.cluster}")
+    yield Text(f"{report.target}: rank {report.rank} of {report.world} ({job}), torch {report.torch}")
+    because = f" ({report.cluster_from})" if report.cluster_from else ""
+    yield Text(f"times are estimates for {report.cluster}{because}")
     yield _summary(report, terminal)
     for this in ours.breaks:
         yield _break(this)
@@ -87,7 +98,7 @@ def _summary(report: Report, terminal: bool) -> Table:
         column.justify = "right"
     rows: list[tuple[str, Callable[[Side], str]]] = [
         *([("ended with an error", lambda s: s.failed or "-")] if any(side.failed for side in sides) else []),
-        ("graph breaks", lambda s: str(len(s.breaks))),
+        ("graph breaks", lambda s: breaks_text(s.breaks)),
         ("recompiles", lambda s: str(len(s.recompiles))),
         ("graphs", lambda s: str(len(s.graphs))),
         ("order and times of", lambda s: ", ".join(sorted({f"the {g.rests_on}" for g in s.graphs})) or "-"),
@@ -95,9 +106,10 @@ def _summary(report: Report, terminal: bool) -> Table:
         ("collectives", lambda s: str(s.totals.all.count)),
         ("bytes sent", lambda s: f"{s.totals.all.bytes:,}"),
         *((f"  {phase}", lambda s, phase=phase: f"{_phase_bytes(s, phase):,}") for phase in ("forward", "backward")),
+        ("outside of graphs", lambda s: outside_text(s.outside)),
         ("communication", lambda s: seconds_text(s.totals.all.seconds)),
-        ("  exposed", lambda s: seconds_text(s.totals.all.exposed_seconds)),
-        ("compute", lambda s: seconds_text(sum(g.compute_seconds for g in s.graphs))),
+        ("  exposed", exposed_text),
+        ("compute in graphs", lambda s: seconds_text(sum(g.compute_seconds for g in s.graphs))),
         ("left alone", lambda s: left_alone_text(s.left_alone)),
         ("compile time (measured)", lambda s: f"{s.compile_seconds:.2f} s"),
     ]
@@ -114,7 +126,7 @@ def _break(this: GraphBreak) -> Text:
     what = "error" if this.error else "graph break"
     text = Text()
     text.append(f"{what} [{this.cause}] {this.title}", style="bold red")
-    text.append(f"  ({this.count} times)\n" if this.count > 1 else "\n")
+    text.append(f"  (met {this.count} times)\n" if this.count > 1 else "\n")
     first = this.source.line - len(this.source.before)
     text.append(f"  {this.source.file}:{this.source.line}\n", style="cyan")
     for number, line in enumerate((*this.source.before, this.source.code, *this.source.after), first):

@@ -1,5 +1,6 @@
 """The catalogue of causes: every example breaks for its cause, and the breaks of many programs are known."""
 
+import contextlib
 import json
 import linecache
 import logging
@@ -155,6 +156,39 @@ def test_our_own_breaks_are_known_by_their_code(code):
     message = f"{break_title(code)}\n  Explanation: ..."
     assert classify("anything", message).code == code
     assert breaks_under(CAUSES[code]) in ("every backend", "dtensor")
+
+
+@contextlib.contextmanager
+def a_context():
+    yield
+
+
+def branch_on_a_size(x, counts):
+    with a_context():
+        rows = x.split(counts.tolist())[0]
+        return x.sum() if rows.shape[0] == 0 else rows.sum()
+
+
+def branch_on_a_value(x, counts):
+    with a_context():
+        return x.sum() if counts.sum() > 0 else x
+
+
+def function_of_c_code(x, counts):
+    with a_context():
+        return x + zlib.crc32(b"x")
+
+
+@pytest.mark.parametrize(
+    "program, cause",
+    [(branch_on_a_size, "value-of-data"), (branch_on_a_value, "value-of-data"), (function_of_c_code, "c-function")],
+)
+@pytest.mark.parametrize("backend", ["dtensor_aten", "eager"])
+def test_a_break_inside_of_a_context_manager_has_the_cause_of_the_first(program, cause, backend):
+    torch._dynamo.reset()
+    with record() as recording:
+        torch.compile(program, backend=backend)(torch.ones(8, 4), torch.tensor([3, 5]))
+    assert {cause_of(event).code for event in recording.breaks} == {cause}
 
 
 def test_a_break_that_nobody_knows():

@@ -251,6 +251,41 @@ def test_script_with_arguments_whatever_the_backend(program, capsys, backend):
         assert gather.source.code.startswith("y = x.redistribute")
 
 
+MISPLACED = [
+    ["--html", "out.html"],
+    ["--html=out.html"],
+    ["aot_eager", "8", "--save", "out.html"],
+    ["--kernels", "aten", "--all"],
+]
+
+
+@pytest.mark.parametrize("behind", MISPLACED, ids=" ".join)
+def test_an_option_behind_a_script_is_an_error_that_names_it(program, capsys, behind):
+    assert main(["report", "script.py", *behind]) == 2
+    said = capsys.readouterr()
+    named = " and ".join(text.partition("=")[0] for text in behind if text.startswith("--"))
+    assert said.err.startswith(f"dtensor-compile report: {named} behind script.py: put options of this command in front")
+    assert said.err.count("\n") == 1 and said.out == "" and not (program / "out.html").exists()
+
+
+@pytest.mark.parametrize(
+    "behind, gets",
+    [
+        (["--", "--html", "8"], ["--html", "8"]),
+        (["--", "--", "--all"], ["--", "--all"]),
+        (["--lr", "8"], ["--lr", "8"]),
+        (["a", "--", "--all"], ["a", "--", "--all"]),
+    ],
+    ids=lambda texts: " ".join(texts),
+)
+def test_a_script_gets_what_is_its_own(program, behind, gets):
+    call = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))"
+    writes = "pathlib.Path('argv').write_text(repr(sys.argv[1:]))"
+    (program / "prints.py").write_text(f"import sys, torch, pathlib\n{call}\n{writes}\n")
+    assert main(["report", "--html", "out.html", "prints.py", *behind]) == 0
+    assert (program / "argv").read_text() == repr(gets) and (program / "out.html").exists()
+
+
 def test_save_and_compare(program, capsys):
     assert main(["report", "a_program.py:build", "--no-stock", "--save", "base.json"]) == 0
     capsys.readouterr()
@@ -263,6 +298,13 @@ def test_save_and_compare(program, capsys):
     said = capsys.readouterr()
     assert "+ " in said.out and "of [6, 8] float32" in said.out
     assert "--max-bytes +0%: bytes sent" in said.err and "return y.redistribute" in said.err
+
+
+def test_times_that_are_compared_are_of_one_machine(program, capsys):
+    assert main(["report", "a_program.py:build", "--no-stock", "--save", "base.json", "--cluster", "v100"]) == 0
+    status, report = report_of("a_program.py:build", "--no-stock", "--compare", "base.json", "--max-exposed", "+1%")
+    assert (status, report.cluster) == (0, "v100")
+    assert report_of("a_program.py:build", "--no-stock")[1].cluster == "cpu-1gbit"
 
 
 BAD = [

@@ -1,0 +1,39 @@
+"""The machine for which a report estimates times where none is asked for: the one that the program is for.
+
+That is, in this order, the topology that it names when it compiles, the GPU that it runs on, and what a compilation
+assumes where no topology is named (`lowering/schedule_graph.py`). For a program that is looked at on a CPU and is for a
+GPU, the machine has to be named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dtensor_compile.lowering.schedule_graph import default_cluster
+from dtensor_compile.report.recorder import Recording
+from dtensor_compile.topology.gpus import GPUS
+from dtensor_compile.topology.links import CLUSTERS, Cluster
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine, and what it is known from."""
+
+    cluster: Cluster
+    known_from: str
+
+
+def machine_of(recording: Recording) -> Machine:
+    """The machine that what was recorded is for."""
+    if recording.topologies:
+        return Machine(recording.topologies[0], "the topology that the program names")
+    device = next((graph.device for graph in recording.graphs if graph.device != "cpu"), "cpu")
+    if device == "cuda" and torch.cuda.is_available():
+        here = torch.cuda.get_device_name()
+        name = next((name for name, gpu in GPUS.items() if gpu.name == here), None)
+        if name is not None:
+            return Machine(CLUSTERS[name], f"it runs on {here}")
+    why = f"assumed, since it computes on {device}; --cluster or cluster= names another"
+    return Machine(default_cluster(device), why)

@@ -1,0 +1,71 @@
+"""Collectives outside of graphs, as records: what is sent in eager between graphs, in hooks and in reducers.
+
+In: what `dtensor_compile.compat.eager_collectives` sees. Out: `dtensor_compile.report.graphs.Collective`, with bytes
+counted as for those of graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from dtensor_compile.capture.mesh import group_dim_name
+from dtensor_compile.compat.eager_collectives import EagerCollective, watch_eager_collectives
+from dtensor_compile.lowering.plan import StepKind, elements_sent
+from dtensor_compile.report.graphs import Collective
+from dtensor_compile.report.recorder import Outside, Recording
+from dtensor_compile.report.sources import is_users
+
+#: What the name of an operator has in it -> its kind. c10d writes names without the first underscore.
+_KINDS: tuple[tuple[str, StepKind], ...] = (
+    ("allreduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("alltoall", "all_to_all"),
+)
+
+
+@contextlib.contextmanager
+def outside_recorded(recording: Recording, *, one_call: bool) -> Iterator[None]:
+    """While it is entered, collectives outside of graphs are noted in `recording`.
+
+    Args:
+        one_call: whether the program is called once meanwhile: its collectives are those of one forward and backward.
+    """
+
+    def watched() -> None:
+        recording.outside = Outside(one_call)
+
+    def tell(this: EagerCollective) -> None:
+        assert recording.outside is not None
+        (recording.outside.backward if this.backward else recording.outside.forward).append(collective_outside(this))
+
+    with watch_eager_collectives(tell, watched):
+        yield
+
+
+def collective_outside(this: EagerCollective) -> Collective:
+    """The record of a collective that ran in eager."""
+    plain = this.name.replace("_", "")
+    kind = next((kind for part, kind in _KINDS if part in plain), None)
+    ranks = tuple(dist.get_process_group_ranks(this.group)) if this.group is not None else ()
+    elements, itemsize = sum(x.numel() for x in this.inputs), this.inputs[0].element_size() if this.inputs else 0
+    sent = 0
+    if kind == "all_to_all" and sum(this.splits) and ranks:
+        sent = elements * (sum(this.splits) - this.splits[ranks.index(dist.get_rank())]) // sum(this.splits)
+    elif kind is not None:
+        sent = elements_sent(kind, len(ranks), elements)
+    # A backward pass has no line of the program but the one that started it.
+    frames = [] if this.backward else this.stack
+    own = [frame for frame in frames if is_users(frame[0]) and "site-packages" not in frame[0]]
+    return Collective(
+        kind=kind or this.name.strip("_"),
+        bytes=sent * itemsize,
+        where="{}:{}: {}".format(*own[-1]) if own else "",
+        mesh_dim=group_dim_name(this.group) if this.group is not None else "",
+        ranks=ranks,
+        shape=tuple(this.inputs[0].shape) if this.inputs else (),
+        dtype=str(this.inputs[0].dtype).removeprefix("torch.") if this.inputs else "",
+    )
