@@ -1,0 +1,279 @@
+"""Runs the gallery: each program of `examples/*/train.py` in eager, with stock torch.compile and with this backend; writes docs/gallery.md.
+
+    python tools/gallery.py [NAME ...] [--repeats 9] [--json FILE] [--write]
+
+A program is a file with a function ``build(backend)``, which gives a model and a training step; its docstring names the ranks that it
+runs on. The three variants of it take turns in one job, from equal parameters and with equal batches:
+
+    eager    build(None)
+    stock    build("inductor")
+    ours     build("dtensor")
+
+What is compared: losses of all steps and all parameters after them; graphs and graph breaks that Dynamo counted; collectives, by the
+profiler, and bytes that the process wrote to its sockets (Linux counts them), of one step; the median of a step's seconds on the slowest
+rank. The report of each program is written beside it (``report.txt``). Ends with 1 where a program differs from eager, sends more than
+eager or stock, or breaks where stock does not; 2 where the environment lacks a package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from dtensor_compile import one_gloo_worker
+from dtensor_compile.report.build import build_report
+from dtensor_compile.report.recorder import record
+from dtensor_compile.report.table import print_report
+
+ROOT = pathlib.Path(__file__).parents[1]
+VARIANTS = {"eager": None, "stock": "inductor", "ours": "dtensor"}
+#: Steps before times are taken: the first compiles, the second may once more (hooks that programs register in their first step).
+WARM = 3
+#: Largest difference of losses from eager's, and of parameters, both relative to the largest value. Kernels of float32 that sum in
+#: another order differ by 1e-7 a step; a missing or doubled term of a gradient by 1e-3 and more.
+TOLERANCE = 2e-5
+
+
+def programs() -> dict[str, pathlib.Path]:
+    """Programs of the gallery by name."""
+    return {path.parent.name: path for path in sorted((ROOT / "examples").glob("*/train.py"))}
+
+
+def ranks_of(path: pathlib.Path) -> int:
+    """How many ranks the docstring of a program starts it on."""
+    found = re.search(r"--nproc-per-node (\d+)", path.read_text())
+    if found is None:
+        raise SystemExit(f"gallery: the docstring of {path} does not say on how many ranks it runs (--nproc-per-node)")
+    return int(found[1])
+
+
+def _load(path: pathlib.Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"gallery_{path.parent.name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _written() -> int:
+    """Bytes that this process has written, to sockets too."""
+    return int(re.search(r"wchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[1])
+
+
+def _collectives(events: Any) -> int:
+    """Collectives among profiled events: gloo's, and those that this backend makes of messages."""
+    names = [event.name for event in events]
+    return sum(name.startswith("gloo:") and name not in ("gloo:send", "gloo:recv") for name in names) + sum(
+        name.startswith("dtensor_compile::all_") for name in names
+    )
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-12) -> float:
+    """The largest difference, relative to the largest value expected or to `floor`."""
+    return ((found - expected).abs().max() / expected.abs().max().clamp_min(floor)).item()
+
+
+def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.Path) -> None:
+    """One rank: writes its figures to ``out.RANK``, and the first rank the report."""
+    torch.set_num_threads(1)
+    one_gloo_worker()
+    dist.init_process_group("gloo")
+    program = _load(path)
+    found: dict[str, dict[str, Any]] = {}
+    models, steps, losses = {}, {}, {}
+    for variant, backend in VARIANTS.items():
+        breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+        try:
+            with record() if variant == "ours" else contextlib.nullcontext() as recording:
+                models[variant], steps[variant] = program.build(backend)
+                began = time.perf_counter()
+                losses[variant] = [steps[variant]()]
+                first = time.perf_counter() - began
+                losses[variant] += [steps[variant]() for _ in range(WARM - 1)]
+        except Exception as error:  # noqa: BLE001 - stock may not run a program, which is a result
+            if variant != "stock":
+                raise
+            steps.pop(variant, None)
+            found[variant] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            continue
+        found[variant] = {
+            "breaks": sum(counters["graph_break"].values()) - breaks,
+            "graphs": counters["stats"]["unique_graphs"] - graphs,
+            "first_seconds": first,
+            "seconds": [],
+        }
+        if variant == "ours" and dist.get_rank() == 0:
+            with report.open("w") as file:
+                target = f"examples/{path.parent.name}/train.py"
+                print_report(build_report(recording, target=target), Console(file=file, width=160, color_system=None))
+    for _ in range(repeats):
+        for variant, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            losses[variant].append(step())
+            found[variant]["seconds"].append(time.perf_counter() - began)
+    for variant, step in steps.items():
+        dist.barrier()
+        before = _written()
+        losses[variant].append(step())
+        found[variant]["bytes"] = _written() - before
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            losses[variant].append(step())
+        found[variant]["collectives"] = _collectives(seen.events())
+    whole = {v: [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in models[v].parameters()] for v in steps}
+    # A parameter whose gradient is zero (the bias of keys) holds nothing but rounding, if it began as zeros.
+    floor = 1e-3 * max(p.abs().max().item() for p in whole["eager"])
+    for variant in steps:
+        found[variant]["loss_difference"] = _difference(torch.stack(losses[variant]), torch.stack(losses["eager"]))
+        found[variant]["parameter_difference"] = max(_difference(*pair, floor) for pair in zip(whole[variant], whole["eager"]))
+    pathlib.Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(name: str, path: pathlib.Path, repeats: int, timeout: float) -> dict[str, Any]:
+    """The figures of one program."""
+    ranks = ranks_of(path)
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "rank")
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        given = [__file__, "--child", str(path), "--repeats", str(repeats), "--json", str(out)]
+        done = subprocess.run([*launch, *given], timeout=timeout, capture_output=True, text=True)
+        if done.returncode:
+            return {"program": name, "ranks": ranks, "failed": done.stderr[-4000:]}
+        each = [json.loads(pathlib.Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
+    row: dict[str, Any] = {"program": name, "ranks": ranks, "title": path.read_text().split('"""')[1].splitlines()[0]}
+    for variant, first in each[0].items():
+        if "failed" in first:
+            row[variant] = first
+            continue
+        of_ranks = [rank[variant] for rank in each]
+        row[variant] = {key: max(this[key] for this in of_ranks) for key in first if key != "seconds"}
+        row[variant]["seconds"] = statistics.median(map(max, zip(*(this["seconds"] for this in of_ranks))))
+    return row
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """What a row shows that the gallery promises not to happen."""
+    if "failed" in row:
+        return [f"{row['program']}: fails: {row['failed'].strip().splitlines()[-1]}"]
+    ours, stock, eager = row["ours"], row["stock"], row["eager"]
+    says = []
+    for what in ("loss_difference", "parameter_difference"):
+        if not ours[what] <= TOLERANCE:
+            says.append(f"{what} from eager {ours[what]:.1e}")
+    if ours["breaks"] and not stock.get("breaks", 1):
+        says.append(f"{ours['breaks']} graph breaks, stock none")
+    for what in ("bytes", "collectives"):
+        for name, other in (("eager", eager), ("stock", stock)):
+            # Reads of files and messages to the store of the job count as bytes too.
+            if what in other and ours[what] > other[what] + (4096 if what == "bytes" else 0):
+                says.append(f"{what}: {ours[what]:,}, {name} {other[what]:,}")
+    return [f"{row['program']}: {said}" for said in says]
+
+
+def _cell(row: dict[str, Any], variant: str, what: str) -> str:
+    figures = row[variant]
+    if "failed" in figures:
+        return "fails"
+    value = figures[what]
+    return f"{value * 1e3:.1f}" if what == "seconds" else f"{value / 1e6:.2f}" if what == "bytes" else f"{value}"
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """docs/gallery.md."""
+    lines = [
+        "# Gallery",
+        "",
+        "Programs of other packages, as their users write them, made from configurations without weights: `examples/NAME/train.py`, each with",
+        "its report beside it. `make gallery` makes an environment of pinned versions, runs all of them and writes this page. Columns give",
+        "eager / stock `torch.compile` / this backend, for one training step on a rank: collectives, MB that the process wrote to its sockets,",
+        "median milliseconds on gloo ranks over loopback; *eager* is the ratio of this backend's step to eager's in the same run.",
+        "",
+        f"torch {torch.__version__}, {_versions()}; {os.cpu_count()} cores. Differences are from eager after all steps, of losses and of parameters,",
+        "relative to the largest value.",
+        "",
+        "| program | ranks | graphs (breaks), stock | ours | collectives | MB | ms | eager | losses | parameters |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"| [{row['program']}](../examples/{row['program']}/train.py) | {row['ranks']} | | fails | | | | | | |")
+            continue
+        ours, stock = row["ours"], row["stock"]
+        cells = [" / ".join(_cell(row, variant, what) for variant in VARIANTS) for what in ("collectives", "bytes", "seconds")]
+        graphs = ["fails" if "failed" in side else f"{side['graphs']} ({side['breaks']})" for side in (stock, ours)]
+        ratio = f"{ours['seconds'] / row['eager']['seconds']:.2f}"
+        differences = [f"{ours[what]:.0e}" for what in ("loss_difference", "parameter_difference")]
+        name = f"[{row['program']}](../examples/{row['program']}/train.py)"
+        lines.append("| " + " | ".join([name, str(row["ranks"]), *graphs, *cells, ratio, *differences]) + " |")
+    lines += ["", "What each is:", ""]
+    lines += [f"- {row['program']}: {row['title']}" for row in rows if "title" in row]
+    lines += [f"- stock, {row['program']}: {row['stock']['failed']}" for row in rows if "failed" in row.get("stock", {})]
+    return "\n".join(lines) + "\n"
+
+
+def _versions() -> str:
+    names = ("transformers", "torchtitan", "ai2-olmo-core", "lightning-fabric", "accelerate", "peft")
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="programs (all)")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one program")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--write", action="store_true", help="write docs/gallery.md")
+    parser.add_argument("--child", metavar="PROGRAM", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        path = pathlib.Path(args.child)
+        child(path, args.repeats, pathlib.Path(args.json), path.parent / "report.txt")
+        return 0
+    known = programs()
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"no such program: {', '.join(unknown)}; there are {', '.join(known)}")
+    rows = []
+    for name in args.names or known:
+        try:
+            rows.append(run(name, known[name], args.repeats, args.timeout))
+        except subprocess.TimeoutExpired:
+            rows.append({"program": name, "ranks": ranks_of(known[name]), "failed": f"no end in {args.timeout:g} s"})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    text = page(rows)
+    if args.write:
+        (ROOT / "docs" / "gallery.md").write_text(text)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
+    print(text)
+    wrong = [said for row in rows for said in faults(row)]
+    for said in wrong:
+        print(said, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
