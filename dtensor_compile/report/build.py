@@ -154,7 +154,7 @@ def _collectives(graph: GraphRecord, timing: Schedule, index: int, numbers: dict
 
 def _outside(recording: Recording, cluster: Cluster) -> Iterable[model.Collective]:
     """The collectives outside of graphs, where they are those of one forward and backward."""
-    if recording.outside is None or not recording.outside.one_call:
+    if recording.outside is None:
         return
     phases: tuple[model.Phase, ...] = ("forward", "backward")
     for phase in phases:
@@ -180,7 +180,7 @@ def _sums_outside(recording: Recording) -> model.Outside | None:
     if recording.outside is None:
         return None
     these = [*recording.outside.forward, *recording.outside.backward]
-    return model.Outside(len(these), sum(this.bytes for this in these), recording.outside.one_call)
+    return model.Outside(len(these), sum(this.bytes for this in these))
 
 
 class _Sent(NamedTuple):

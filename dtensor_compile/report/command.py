@@ -86,7 +86,7 @@ def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
     misplaced = _options_in(args.rest, options)
     if misplaced:
         named = f"{program}: {' and '.join(misplaced)} behind {args.target}"
-        advice = f"in front of the script, and arguments of the script that are called so behind --, {args.target} -- ..."
+        advice = f"in front of the script, and its own arguments of that name behind --, {args.target} -- ..."
         print(f"{named}: put options of this command {advice}", file=sys.stderr)
         return NOT_RUN
     args.rest += theirs if args.rest else theirs[1:]  # a `--` directly behind the script is for this command

@@ -191,13 +191,12 @@ def bytes_text(number: float) -> str:
 
 
 def outside_text(outside: Outside | None) -> str:
-    """``4 collectives, 41,472 bytes``; of a program that was not called once, that these are no part of the sums."""
+    """``4 collectives, 41,472 bytes``"""
     if outside is None:
         return "not known"
     if not outside.count:
         return "-"
-    sums = f"{outside.count} collective{'s' * (outside.count != 1)}, {bytes_text(outside.bytes)}"
-    return sums if outside.counted else f"{sums}, in all calls together; not counted above"
+    return f"{outside.count} collective{'s' * (outside.count != 1)}, {bytes_text(outside.bytes)}"
 
 
 def exposed_text(side: Side) -> str:

@@ -67,7 +67,7 @@ def recorded(
 ) -> Recording:
     """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten first."""
     counters.reset()
-    with record() as recording, failures_recorded(recording), outside_recorded(recording, one_call=True):
+    with record() as recording, failures_recorded(recording):
         run(torch.compile(model, backend="dtensor", options={**options, "kernels": kernels}))
     return recording
 
@@ -76,7 +76,7 @@ def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]]
     """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of ours."""
     counters.reset()
     failures = functools.partial(failures_recorded, all_errors=True)
-    with record() as recording, failures(recording), outside_recorded(recording, one_call=True):
+    with record() as recording, failures(recording), outside_recorded(recording):
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_modules(gm)

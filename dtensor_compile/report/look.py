@@ -24,7 +24,6 @@ from dtensor_compile.offline.simulated_job import job as simulated_job
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
 from dtensor_compile.report.model import Report
-from dtensor_compile.report.outside import outside_recorded
 from dtensor_compile.report.recorder import Recording, record
 from dtensor_compile.report.target import (
     Program,
@@ -147,7 +146,7 @@ def running(job: Job) -> Iterator[None]:
 
 def _script(target: str, arguments: Sequence[str]) -> Recording:
     counters.reset()
-    with record(others=True) as recording, failures_recorded(recording), outside_recorded(recording, one_call=False):
+    with record(others=True) as recording, failures_recorded(recording):
         run_script(target, arguments)
     if not recording.compilations:
         raise TargetError(_never(target))
@@ -181,7 +180,7 @@ def _function(
         return call
 
     counters.reset()
-    with record(others=True) as recording, failures_recorded(recording), outside_recorded(recording, one_call=False):
+    with record(others=True) as recording, failures_recorded(recording):
         program = program_of(call_target(function, target, mesh))
         if program is not None and not recording.compilations and uncompiled(program.model) is not program.model:
             run(program)(program.model)

@@ -202,16 +202,10 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class Outside:
-    """Sums over the collectives that run outside of graphs: in eager, in hooks, in reducers.
-
-    Attributes:
-        counted: whether they are those of one forward and backward, and so part of `Side.collectives` and
-            `Side.totals`; otherwise those of all that the program ran.
-    """
+    """Sums over the collectives that run outside of graphs (in eager, hooks, reducers); `Side.totals` has them too."""
 
     count: int
     bytes: int
-    counted: bool
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,15 @@ _KINDS: tuple[tuple[str, StepKind], ...] = (
 
 
 @contextlib.contextmanager
-def outside_recorded(recording: Recording, *, one_call: bool) -> Iterator[None]:
-    """While it is entered, collectives outside of graphs are noted in `recording`.
+def outside_recorded(recording: Recording) -> Iterator[None]:
+    """While it is entered, collectives outside of graphs are noted in `recording`, for a program that is called once.
 
-    Args:
-        one_call: whether the program is called once meanwhile: its collectives are those of one forward and backward.
+    It is for other backends than ours: the guards of ours (`runtime/native_code/guard.h`) compare the dispatch keys of
+    the thread, which a dispatch mode adds to, so that each call would compile again.
     """
 
     def watched() -> None:
-        recording.outside = Outside(one_call)
+        recording.outside = Outside()
 
     def tell(this: EagerCollective) -> None:
         assert recording.outside is not None

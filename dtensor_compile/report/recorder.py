@@ -110,10 +110,9 @@ class Outside:
     """The collectives that ran outside of graphs, in order.
 
     Attributes:
-        one_call: whether they are those of one forward and backward; otherwise of all that ran.
+        forward, backward: of the two passes of one call.
     """
 
-    one_call: bool
     forward: list[Collective] = field(default_factory=list)
     backward: list[Collective] = field(default_factory=list)
 

@@ -264,7 +264,7 @@ def test_an_option_behind_a_script_is_an_error_that_names_it(program, capsys, be
     assert main(["report", "script.py", *behind]) == 2
     said = capsys.readouterr()
     named = " and ".join(text.partition("=")[0] for text in behind if text.startswith("--"))
-    assert said.err.startswith(f"dtensor-compile report: {named} behind script.py: put options of this command in front")
+    assert said.err.startswith(f"dtensor-compile report: {named} behind script.py: put options of this")
     assert said.err.count("\n") == 1 and said.out == "" and not (program / "out.html").exists()
 
 
