@@ -158,7 +158,9 @@ def run(name: str, path: pathlib.Path, repeats: int, timeout: float) -> dict[str
         given = [__file__, "--child", str(path), "--repeats", str(repeats), "--json", str(out)]
         done = subprocess.run([*launch, *given], timeout=timeout, capture_output=True, text=True)
         if done.returncode:
-            return {"program": name, "ranks": ranks, "failed": done.stderr[-4000:]}
+            said = re.findall(r"^\[rank\d+\]: (\S*(?:Error|Exception)\b.*)$", done.stderr, re.MULTILINE) or done.stderr.splitlines()[-1:]
+            print(done.stderr, file=sys.stderr)
+            return {"program": name, "ranks": ranks, "failed": said[0]}
         each = [json.loads(pathlib.Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
     row: dict[str, Any] = {"program": name, "ranks": ranks, "title": path.read_text().split('"""')[1].splitlines()[0]}
     for variant, first in each[0].items():
@@ -174,7 +176,7 @@ def run(name: str, path: pathlib.Path, repeats: int, timeout: float) -> dict[str
 def faults(row: dict[str, Any]) -> list[str]:
     """What a row shows that the gallery promises not to happen."""
     if "failed" in row:
-        return [f"{row['program']}: fails: {row['failed'].strip().splitlines()[-1]}"]
+        return [f"{row['program']}: fails: {row['failed']}"]
     ours, stock, eager = row["ours"], row["stock"], row["eager"]
     says = []
     for what in ("loss_difference", "parameter_difference"):

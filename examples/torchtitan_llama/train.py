@@ -27,7 +27,8 @@ def build(backend: str | None) -> tuple[torch.nn.Module, Callable[[], torch.Tens
     job.training.seq_len, job.parallelism.disable_loss_parallel, job.training.mixed_precision_param = 128, True, "float32"
     torch.manual_seed(0)
     model = Transformer(TransformerModelArgs(**CONFIG))
-    model.init_weights()
+    with torch.no_grad():
+        model.init_weights()
     model = parallelize_llama(model, dims, job)
     if backend is not None:
         model.compile(backend=backend)
