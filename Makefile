@@ -10,7 +10,7 @@ SEED ?= 0
 CATALOGUE ?= 3/40
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test examples bench-compile bench-dynamic bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test examples gallery bench-compile bench-dynamic bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,17 @@ examples: $(VENV)/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/sharded_parameters.py
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/two_dim.py
+
+# Programs of other packages in an environment of their own (build/gallery), and docs/gallery.md from it.
+build/gallery/.installed: examples/requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/gallery
+	build/gallery/bin/pip install --quiet --constraint constraints.txt setuptools wheel torch numpy
+	build/gallery/bin/pip install --quiet --constraint constraints.txt --requirement examples/requirements.txt
+	build/gallery/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test]"
+	touch $@
+
+gallery: build/gallery/.installed
+	build/gallery/bin/python tools/gallery.py --write
 
 bench-compile: $(VENV)/.installed
 	$(BIN)/python tools/bench/compile_time.py
