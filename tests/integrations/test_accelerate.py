@@ -1,5 +1,7 @@
 """accelerate and the Trainer train with this backend as in eager, by the calls that they document."""
 
+import pathlib
+
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin  # noqa: E402
 
-from dtensor_compile.integrations.accelerate import NAMES, disable, enable, enabled  # noqa: E402
+from dtensor_compile.integrations.accelerate import NAMES, TESTED, disable, enable, enabled  # noqa: E402
 
 
 @pytest.fixture
@@ -187,3 +189,8 @@ def test_another_hook_is_not_replaced(monkeypatch):
     monkeypatch.setattr(DynamoBackend, "_missing_", classmethod(lambda cls, value: None))
     with pytest.raises(RuntimeError, match="has a `_missing_` of its own"):
         enable()
+
+
+def test_docs_name_the_tested_version():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    assert f"| accelerate | {TESTED[-1]} |" in page
