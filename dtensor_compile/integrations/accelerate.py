@@ -3,12 +3,12 @@
     from dtensor_compile.integrations.accelerate import enable
 
     enable()
-    accelerator = Accelerator(dynamo_backend="dtensor")                      # before: ValueError: 'DTENSOR' is not a valid DynamoBackend
-    arguments = TrainingArguments(output, torch_compile_backend="dtensor")   # before: the same, from Trainer(...)
+    accelerator = Accelerator(dynamo_backend="dtensor")     # before: 'DTENSOR' is not a valid DynamoBackend
+    arguments = TrainingArguments(output, torch_compile_backend="dtensor")      # before: the same, from Trainer(...)
 
-accelerate compares the name of a backend with a closed enum, `DynamoBackend`, whatever torch has registered. Python asks the
-``_missing_`` hook of an enum for values that are no members; `enable` answers there for the names of this backend, and leaves the
-members, their order and all other names as they are.
+accelerate compares the name of a backend with a closed enum, `DynamoBackend`, whatever torch has registered. Python
+asks the ``_missing_`` hook of an enum for values that are no members; `enable` answers there for the names of this
+backend, and leaves the members, their order and all other names as they are.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _missing(cls: type, value: object) -> Any:
 def enable() -> None:
     """Makes "dtensor" and "dtensor_aten" backends of accelerate, for the whole process; idempotent.
 
-    From then on ``Accelerator(dynamo_backend=...)``, ``TorchDynamoPlugin(backend=...)``, the variable ``ACCELERATE_DYNAMO_BACKEND`` and
-    ``TrainingArguments(torch_compile_backend=...)`` take these names.
+    From then on ``Accelerator(dynamo_backend=...)``, ``TorchDynamoPlugin(backend=...)``, the variable
+    ``ACCELERATE_DYNAMO_BACKEND`` and ``TrainingArguments(torch_compile_backend=...)`` take these names.
 
     Raises:
         RuntimeError: accelerate, or another package, answers for unknown names itself.

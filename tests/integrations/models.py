@@ -16,7 +16,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.layers, self.output = nn.Linear(16, 32), nn.ModuleList(Block() for _ in range(2)), nn.Linear(32, 8)
+        self.embed, self.output = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x):
         x = self.embed(x)

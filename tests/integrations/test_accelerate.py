@@ -13,7 +13,12 @@ from tests.integrations.models import Block, Model, graphs
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin  # noqa: E402
+from accelerate.utils import (  # noqa: E402
+    DistributedType,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+)
 
 from dtensor_compile.integrations.accelerate import NAMES, TESTED, disable, enable, enabled  # noqa: E402
 
@@ -115,14 +120,13 @@ def run_trainer(folder, backend, options=None):
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
-        )
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64, **heads)
     )
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
-        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False,
+        folder, use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False,
         torch_compile=backend is not None, torch_compile_backend=backend,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=Tokens())

@@ -1,4 +1,4 @@
-"""Lightning Fabric applies ``torch.compile`` again around what its strategy made; this backend needs nothing for that."""
+"""Lightning Fabric applies ``torch.compile`` again around what its strategy made; nothing of ours is needed."""
 
 import pytest
 import torch
@@ -63,7 +63,9 @@ def train_both(strategy, backend):
     return eager, train(strategy, backend), *graphs()
 
 
-@pytest.mark.parametrize("strategy, backend", [("ddp", "dtensor_aten"), ("fsdp2", "dtensor_aten"), ("tp", "dtensor_aten"), ("tp", "dtensor")])
+@pytest.mark.parametrize(
+    "strategy, backend", [("ddp", "dtensor_aten"), ("fsdp2", "dtensor_aten"), ("tp", "dtensor_aten"), ("tp", "dtensor")]
+)
 def test_fabric_trains_like_eager(strategy, backend):
     for eager, compiled, compiles, breaks in run_on_ranks(2, train_both, strategy, backend):
         torch.testing.assert_close(compiled, eager)

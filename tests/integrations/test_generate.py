@@ -1,4 +1,4 @@
-"""``generate`` of transformers compiles the decoding step of a tensor-parallel model with this backend: eager's tokens, one graph."""
+"""``generate`` of transformers compiles decoding of a tensor-parallel model: eager's tokens, one graph."""
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ def generate(backend, mode):
     from transformers.distributed import DistributedConfig
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=64, **heads)
     distributed, _, meshes = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(tp_size=2))
     model = LlamaForCausalLM.maybe_distribute_model(LlamaForCausalLM(config), distributed, meshes).eval()
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))

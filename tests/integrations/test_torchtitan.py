@@ -1,4 +1,4 @@
-"""torchtitan's own `apply_compile` and loss take the name of the backend; blocks and the whole model train as in eager."""
+"""torchtitan's own `apply_compile` and loss take the backend's name; blocks and whole models train as in eager."""
 
 import pytest
 import torch
@@ -9,14 +9,15 @@ from tests.integrations.models import graphs
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 
-def build(layout, attention="sdpa"):
+def build(layout):
     from torch.distributed.fsdp import fully_shard
     from torchtitan.models.llama3.infra.parallelize import apply_tp
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
     torch.manual_seed(0)
-    model = Transformer(TransformerModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=128, max_seq_len=32, attn_type=attention))
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128, "max_seq_len": 32}
+    model = Transformer(TransformerModelArgs(**sizes, attn_type="sdpa"))
     with torch.no_grad():
         model.init_weights()
     mesh = make_mesh((2,), ("tp" if layout == "tp" else "fsdp",))
