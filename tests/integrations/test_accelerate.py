@@ -126,7 +126,8 @@ def run_trainer(folder, backend, options=None):
     )
     arguments = TrainingArguments(
         folder, use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, ddp_find_unused_parameters=False,
+        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        ddp_find_unused_parameters=False,
         torch_compile=backend is not None, torch_compile_backend=backend,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=Tokens())
