@@ -1,7 +1,8 @@
 """How third-party packages reach the backend where they do not take its name, one module for each package.
 
-Nothing here is imported unless a program imports it, and no package named here is a dependency: a module imports its package when it
-is imported itself, and says so where the package is missing. `docs/integrations.md` shows every way in, most of which need no module.
+Nothing here is imported unless a program imports it, and no package named here is a dependency: a module imports its
+package when it is imported itself, and says so where the package is missing. `docs/integrations.md` shows every way in,
+most of which need no module.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ def third_party(package: str, tested: Sequence[str]) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and error.name not in (package, None):
             raise  # the package is there, and lacks one of its own dependencies
         raise ImportError(
-            f"dtensor_compile.integrations.{package} needs {package}, which is not installed; tested versions: {versions}"
+            f"dtensor_compile.integrations.{package} needs {package}, which is not installed; "
+            f"tested versions: {versions}"
         ) from error
     if installed not in tested:
         warnings.warn(
-            f"dtensor_compile.integrations.{package} is tested with {package} {versions}; {installed} is installed", stacklevel=3
+            f"dtensor_compile.integrations.{package} is tested with {package} {versions}; {installed} is installed",
+            stacklevel=3,
         )
     return module
