@@ -313,8 +313,12 @@ def hold(number: int, index: int, grad: torch.Tensor) -> None:
         number, index: of the group and of the parameter.
         grad: of the local tensor; copied.
     """
-    param = _HOLDERS[number].fsdp_params[index]
+    group = _HOLDERS[number]
+    param = group.fsdp_params[index]
     before = _taken(param)
+    # A root whose hooks run in eager ends the backward pass of each group that has not had one; this one has it here.
+    if group.modules[0]._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+        group._training_state = TrainingState.POST_BACKWARD
     if before is None:
         before = grad.detach().to(param.reduce_dtype or grad.dtype, copy=True)
     else:

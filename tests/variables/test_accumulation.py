@@ -38,13 +38,17 @@ def hybrid():
 BUILD = {"nested uneven": (nested, 7), "per block": (per_block, 6), "mixed": (mixed, 6), "two dims": (two_dims, 8), "hybrid": (hybrid, 6)}
 
 
-def microbatches(build, width, sync=SYNC, backends=(None,), between=lambda model, call: None):
+def in_one_graph(model, backend):
+    return torch.compile(lambda x: model(x), backend=backend, fullgraph=True)
+
+
+def microbatches(build, width, sync=SYNC, backends=(None,), between=lambda model, call: None, compiled=in_one_graph):
     """Gradients after each microbatch; `backends` take turns."""
     torch._dynamo.reset()
     counters.reset()
     torch.manual_seed(0)
     model = build()
-    calls = [model if b is None else torch.compile(lambda x: model(x), backend=b, fullgraph=True) for b in backends]
+    calls = [model if b is None else compiled(model, b) for b in backends]
     seen = []
     for i, reduces in enumerate(sync):
         call = calls[i % len(calls)]
@@ -73,6 +77,15 @@ def assert_same(build, width, backends=(BACKEND,), computed_in=None, **about):
 def test_accumulates_as_eager(name):
     assert_same(*BUILD[name])
     assert counters.graphs() == 3  # with held gradients, without, and holding them
+
+
+@pytest.mark.parametrize("name", ["nested uneven", "per block", "mixed"])
+@on_ranks(2)
+def test_accumulates_as_eager_under_a_root_whose_hooks_run_in_eager(name):
+    def compiled(model, backend):  # torch calls hooks of the module that it is given outside of the graph
+        return torch.compile(model, backend=backend)
+
+    assert_same(*BUILD[name], compiled=compiled)
 
 
 @pytest.mark.parametrize("name", ["two dims", "hybrid", "nested uneven"])
