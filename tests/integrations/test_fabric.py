@@ -36,7 +36,7 @@ def strategy_of(name):
     return ModelParallelStrategy(parallelize, data_parallel_size=1, tensor_parallel_size=2)
 
 
-def train(strategy, backend):
+def train(strategy, backend, accumulates):
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy_of(strategy))
     fabric.launch()
     torch.manual_seed(0)
@@ -47,20 +47,23 @@ def train(strategy, backend):
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     generator = torch.Generator().manual_seed(0 if strategy == "tp" else fabric.global_rank)
     losses = []
-    for _ in range(4):
-        loss = model(torch.randn(4, 16, generator=generator)).square().mean()
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    for call in range(8 if accumulates else 4):
+        held = accumulates and call % 2 == 0
+        with fabric.no_backward_sync(model, enabled=held):
+            loss = model(torch.randn(4, 16, generator=generator)).square().mean()
+            fabric.backward(loss)
         losses.append(loss.item())
+        if not held:
+            optimizer.step()
+            optimizer.zero_grad()
     return losses
 
 
-def train_both(strategy, backend):
+def train_both(strategy, backend, accumulates=False):
     graphs()
-    eager = train(strategy, None)
+    eager = train(strategy, None, accumulates)
     assert graphs() == (0, [])
-    return eager, train(strategy, backend), *graphs()
+    return eager, train(strategy, backend, accumulates), *graphs()
 
 
 @pytest.mark.parametrize(
@@ -70,3 +73,9 @@ def test_fabric_trains_like_eager(strategy, backend):
     for eager, compiled, compiles, breaks in run_on_ranks(2, train_both, strategy, backend):
         torch.testing.assert_close(compiled, eager)
         assert compiles > 0 and not breaks
+
+
+def test_fabric_accumulates_under_fully_shard():
+    for eager, compiled, _, breaks in run_on_ranks(2, train_both, "fsdp2", "dtensor_aten", True):
+        torch.testing.assert_close(compiled, eager)
+        assert not breaks
