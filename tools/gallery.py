@@ -104,6 +104,8 @@ def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.P
     found: dict[str, dict[str, Any]] = {}
     models, steps, losses = {}, {}, {}
     for variant, backend in VARIANTS.items():
+        if "accelerate" in sys.modules:  # it has one state a process, backend included
+            sys.modules["accelerate"].state.AcceleratorState._reset_state()
         breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
         try:
             with record() if variant == "ours" else contextlib.nullcontext() as recording:
