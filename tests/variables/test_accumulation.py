@@ -132,6 +132,16 @@ def test_microbatches_that_hold_their_gradients_reduce_nothing():
 
 
 @on_ranks(2)
+def test_held_gradients_are_reduced_in_as_many_collectives_as_others():
+    def reductions(sync):
+        with dtensor_compile.record() as recording:
+            microbatches(per_block, 6, sync, (BACKEND,))
+        return sum("reduce" in collective.kind for graph in recording.graphs for collective in graph.collectives)
+
+    assert 0 < reductions((False, True)) == reductions((True,))
+
+
+@on_ranks(2)
 def test_evaluation_and_forwards_without_a_backward_in_between():
     def between(model, call):
         x = local_input(6, 77)
