@@ -94,9 +94,8 @@ bench-wrappers: $(VENV)/.installed
 	$(BIN)/python tools/bench/wrappers.py
 
 # Models of transformers beside ours.
-bench-third-party: $(VENV)/.installed
-	$(BIN)/pip install -c constraints.txt transformers==5.24.0
-	$(BIN)/python tools/bench/wrappers.py
+bench-third-party: build/gallery/.installed
+	build/gallery/bin/python tools/bench/wrappers.py
 
 bench-memory: $(VENV)/.installed
 	$(BIN)/python tools/bench/memory.py

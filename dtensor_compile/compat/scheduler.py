@@ -26,7 +26,7 @@ from dtensor_compile.lowering.measured_kernels import measured_seconds
 from dtensor_compile.lowering.schedule import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.lowering.schedule_graph import cost_of, default_cluster, is_wrapped
 from dtensor_compile.lowering.wrapper_order import wrapper_peak
-from dtensor_compile.passes.nodes import COMMUNICATES, REDISTRIBUTES, is_wait, source_line
+from dtensor_compile.passes.nodes import REDISTRIBUTES, communicates, is_wait, source_line
 from dtensor_compile.report.graphs import Collective, Operation, collective_of, flops_of, itemsize_of, module_path
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
@@ -407,7 +407,7 @@ def _collective_origin(node: Any) -> torch.fx.Node | None:
 
 def _functional_name(target: Any) -> str | None:
     """``_c10d_functional::all_reduce`` for that operator and those that write over their input or to ``out``; None for others."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in COMMUNICATES:
+    if not isinstance(target, torch._ops.OpOverload) or not communicates(target):
         return None
     name = target._schema.name
     return name.removesuffix("_").removesuffix("_out") if target._schema.is_mutable else name
@@ -417,8 +417,7 @@ def _sends_where_it_stands(node: Any) -> bool:
     """Whether a kernel communicates, and not as a start with a wait of its own."""
     from torch._inductor.utils import contains_collective, contains_wait
 
-    namespace = getattr(getattr(node.node, "op_overload", None), "namespace", None)
-    return namespace in COMMUNICATES and not contains_collective(node) and not contains_wait(node)
+    return communicates(getattr(node.node, "op_overload", None)) and not contains_collective(node) and not contains_wait(node)
 
 
 def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float]:

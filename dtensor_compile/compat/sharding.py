@@ -189,7 +189,8 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
     """A decision by torch's rules and ours, over real meshes."""
     op = op_schema.op
     rules = self.op_strategy_funcs.get(op), self.op_single_dim_strategy_funcs.get(op)
-    symbolic = [number for value in tree_leaves((op_schema.args_schema, op_schema.kwargs_schema)) for number in _symbols(value)]
+    leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
+    symbolic = [number for value in leaves for number in _symbols(value)]
     known = _decisions_for(symbolic)
     try:
         key = op, *map(id, rules), _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
@@ -206,7 +207,6 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
             if not _thread.decided and _at(decision, symbolic) is not None:
                 if len(known) >= _MOST_KNOWN:
                     known.clear()
-                leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
                 meshes = [real_mesh(leaf.mesh) for leaf in leaves if isinstance(leaf, DTensorSpec)]
                 known[key] = (rules, meshes), decision  # what lives on keeps its id
         finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+
 from dtensor_compile.integrations import third_party
 
 TESTED = ("5.24.0",)

@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 import torch
 
 from dtensor_compile.capture.groups import GROUP, Group
-from dtensor_compile.capture.held_gradients import HOLDS
 from dtensor_compile.compat.collectives import functional
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.start_order import first_use, is_light, lower_users
@@ -137,8 +136,7 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
     """Each collective that may be in a bucket, by itself."""
     stretch = 0
     for node in graph.nodes:
-        # What holds gradients has an effect on them alone.
-        if is_fixed(node) and node.target not in HOLDS or is_start(node) and REDISTRIBUTES not in node.meta:
+        if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta:
             stretch += 1
         if not is_start(node) or REDISTRIBUTES not in node.meta or node.target not in COALESCED or {PART, FUSED} & node.meta.keys():
             continue

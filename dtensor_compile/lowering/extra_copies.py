@@ -22,7 +22,7 @@ import torch
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.redistribute import plan_of
 from dtensor_compile.compat.shapes import size_hints
-from dtensor_compile.passes.nodes import is_redistribution, read
+from dtensor_compile.passes.nodes import communicates, is_redistribution, read
 
 aten = torch.ops.aten
 
@@ -98,11 +98,7 @@ def standalone_copies(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 def touches_collective(node: torch.fx.Node) -> bool:
     """Whether a copy is one of what a collective takes or gives."""
-    return any(map(_communicates, (*sources(node), *readers(node))))
-
-
-def _communicates(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) in ("_c10d_functional", "dtensor_compile", "_dtensor")
+    return any(communicates(other.target) for other in (*sources(node), *readers(node)))
 
 
 def extra_copies(graph: torch.fx.Graph) -> int:

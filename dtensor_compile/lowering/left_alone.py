@@ -23,7 +23,7 @@ from dtensor_compile.lowering.decompose import pairs
 from dtensor_compile.lowering.measured_kernels import not_measured
 from dtensor_compile.lowering.schedule import ALIKE, arrange, simulate
 from dtensor_compile.lowering.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
-from dtensor_compile.passes.nodes import COMMUNICATES, FUSED, PART, REDISTRIBUTES, is_fixed, is_start, source_line
+from dtensor_compile.passes.nodes import FUSED, PART, REDISTRIBUTES, communicates, is_fixed, is_start, source_line
 from dtensor_compile.report.graphs import collective_of
 from dtensor_compile.topology.links import Cluster, rounds
 
@@ -127,7 +127,7 @@ def order_left(graph: torch.fx.Graph, topology: Cluster | None, *, scheduled: bo
     if not scheduled:
         return [_unscheduled(len(exposed), sum(exposed.values()))]
     own = [index for index in exposed if REDISTRIBUTES not in nodes[index].meta]
-    standing = [node for node in nodes if is_fixed(node) and getattr(node.target, "namespace", "") in COMMUNICATES]
+    standing = [node for node in nodes if is_fixed(node) and communicates(node.target)]
     where = source_line(nodes[own[0]]) if own else source_line(standing[0]) if standing else ""
     return _kept_in_order(ORDERED, where, len(own), sum(exposed[index] for index in own), len(standing))
 

@@ -32,7 +32,7 @@ from dtensor_compile.compat.collectives import (
     traced_in_backward,
     wait_tensor,
 )
-from dtensor_compile.passes.nodes import COMMUNICATES, cost_of, is_redistribution, is_wait
+from dtensor_compile.passes.nodes import communicates, cost_of, is_redistribution, is_wait
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
 _ORDERED = ORDERED | {*EFFECTS, *HOLDS}
@@ -82,7 +82,7 @@ def _sends(node: torch.fx.Node) -> bool:
     """Whether ranks send something, and the partitioner may choose when (`order_collectives` has placed what the program sends)."""
     if is_redistribution(node):
         return cost_of([node]).collectives > 0
-    return _communicates(node) and node.target is not wait_tensor and node.target not in _ORDERED
+    return communicates(node.target) and node.target is not wait_tensor and node.target not in _ORDERED
 
 
 def hold_draws(graph: torch.fx.Graph) -> None:
@@ -109,7 +109,7 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
     batch = _Batch()
     for node in graph.nodes:  # also meets the waits that are put in further down
         is_message = node.target in (isend, irecv)
-        if is_message and batch.feeds(node) or not is_message and (_communicates(node) or _writes(node) or node.op == "output"):
+        if is_message and batch.feeds(node) or not is_message and (communicates(node.target) or _writes(node) or node.op == "output"):
             batch.lower()
             batch = _Batch()
         if is_message:
@@ -123,10 +123,6 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
             lower_as_collective(node.target)
         elif node.target in HOLDS:
             lower_as_effect(node.target)
-
-
-def _communicates(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) in COMMUNICATES
 
 
 def _writes(node: torch.fx.Node) -> bool:

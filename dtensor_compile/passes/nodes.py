@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 
 from dtensor_compile.capture.across import redistribute_across_op
 from dtensor_compile.capture.groups import REDISTRIBUTES as REDISTRIBUTES
+from dtensor_compile.capture.held_gradients import HOLDS
 from dtensor_compile.capture.marks import MARK, Mark
 from dtensor_compile.capture.mesh import parse_mesh
 from dtensor_compile.capture.messages import STARTS
@@ -95,9 +96,14 @@ def is_wait(node: torch.fx.Node) -> bool:
 
 def is_fixed(node: torch.fx.Node) -> bool:
     """Whether a node of a lowered graph stays where it is: it writes to memory, has effects, or communicates where it stands."""
-    if node.op != "call_function" or is_start(node) or is_wait(node):
+    if node.op != "call_function" or is_start(node) or is_wait(node) or node.target in HOLDS:
         return False
-    return getattr(node.target, "namespace", "") in COMMUNICATES or node.is_impure(impure_random=False)
+    return communicates(node.target) or node.is_impure(impure_random=False)
+
+
+def communicates(target: Any) -> bool:
+    """Whether an operator sends, or waits for what is sent. What holds gradients has an effect on those of one parameter alone."""
+    return getattr(target, "namespace", None) in COMMUNICATES and target not in HOLDS
 
 
 def read(node: torch.fx.Node) -> Redistribution:

@@ -8,8 +8,8 @@ collective wants the same number of elements of everyone, that number. Local sha
 programs (stages of a pipeline, sub-meshes), nor messages between two ranks, which are left out.
 
 The exchange never becomes the hang that it is to prevent. It goes through the store of the process group, not through a
-collective, and no rank waits for another longer than `PATIENCE`, or `MOST_PATIENT` times that while the other says that it compiles: a rank that does not compile at this point, because its own
-graph still serves or because it runs other code, has nothing to say. A rank whose graph calls what it has announced before, a
+collective, and no rank waits for another longer than `PATIENCE`, or `MOST_PATIENT` times that while the other says that it compiles: a
+rank that does not compile at this point, because its own graph still serves or because it runs other code, has nothing to say. A rank whose graph calls what it has announced before, a
 recompilation for another local shape for instance, says and waits for nothing. So the cost is at compile time, and there is
 none for a call. Ranks also say over which groups a graph communicates: where a redistribution would wait for a rank that has compiled
 the same function as often, and never to anything over that group, that is an error when `PATIENCE` is over.
@@ -175,8 +175,7 @@ class Agreement:
         if book is None:
             return cls(function)
         time = book.compilations[function] = book.compilations.get(function, 0) + 1
-        with _while_the_store_is_there():
-            book.store.set(_compiling_key(book, dist.get_rank()), _COMPILING)
+        _say_compiling(book, True)
         return cls(function, time=time)
 
     def note(self, graph: torch.fx.Graph) -> None:
@@ -211,8 +210,7 @@ class Agreement:
         book = current_book()
         if book is None:
             return
-        with _while_the_store_is_there():
-            book.store.set(_compiling_key(book, dist.get_rank()), b"")
+        _say_compiling(book, False)
         if not self.graphs:  # from a cache, which keeps what an earlier compilation agreed on
             book.store.set(book.key((), self.function, dist.get_rank()), "1")
             return
@@ -258,8 +256,7 @@ class Agreement:
         book = current_book()
         if book is None or restarts_analysis(error):
             return
-        with _while_the_store_is_there():
-            book.store.set(_compiling_key(book, dist.get_rank()), b"")
+        _say_compiling(book, False)
         if not isinstance(error, AgreementError):  # of which the others know
             with _while_the_store_is_there():
                 reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
@@ -330,6 +327,11 @@ class _Waiting:
 
 def _compiling_key(book: Book, rank: int) -> str:
     return book.key((), "compiling", rank)
+
+
+def _say_compiling(book: Book, compiles: bool) -> None:
+    with _while_the_store_is_there():
+        book.store.set(_compiling_key(book, dist.get_rank()), _COMPILING if compiles else b"")
 
 
 def _compiles(book: Book, rank: int) -> bool:

@@ -151,16 +151,16 @@ def _compare(args: argparse.Namespace, job: Job) -> Answer:
     except TypeError as error:
         raise TargetError(f"{args.target}: {error}") from error
     told = f" in one process ({comparison.reference})" if args.local else ""
+    steps = ""
     if args.optimizer and not args.no_backward:
-        told += f"; steps of {args.optimizer} use eager's gradients where the compiled ones agree with them"
+        steps = f"steps of {args.optimizer} use eager's gradients where the compiled ones agree with them"
+        told += f"; {steps}"
     if not comparison.differences:
         if not comparison.tensors:
             raise TargetError(f"{args.target} returns no tensor and leaves none behind: there is nothing to compare")
         return Answer(EQUAL, f"equal: {comparison.tensors} tensors of {args.calls} calls on {ranks} ranks" + told)
     culprit = bisect_case(case, settings, world) if args.bisect or args.minify else None
-    text, script = describe(comparison.differences, culprit), ""
-    if args.optimizer and not args.no_backward:
-        text += f"\nsteps of {args.optimizer} use eager's gradients where the compiled ones agree with them"
+    text, script = "\n".join(filter(None, (describe(comparison.differences, culprit), steps))), ""
     if args.minify:
         try:
             script = minified_script(case, culprit.differing if culprit else settings, shape, names)

@@ -1,6 +1,6 @@
 """Models that nobody here wrote, under the wrappers of their users; from configurations, without weights. For `wrappers.py`.
 
-They need ``transformers`` (`make bench-third-party` installs the release that they were run with); where it is missing there are none.
+They need ``transformers`` (`make bench-third-party` runs in the environment of the gallery, which has it); where it is missing there are none.
 """
 
 from __future__ import annotations
