@@ -37,12 +37,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 
 from dtensor_compile import one_gloo_worker
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.recorder import record
 from dtensor_compile.report.table import print_report
+from dtensor_compile.testing.collectives import collectives_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 VARIANTS = {"eager": None, "stock": "inductor", "ours": "dtensor"}
@@ -80,14 +80,6 @@ def _load(path: pathlib.Path) -> ModuleType:
 def _written() -> int:
     """Bytes that this process has written, to sockets too."""
     return int(re.search(r"wchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[1])
-
-
-def _collectives(events: Any) -> int:
-    """Collectives among profiled events: gloo's, and those that this backend makes of messages."""
-    names = [event.name for event in events]
-    return sum(name.startswith("gloo:") and name not in ("gloo:send", "gloo:recv") for name in names) + sum(
-        name.startswith("dtensor_compile::all_") for name in names
-    )
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-12) -> float:
@@ -141,9 +133,7 @@ def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.P
         before = _written()
         losses[variant].append(step())
         found[variant]["bytes"] = _written() - before
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            losses[variant].append(step())
-        found[variant]["collectives"] = _collectives(seen.events())
+        found[variant]["collectives"] = collectives_run(lambda: losses[variant].append(step()))
     whole = {v: [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in models[v].parameters()] for v in steps}
     # A parameter whose gradient is zero (the bias of keys) holds nothing but rounding, if it began as zeros.
     floor = 1e-3 * max(p.abs().max().item() for p in whole["eager"])

@@ -7,6 +7,7 @@
 - ``check``: ``@parity(mesh=(2, 2))`` on a function that returns a model and its inputs.
 - ``minify``: the smallest part of a program that still differs, as a script.
 - ``graphs``: graphs as short text for golden tests.
+- ``collectives``: how many collectives a program really runs.
 
 The decorator `parity` has the name of the module that it stands on; ``from dtensor_compile.testing.parity import ...`` is the
 module.

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from dtensor_compile.testing import run_on_ranks
+from dtensor_compile.testing.collectives import collectives_run
+from tests.integrations.models import graphs
 
 pytest.importorskip("transformers", reason="transformers is not installed (the gallery's environment has it)")
 
@@ -46,14 +47,16 @@ def _trained(model, compiled, steps):
     run = torch.compile(loss, backend="dtensor_aten", fullgraph=True) if compiled else loss
     torch.manual_seed(1 + dist.get_rank() * (model._fsdp_size > 1))
     losses = []
+
+    def step(tokens):
+        result = run(tokens)
+        result.backward()
+        return result.item()
+
     for _ in range(steps):
         tokens = torch.randint(128, (2, 16))
         model.zero_grad()
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            result = run(tokens)
-            result.backward()
-        losses.append(result.item())
-    sent = sum(event.name.startswith("gloo:") for event in seen.events())
+        sent = collectives_run(lambda: losses.append(step(tokens)))
     gradients = {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()}
     return losses, gradients, sent
 
@@ -67,14 +70,16 @@ def experts(kind, sizes, crowded):
     placed = DistributedConfig(**sizes)
     losses, gradients, sent = _trained(_model(kind, placed, crowded), False, 3)
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    graphs()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ours, our_gradients, our_sent = _trained(_model(kind, placed, crowded), True, 3)
     assert not [str(w.message) for w in said if "dropped" in str(w.message)]
     torch.testing.assert_close(ours, losses)
     torch.testing.assert_close(our_gradients, gradients)
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"], sent, our_sent
+    found, breaks = graphs()
+    assert not breaks
+    return found, sent, our_sent
 
 
 @pytest.mark.parametrize(
@@ -82,14 +87,14 @@ def experts(kind, sizes, crowded):
 )
 def test_all_to_all_under_fully_shard(kind, crowded):
     sizes = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}
-    for graphs, sent, ours in run_on_ranks(2, experts, kind, sizes, crowded, timeout=200):
-        assert graphs == 1
+    for found, sent, ours in run_on_ranks(2, experts, kind, sizes, crowded, timeout=200):
+        assert found == 1
         assert 0 < ours <= sent
 
 
 @pytest.mark.parametrize("implementation", ["auto", pytest.param("all_reduce", marks=pytest.mark.slow)])
 def test_experts_beside_tensor_parallel(implementation):
     sizes = {"tp_size": 2, "ep_size": 2, "ep_implementation": implementation}
-    for graphs, sent, ours in run_on_ranks(2, experts, "mixtral", sizes, False, timeout=200):
-        assert graphs == 1
+    for found, sent, ours in run_on_ranks(2, experts, "mixtral", sizes, False, timeout=200):
+        assert found == 1
         assert 0 < ours <= sent

@@ -36,10 +36,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 from dtensor_compile import one_gloo_worker
 from dtensor_compile.demo.llama import Llama, LlamaConfig
+from dtensor_compile.testing.collectives import collectives_run
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import netlab  # noqa: E402 - tools beside this one
@@ -158,14 +158,6 @@ def _step(name: str, variant: str) -> Callable[[], None]:
     return step
 
 
-def _count(step: Callable[[], None]) -> int:
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        step()
-    names = [event.name for event in found.events()]
-    messages = ("gloo:send", "gloo:recv")  # of which this backend makes some of its collectives
-    return sum(name.startswith("gloo:") and name not in messages for name in names) + sum(name.startswith("dtensor_compile::all_") for name in names)
-
-
 def child(args: argparse.Namespace) -> None:
     """One rank: writes its measurements to a file."""
     torch.set_num_threads(1)
@@ -187,7 +179,7 @@ def child(args: argparse.Namespace) -> None:
             began = time.perf_counter()
             step()
             result["seconds"].setdefault(variant, []).append(time.perf_counter() - began)
-    result["collectives"] = {variant: _count(step) for variant, step in steps.items()}
+    result["collectives"] = {variant: collectives_run(step) for variant, step in steps.items()}
     dist.destroy_process_group()
     pathlib.Path(f"{args.json}.{os.environ['RANK']}").write_text(json.dumps(result))
 
