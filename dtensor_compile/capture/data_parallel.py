@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtensor_compile.capture.groups import Group, send_alike, send_with
 from dtensor_compile.capture.held_gradients import hold_gradient, with_held_gradient
-from dtensor_compile.capture.spec import parse_spec
+from dtensor_compile.capture.spec import parse_spec, spec_text
 from dtensor_compile.compat import fsdp
 from dtensor_compile.compat.collectives import functional, wait_tensor
 from dtensor_compile.compat.dtensor import Placement, Spec, local_and_spec, make_spec, redistribute_local, with_local
@@ -49,11 +49,33 @@ class Reduction(NamedTuple):
         return cls(sharded.reduce_dtype, *sharded.divide)
 
 
+class _Outer(NamedTuple):
+    """The DTensor that a module uses.
+
+    Attributes:
+        data_parallel: dims of its mesh over which the wrapper itself reduces gradients.
+    """
+
+    mesh: Any
+    placements: tuple[Placement, ...]
+    data_parallel: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, sharded: fsdp.Sharded) -> _Outer | None:
+        if sharded.outer_mesh is None:
+            return None
+        return cls(sharded.outer_mesh, sharded.outer_placements, sharded.data_parallel)
+
+    def spec(self, sharded: Spec, dtype: torch.dtype) -> Spec:
+        """Of the whole parameter, given that of the sharded one."""
+        return make_spec(self.mesh, self.placements, sharded.tensor_meta.shape, dtype)
+
+
 class _Unsharding(NamedTuple):
     """The arguments of `unshard` but the parameter."""
 
     mesh: Any
-    outer_mesh: Any
+    outer: _Outer | None
     placements: tuple[Placement, ...]
     size: tuple[int, ...]
     dtype: torch.dtype | None
@@ -83,19 +105,18 @@ class _Unshard(torch.autograd.Function):
         ctx.holder, ctx.how = holder, how
         whole = how.move(_cast(local, how.dtype), how.placements, (Replicate(),) * len(how.placements))
         whole = whole.view_as(whole) if whole is local else whole
-        if how.outer_mesh is None:
-            return whole
-        ctx.outer = _outer_spec(ctx.spec, how, whole.dtype)
-        return with_local(whole, ctx.outer)
+        return whole if how.outer is None else with_local(whole, how.outer.spec(ctx.spec, whole.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         how, reduction = ctx.how, ctx.how.reduction
-        if how.outer_mesh is not None:
-            grad, _ = local_and_spec(grad.redistribute(placements=ctx.outer.placements))
+        placements: tuple[Placement, ...] = ()
+        if how.outer is not None:
+            placements = fsdp.reduced_placements(grad.placements, how.outer.placements, how.outer.data_parallel)
+            grad, _ = local_and_spec(grad.redistribute(placements=placements))
             send_with(grad, how.group)
         if how.held == "hold":
-            hold_gradient(grad, ctx.holder, how.index, 0)
+            hold_gradient(grad, ctx.holder, how.index, spec_text(placements), 0)
             return None, None, None
         grad = _cast(grad, reduction.dtype)
         if how.held == "release":
@@ -106,7 +127,7 @@ class _Unshard(torch.autograd.Function):
 def unshard(
     param: DTensor,
     mesh: Any,
-    outer_mesh: Any,
+    outer: tuple[Any, ...] | None,
     placements: str,
     size: tuple[int, ...],
     dtype: torch.dtype | None,
@@ -120,11 +141,11 @@ def unshard(
     """What the forward uses in place of a parameter that data-parallel ranks share.
 
     Args:
-        param: sharded over `mesh`, and over `outer_mesh` where the module is tensor-parallel too.
+        param: sharded over `mesh`, and over other dims where the module is tensor-parallel too.
         mesh: the data-parallel mesh: one dim, or two of which the first replicates.
-        outer_mesh: mesh of the DTensor that comes out; None: a plain tensor comes out.
+        outer: an `_Outer`, with its placements as text: the DTensor that comes out; None: a plain tensor comes out.
         placements: text form, on `mesh`.
-        size: of what the ranks of `mesh` share; the local size where there is an outer mesh.
+        size: of what the ranks of `mesh` share; the local size where a DTensor comes out.
         dtype: of the result; None keeps that of the parameter.
         reduction: a `Reduction`.
         reshard: the backward gathers it again, instead of keeping it.
@@ -134,7 +155,8 @@ def unshard(
     Returns:
         The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or held.
     """
-    how = _Unsharding(mesh, outer_mesh, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), held, index)
+    of = None if outer is None else _Outer(outer[0], parse_spec(outer[1]), tuple(outer[2]))
+    how = _Unsharding(mesh, of, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), held, index)
     with recomputed_in_backward(reshard):
         return _Unshard.apply(param, holder, how)
 
@@ -150,8 +172,10 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
     for sharded in fsdp.sharded_parameters(found) if found is not None else ():
         held = fsdp.taken(found, sharded) if sharded.path in paths else None
         if held is not None:
-            param, mesh, outer_mesh, reduction = sharded.parameter, sharded.mesh, sharded.outer_mesh, Reduction.of(sharded)
-            how = _Unsharding(mesh, outer_mesh, sharded.placements, sharded.size, sharded.dtype, reduction, Group("held"))
+            param, reduction = sharded.parameter, Reduction.of(sharded)
+            how = _Unsharding(
+                sharded.mesh, _Outer.of(sharded), sharded.placements, sharded.size, sharded.dtype, reduction, Group("held")
+            )
             local, spec = local_and_spec(param)
             grad = with_local(how.reduced(_cast(held, reduction.dtype), local.dtype), spec)
             param.grad = grad if param.grad is None else param.grad + grad
@@ -187,7 +211,3 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def _divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
     return tensor if divisor == 1 else tensor / divisor
-
-
-def _outer_spec(spec: Spec, how: _Unsharding, dtype: torch.dtype) -> Spec:
-    return make_spec(how.outer_mesh, spec.placements[len(how.placements) :], spec.tensor_meta.shape, dtype)

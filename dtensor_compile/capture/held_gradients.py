@@ -1,10 +1,11 @@
 """Gradients that wait for the reduction of a later backward pass: accumulation without communication, as operators of a graph.
 
-    hold_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor            nothing
-    with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor       grad, and what was held, which is held no longer
+    hold_gradient(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor    nothing
+    with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor               grad, and what was held, which is held no longer
 
 `holder` is an integer that says whose gradients they are (`compat.fsdp.make_holders`), an input of the graph, so that code which is compiled once
-serves every module of its kind; `index` is the place of the parameter. What is held is looked up when the backward pass runs: it is where
+serves every module of its kind; `index` is the place of the parameter;
+`placements` are those of the gradient, where the parameter is a DTensor. What is held is looked up when the backward pass runs: it is where
 eager keeps it, and a forward without a backward changes nothing. `order` is the place among all that has an effect: no node is dropped,
 runs twice, or is taken for another.
 """
@@ -14,11 +15,12 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.capture.collectives import define
+from dtensor_compile.capture.spec import parse_spec
 from dtensor_compile.compat import fsdp
 
 
-def _hold(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
-    fsdp.hold(int(holder), index, grad)
+def _hold(grad: torch.Tensor, holder: torch.Tensor, index: int, placements: str, order: int) -> torch.Tensor:
+    fsdp.hold(int(holder), index, grad, parse_spec(placements) if placements else ())
     return torch.empty(0)
 
 
@@ -26,7 +28,9 @@ def _with_held(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int)
     return fsdp.release(int(holder), index, grad)
 
 
-hold_gradient = define("hold_gradient", "(Tensor grad, Tensor holder, int index, int order) -> Tensor", _hold, lambda *_: torch.empty(0))
+hold_gradient = define(
+    "hold_gradient", "(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor", _hold, lambda *_: torch.empty(0)
+)
 with_held_gradient = define(
     "with_held_gradient",
     "(Tensor grad, Tensor holder, int index, int order) -> Tensor",

@@ -5,10 +5,11 @@ Nothing here knows of Dynamo. A *group* holds the parameters that eager gathers 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +137,6 @@ def _own_comm(comm: Any) -> bool:
 #: What keeps a state out of a graph: a test, and what to say.
 _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
     (lambda g: isinstance(g.offload_policy, CPUOffloadPolicy), "parameters are offloaded to the CPU"),
-    (lambda g: getattr(g.mesh_info, "is_spmd_mesh", False), "parameters are sharded over a mesh given by dp_mesh_dims"),
     (lambda g: g._all_reduce_hook is not None, "set_all_reduce_hook"),
     (lambda g: _own_comm(g._all_gather_comm) or _own_comm(g._reduce_scatter_comm), "a custom all-gather or reduce-scatter"),
     (lambda g: any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in g.fsdp_params), "fsdp_pre_all_gather"),
@@ -205,7 +205,8 @@ class Sharded:
         path: attributes and indices on the way from the state to it.
         places: module and name, several where it is tied.
         mesh, placements: how the ranks share it: a mesh of one dim, or of two of which the first replicates.
-        outer_mesh: mesh of the DTensor that the module uses; None where it uses a plain tensor.
+        outer_mesh, outer_placements: of the DTensor that the module uses; None and () where it uses a plain tensor.
+        data_parallel: the dims of `outer_mesh` over which `mesh` shares the parameter (``dp_mesh_dims``); none where these are two meshes.
         size: of what the ranks share.
         dtype, reduce_dtype: of what the module uses, and in which gradients are reduced; None leaves them as they are.
         divide: reduction op, divisors of gradients before and after it.
@@ -222,6 +223,8 @@ class Sharded:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     outer_mesh: DeviceMesh | None
+    outer_placements: tuple[Placement, ...]
+    data_parallel: tuple[int, ...]
     size: tuple[int, ...]
     dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -243,13 +246,16 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
         path = ("_fsdp_param_groups", i) if SEVERAL else ("_fsdp_param_group",)
         held = "hold" if not group.reduce_grads else "release" if _holds(group) else ""
         for j, param in enumerate(group.fsdp_params):
+            outer = _unsharded_spec(param)
             yield Sharded(
                 parameter=param.sharded_param,
                 path=(*path, "fsdp_params", j, "sharded_param"),
                 places=_places(param),
                 mesh=group.mesh_info.mesh,
                 placements=_placements(group, param),
-                outer_mesh=_outer_mesh(param),
+                outer_mesh=None if outer is None else outer.mesh,
+                outer_placements=() if outer is None else outer.placements,
+                data_parallel=_data_parallel_dims(param),
                 size=tuple(param._orig_size),
                 dtype=param.param_dtype,
                 reduce_dtype=param.reduce_dtype,
@@ -261,9 +267,9 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
             )
 
 
-def _outer_mesh(param: FSDPParam) -> DeviceMesh | None:
-    spec = _unsharded_spec(param)
-    return None if spec is None else spec.mesh
+def _data_parallel_dims(param: FSDPParam) -> tuple[int, ...]:
+    """The dims that ``dp_mesh_dims`` names of the mesh on which the parameter is a DTensor; none where it is not given."""
+    return tuple(sorted(getattr(param, "_dp_dim_indices", ())))
 
 
 def _placements(group: FSDPParamGroup, param: FSDPParam) -> tuple[Placement, ...]:
@@ -306,12 +312,13 @@ def make_holders(state: FSDPState) -> None:
             setattr(group, _HOLDER, torch.tensor(number))
 
 
-def hold(number: int, index: int, grad: torch.Tensor) -> None:
+def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placement, ...]) -> None:
     """Adds the gradient of a whole parameter to what waits to be reduced, where eager's next backward finds it too.
 
     Args:
         number, index: of the group and of the parameter.
         grad: of the local tensor; copied.
+        placements: of the gradient, where the parameter is a DTensor. Over data-parallel dims of its mesh it may be partial.
     """
     group = _HOLDERS[number]
     param = group.fsdp_params[index]
@@ -324,7 +331,7 @@ def hold(number: int, index: int, grad: torch.Tensor) -> None:
     else:
         before.add_(grad)
     spec = _unsharded_spec(param)
-    param.unsharded_accumulated_grad = before if spec is None else with_local(before, spec)
+    param.unsharded_accumulated_grad = before if spec is None else with_local(before, dataclasses.replace(spec, placements=placements))
 
 
 def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -351,8 +358,15 @@ def _taken(param: FSDPParam) -> torch.Tensor | None:
         held, whole.grad = whole.grad, None
     if held is not None and (spec := _unsharded_spec(param)) is not None:
         assert isinstance(held, DTensor)
-        return held.redistribute(placements=spec.placements).to_local()
+        return held.redistribute(placements=reduced_placements(held.placements, spec.placements, _data_parallel_dims(param))).to_local()
     return held
+
+
+def reduced_placements(
+    grad: Sequence[Placement], parameter: Sequence[Placement], data_parallel: Sequence[int]
+) -> tuple[Placement, ...]:
+    """Placements of a gradient before the wrapper reduces it: those of the parameter, but over data-parallel dims its own."""
+    return tuple(of if dim in data_parallel else placement for dim, (of, placement) in enumerate(zip(grad, parameter, strict=True)))
 
 
 def _unsharded_spec(param: FSDPParam) -> Spec | None:

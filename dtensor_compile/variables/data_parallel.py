@@ -10,6 +10,7 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 | setting                                                       | in a compiled region                                          |
 |---------------------------------------------------------------|---------------------------------------------------------------|
 | meshes of one and two dims, shards of any dim, with TP         | same                                                          |
+| dp_mesh_dims                                                  | same                                                          |
 | mixed precision, gradient_divide_factor, force_sum            | same                                                          |
 | reshard_after_forward                                         | True: gathered again in backward; False: kept; number: as True |
 | what one fully_shard wraps                                    | gathered together, reduced together, by dtype                 |
@@ -158,12 +159,15 @@ def _unsharded(
     tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str, owner: Sequence[VariableTracker]
 ) -> VariableTracker:
     held = (sharded.held, member(tx, owner[0], sharded.holder), sharded.index) if sharded.held and torch.is_grad_enabled() else ()
+    outer = None
+    if sharded.outer_mesh is not None:
+        outer = tuple_of(build(tx, sharded.outer_mesh), build(tx, spec_text(sharded.outer_placements)), build(tx, sharded.data_parallel))
     return emit_call(
         tx,
         unshard,
         param,
         build(tx, sharded.mesh),
-        None if sharded.outer_mesh is None else build(tx, sharded.outer_mesh),
+        outer,
         spec_text(sharded.placements),
         sharded.size,
         sharded.dtype,
