@@ -4,7 +4,8 @@ A wrapper makes two things of a parameter: what the forward of its module uses, 
 function of the parameter here, with the second as the gradient of the first:
 
     unshard(param, ...)           sharded DTensor -> whole tensor;      gradient: mean over the ranks, as a sharded DTensor, or none:
-                                                                        it is held until a later pass reduces it
+                                                                        it is held until a later pass reduces it,
+                                                                        whole, or its shard, which waits for replicas
     average_gradient(param, ...)  the parameter itself;                 gradient: mean over the ranks
 
 AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that what
@@ -20,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtensor_compile.capture.groups import Group, send_alike, send_with
-from dtensor_compile.capture.held_gradients import hold_gradient, with_held_gradient
+from dtensor_compile.capture.held_gradients import hold_gradient, hold_shard, with_held_gradient, with_held_shard
 from dtensor_compile.capture.spec import parse_spec, spec_text
 from dtensor_compile.compat import fsdp
 from dtensor_compile.compat.collectives import functional, wait_tensor
@@ -81,7 +82,7 @@ class _Unsharding(NamedTuple):
     dtype: torch.dtype | None
     reduction: Reduction
     group: Group
-    held: str = ""
+    held: fsdp.Held = fsdp.Held()
     index: int = 0
 
     def move(self, local: torch.Tensor, before: tuple[Placement, ...], after: tuple[Placement, ...]) -> torch.Tensor:
@@ -89,10 +90,18 @@ class _Unsharding(NamedTuple):
         source, target = (make_spec(mesh, placements, self.size, local.dtype) for placements in (before, after))
         return send_with(redistribute_local(local, source, target), self.group)
 
-    def reduced(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The shard of the mean of whole gradients, in the dtype of the parameter."""
-        grad = _divide(grad, self.reduction.before)
-        grad = self.move(grad, (Partial(self.reduction.op),) * len(self.placements), self.placements)
+    def reduced(self, grad: torch.Tensor, holder: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The shard of the mean of whole gradients, in the dtype of the parameter; None where it is held."""
+        grad, partial = _divide(grad, self.reduction.before), Partial(self.reduction.op)
+        placements = (partial,) * len(self.placements)
+        if self.held.shard:
+            placements, before = (partial, *self.placements[1:]), placements
+            grad = self.move(grad, before, placements)
+            if self.held.shard == "hold":
+                hold_shard(grad, holder, self.index, 0)
+                return None
+            grad = with_held_shard(grad, holder, self.index, 0)
+        grad = self.move(grad, placements, self.placements)
         return _cast(_divide(grad, self.reduction.after), dtype)
 
 
@@ -115,13 +124,14 @@ class _Unshard(torch.autograd.Function):
             placements = fsdp.reduced_placements(grad.placements, how.outer.placements, how.outer.data_parallel)
             grad, _ = local_and_spec(grad.redistribute(placements=placements))
             send_with(grad, how.group)
-        if how.held == "hold":
+        if how.held.whole == "hold":
             hold_gradient(grad, ctx.holder, how.index, spec_text(placements), 0)
             return None, None, None
         grad = _cast(grad, reduction.dtype)
-        if how.held == "release":
+        if how.held.whole == "release":
             grad = with_held_gradient(grad, ctx.holder, how.index, 0)
-        return with_local(how.reduced(grad, ctx.spec.tensor_meta.dtype), ctx.spec), None, None
+        shard = how.reduced(grad, ctx.holder, ctx.spec.tensor_meta.dtype)
+        return None if shard is None else with_local(shard, ctx.spec), None, None
 
 
 def unshard(
@@ -134,7 +144,7 @@ def unshard(
     reduction: tuple[Any, ...],
     reshard: bool,
     group: str,
-    held: str = "",
+    held: tuple[str, str] = ("", ""),
     holder: torch.Tensor | None = None,
     index: int = 0,
 ) -> torch.Tensor:
@@ -156,7 +166,7 @@ def unshard(
         The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or held.
     """
     of = None if outer is None else _Outer(outer[0], parse_spec(outer[1]), tuple(outer[2]))
-    how = _Unsharding(mesh, of, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), held, index)
+    how = _Unsharding(mesh, of, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), fsdp.Held(*held), index)
     with recomputed_in_backward(reshard):
         return _Unshard.apply(param, holder, how)
 
@@ -174,11 +184,21 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
         if held is not None:
             param, reduction = sharded.parameter, Reduction.of(sharded)
             how = _Unsharding(
-                sharded.mesh, _Outer.of(sharded), sharded.placements, sharded.size, sharded.dtype, reduction, Group("held")
+                sharded.mesh,
+                _Outer.of(sharded),
+                sharded.placements,
+                sharded.size,
+                sharded.dtype,
+                reduction,
+                Group("held"),
+                sharded.held,
+                sharded.index,
             )
             local, spec = local_and_spec(param)
-            grad = with_local(how.reduced(_cast(held, reduction.dtype), local.dtype), spec)
-            param.grad = grad if param.grad is None else param.grad + grad
+            shard = how.reduced(_cast(held, reduction.dtype), fsdp.holder_of(found, sharded), local.dtype)
+            if shard is not None:
+                grad = with_local(shard, spec)
+                param.grad = grad if param.grad is None else param.grad + grad
 
 
 class _AverageGradient(torch.autograd.Function):

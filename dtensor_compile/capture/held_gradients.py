@@ -2,6 +2,7 @@
 
     hold_gradient(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor    nothing
     with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor               grad, and what was held, which is held no longer
+    hold_shard, with_held_shard                                                                  the same of shards that wait for replicas
 
 `holder` is an integer that says whose gradients they are (`compat.fsdp.make_holders`), an input of the graph, so that code which is compiled once
 serves every module of its kind; `index` is the place of the parameter;
@@ -38,5 +39,24 @@ with_held_gradient = define(
     lambda grad, *_: grad.new_empty(grad.shape),
 )
 
+
+
+def _hold_shard(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
+    fsdp.hold_shard(int(holder), index, grad)
+    return torch.empty(0)
+
+
+def _with_held_shard(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
+    return fsdp.release_shard(int(holder), index, grad)
+
+
+hold_shard = define("hold_shard", "(Tensor grad, Tensor holder, int index, int order) -> Tensor", _hold_shard, lambda *_: torch.empty(0))
+with_held_shard = define(
+    "with_held_shard",
+    "(Tensor grad, Tensor holder, int index, int order) -> Tensor",
+    _with_held_shard,
+    lambda grad, *_: grad.new_empty(grad.shape),
+)
+
 #: Operators with their place in the order as their last argument.
-HOLDS = (hold_gradient, with_held_gradient)
+HOLDS = (hold_gradient, with_held_gradient, hold_shard, with_held_shard)

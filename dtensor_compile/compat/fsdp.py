@@ -11,7 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,9 +59,18 @@ def method_of(function: Any) -> Any:
 
 def state_of(owner: Any) -> FSDPState:
     """The state itself, or that of a hook of modules in a list."""
-    while not isinstance(owner, FSDPState):
-        owner = owner.__self__ if isinstance(owner, types.MethodType) else owner.__wrapped__
+    for name in path_to_state(owner):
+        owner = getattr(owner, name)
     return owner
+
+
+def path_to_state(owner: Any) -> tuple[str, ...]:
+    """The attributes that lead from a hook of modules in a list to their state; none from the state itself."""
+    path: list[str] = []
+    while not isinstance(owner, FSDPState):
+        path.append("__self__" if isinstance(owner, types.MethodType) else "__wrapped__")
+        owner = getattr(owner, path[-1])
+    return tuple(path)
 
 
 # ---- what is fixed while the compiled code holds -----------------------------------------------------------------------------
@@ -89,14 +98,11 @@ def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
 
 def _facts_of_gradients(group: FSDPParamGroup) -> tuple[Any, ...]:
     return (
-        group.reduce_grads,
-        group.all_reduce_grads,
+        _held(group),  # what adds to held gradients need not know whether there are any
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
         _reduces_unused(group),
         group._all_reduce_hook is None,
-        group.reduce_grads and _holds(group),  # what adds to them need not know whether there are any
-        _has_partly_reduced(group),
         _has_hooks(group),
     )
 
@@ -146,9 +152,7 @@ _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
 )
 #: The same, where gradients are wanted.
 _OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
-    (lambda g: g.reduce_grads and not g.all_reduce_grads and isinstance(g.mesh_info, DDPMeshInfo), "set_requires_all_reduce(False)"),
     (_has_hooks, "a parameter with a hook on its gradient"),
-    (_has_partly_reduced, "gradients of an earlier backward wait to be reduced over replicas"),
 )
 
 
@@ -196,6 +200,16 @@ def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
 # ---- parameters --------------------------------------------------------------------------------------------------------------
 
 
+class Held(NamedTuple):
+    """What becomes of a gradient at two places on its way: as it comes, and reduced over shards and not yet over replicas.
+
+    At each: "hold", it is kept for a later pass; "release", what is kept is added to it before it is reduced further; "", neither.
+    """
+
+    whole: str = ""
+    shard: str = ""
+
+
 @dataclass(frozen=True)
 class Sharded:
     """One parameter that data-parallel ranks share.
@@ -213,8 +227,7 @@ class Sharded:
         reshard: it is not kept for the backward.
         holder: path from the state to the tensor that stands for its group (`make_holders`).
         index: its place in the group.
-        held: what becomes of its gradient: "hold", it is kept for a later reduction; "release", what is kept is added to it before it is
-            reduced; "", neither.
+        held: what becomes of its gradient.
     """
 
     parameter: torch.nn.Parameter
@@ -232,7 +245,7 @@ class Sharded:
     reshard: bool
     holder: tuple[str | int, ...]
     index: int
-    held: str
+    held: Held
 
 
 def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
@@ -244,7 +257,7 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
     """The parameters of a state that is prepared."""
     for i, group in enumerate(_groups(state)):
         path = ("_fsdp_param_groups", i) if SEVERAL else ("_fsdp_param_group",)
-        held = "hold" if not group.reduce_grads else "release" if _holds(group) else ""
+        held = _held(group)
         for j, param in enumerate(group.fsdp_params):
             outer = _unsharded_spec(param)
             yield Sharded(
@@ -265,6 +278,15 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
                 index=j,
                 held=held,
             )
+
+
+def _held(group: FSDPParamGroup) -> Held:
+    if not group.reduce_grads:
+        return Held("hold")
+    whole, shard = "release" if _holds(group) else "", ""
+    if isinstance(group.mesh_info, DDPMeshInfo):
+        shard = "hold" if not group.all_reduce_grads else "release" if _has_partly_reduced(group) else ""
+    return Held(whole, shard)
 
 
 def _data_parallel_dims(param: FSDPParam) -> tuple[int, ...]:
@@ -367,6 +389,63 @@ def reduced_placements(
 ) -> tuple[Placement, ...]:
     """Placements of a gradient before the wrapper reduces it: those of the parameter, but over data-parallel dims its own."""
     return tuple(of if dim in data_parallel else placement for dim, (of, placement) in enumerate(zip(grad, parameter, strict=True)))
+
+
+#: The attribute of a group with the flat tensor of held shards that compiled code made, and the indices of those that are in it.
+_SHARDS = "_dtensor_compile_held_shards"
+
+
+def _held_shards(group: FSDPParamGroup) -> set[int]:
+    """Indices of the parameters whose shards wait; eager holds those of all that require gradients."""
+    flat, indices = getattr(group, _SHARDS, (None, set()))
+    if flat is None or flat is not group._partial_reduce_output:
+        indices = {i for i, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad}
+    return indices
+
+
+def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
+    """The place of a shard in the flat tensor in which eager keeps those of a group: one after the other, each padded."""
+    params = group.fsdp_params
+    offset = sum(param.padded_sharded_param_size.numel() for param in params[:index] if param.sharded_param.requires_grad)
+    of = params[index]
+    return group._partial_reduce_output.as_strided(of.sharded_size, of.contiguous_sharded_stride, offset)
+
+
+def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
+    """Adds a gradient that is reduced over shards to what waits to be reduced over replicas, where eager's next backward finds it too.
+
+    Args:
+        number, index: of the group and of the parameter.
+        grad: the local shard.
+    """
+    group = _HOLDERS[number]
+    if group._partial_reduce_output is None:
+        sizes = (param.padded_sharded_param_size.numel() for param in group.fsdp_params if param.sharded_param.requires_grad)
+        group._partial_reduce_output = grad.new_zeros(sum(sizes))
+        setattr(group, _SHARDS, (group._partial_reduce_output, set()))
+    _held_shard(group, index).add_(grad)
+    _held_shards(group).add(index)
+
+
+def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
+    """A new, contiguous tensor: `grad`, reduced over shards, and what is held of the same parameter, which is held no longer."""
+    group = _HOLDERS[number]
+    if group._partial_reduce_output is None:
+        return grad.clone(memory_format=torch.contiguous_format)
+    indices, place = _held_shards(group), _held_shard(group, index)
+    result = (grad + place).contiguous()
+    place.zero_()
+    indices.discard(index)
+    setattr(group, _SHARDS, (group._partial_reduce_output, indices))
+    if not indices:
+        group._partial_reduce_output = None
+        delattr(group, _SHARDS)
+    return result
+
+
+def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
+    """The tensor with the number of the group that has a parameter."""
+    return next(getattr(group, _HOLDER) for group in _groups(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter)
 
 
 def _unsharded_spec(param: FSDPParam) -> Spec | None:

@@ -14,7 +14,7 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 | mixed precision, gradient_divide_factor, force_sum            | same                                                          |
 | reshard_after_forward                                         | True: gathered again in backward; False: kept; number: as True |
 | what one fully_shard wraps                                    | gathered together, reduced together, by dtype                 |
-| set_requires_gradient_sync                                    | same: held where eager holds them, and reduced with the next  |
+| set_requires_gradient_sync, set_requires_all_reduce           | same: held where eager holds them, and reduced with the next  |
 | prefetching, streams, symmetric memory, unshard(async_op)     | nothing: the graph is scheduled as a whole                    |
 | DDP: bucket_cap_mb                                            | same                                                          |
 | DDP: gradient_as_bucket_view, static_graph                    | nothing                                                       |
@@ -155,10 +155,17 @@ def _group_name(tx: Translator, owner: Any, module: torch.nn.Module) -> str:
     return f"{type(owner).__name__} {number}, call {call}"
 
 
+def _of_state(tx: Translator, subject: VariableTracker, path: Sequence[str | int]) -> VariableTracker:
+    """What is found from a state along a path; `subject` is the state, or a hook of modules in a list."""
+    return member(tx, subject, (*fsdp.path_to_state(real_value(tx, subject)), *path))
+
+
 def _unsharded(
-    tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str, owner: Sequence[VariableTracker]
+    tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str, subject: VariableTracker
 ) -> VariableTracker:
-    held = (sharded.held, member(tx, owner[0], sharded.holder), sharded.index) if sharded.held and torch.is_grad_enabled() else ()
+    held = ()
+    if any(sharded.held) and torch.is_grad_enabled():
+        held = (tuple(sharded.held), _of_state(tx, subject, sharded.holder), sharded.index)
     outer = None
     if sharded.outer_mesh is not None:
         outer = tuple_of(build(tx, sharded.outer_mesh), build(tx, spec_text(sharded.outer_placements)), build(tx, sharded.data_parallel))
@@ -191,11 +198,7 @@ def _fsdp_pre_forward(
     if torch.is_grad_enabled():
         _same_fsdp_gradients(source_of(subject))
         fsdp.make_holders(state)
-        if not owner and any(sharded.held for sharded in fsdp.sharded_parameters(state)):
-            _refuse("modules in a list, whose gradients wait to be reduced", "fully_shard")
     policy, at_rest = fsdp.mixed_precision(state), fsdp.is_at_rest(state)
-    if not at_rest and not owner:
-        _refuse("modules in a list, whose parameters are whole already", "fully_shard")
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         inputs, named_inputs = (_trace(tx, _cast, value, policy.param_dtype) for value in (inputs, named_inputs))
     group, unsharded = _group_name(tx, state, real_value(tx, module)), notes(tx, "unsharded").setdefault(id(state), {})
@@ -204,8 +207,8 @@ def _fsdp_pre_forward(
 
         def whole(found: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made) -> VariableTracker:
             if not made:  # a tied parameter is gathered once
-                param = found.realize() if at_rest else member(tx, owner[0], sharded.path)
-                made.append(_unsharded(tx, sharded, param, group, owner))
+                param = found.realize() if at_rest else _of_state(tx, subject, sharded.path)
+                made.append(_unsharded(tx, sharded, param, group, subject))
                 unsharded.setdefault(sharded.path, []).extend(made)
             return made[0]
 
@@ -227,7 +230,7 @@ def _fsdp_post_forward(
             restore_parameter(tx, submodule(tx, module, path), name)
     if torch.is_grad_enabled():
         made = notes(tx, "unsharded").get(id(state), {})
-        holding = [sharded.path for sharded in fsdp.sharded_parameters(state) if sharded.held == "release"]
+        holding = [sharded.path for sharded in fsdp.sharded_parameters(state) if sharded.held.whole == "release"]
         unused = [path for path in holding if not any(is_used(whole) for whole in made.get(path, ()))]
         if unused:
             call_after_graph(tx, functools.partial(reduce_held, weakref.ref(state), unused), [])

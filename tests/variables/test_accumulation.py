@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -12,8 +13,10 @@ from dtensor_compile.causes import code_in
 from dtensor_compile.compat import counters
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
-from tests.variables.test_data_parallel import BACKEND, Blocks, local_input, nested, per_block
+from tests.variables.test_data_parallel import BACKEND, MLP, Blocks, local_input, nested, per_block
 
+#: A microbatch that reduces over shards and not over replicas.
+SHARDS = "shards"
 #: Of the microbatches of two steps, which ones reduce; and an ordinary step.
 SYNC = (False, False, False, True, False, False, False, True, True)
 
@@ -34,8 +37,34 @@ def hybrid():
     return per_block(make_mesh((2, 2), ("replicate", "shard")))
 
 
+def in_a_list():
+    model, mesh = Blocks(2, 6), make_mesh((2,), ("dp",))
+    fully_shard([model.blocks[0], model.norm], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def hybrid_uneven():
+    """The hidden width 9 and the bias of 3 divide over 2 ranks in no way."""
+    model = MLP((7, 9, 3))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fully_shard(model, mesh=make_mesh((2, 2), ("replicate", "shard")), mp_policy=policy)
+
+
+def replicated():
+    return replicate(Blocks(2, 6), mesh=make_mesh((2,), ("replicate",)))
+
+
 #: Models, and the widths of their inputs.
-BUILD = {"nested uneven": (nested, 7), "per block": (per_block, 6), "mixed": (mixed, 6), "two dims": (two_dims, 8), "hybrid": (hybrid, 6)}
+BUILD = {
+    "nested uneven": (nested, 7),
+    "per block": (per_block, 6),
+    "mixed": (mixed, 6),
+    "two dims": (two_dims, 8),
+    "hybrid": (hybrid, 6),
+    "hybrid uneven": (hybrid_uneven, 7),
+    "in a list": (in_a_list, 6),
+    "replicated": (replicated, 6),
+}
 
 
 def in_one_graph(model, backend):
@@ -52,10 +81,12 @@ def microbatches(build, width, sync=SYNC, backends=(None,), between=lambda model
     seen = []
     for i, reduces in enumerate(sync):
         call = calls[i % len(calls)]
-        model.set_requires_gradient_sync(reduces)
+        model.set_requires_gradient_sync(bool(reduces))
+        if reduces == SHARDS:
+            model.set_requires_all_reduce(False)
         x = local_input(width, i)
         call(x).float().exp().mean().backward()
-        if reduces:
+        if reduces is True:
             seen.append([x.grad, *(p.grad for p in model.parameters())])
             model.zero_grad()
         else:  # a forward without a backward leaves whole parameters in eager's root
@@ -72,7 +103,7 @@ def assert_same(build, width, backends=(BACKEND,), computed_in=None, **about):
         assert not differences, "\n".join(map(str, differences))
 
 
-@pytest.mark.parametrize("name", ["nested uneven", "per block", "mixed"])
+@pytest.mark.parametrize("name", ["nested uneven", "per block", "mixed", "in a list"])
 @on_ranks(2)
 def test_accumulates_as_eager(name):
     assert_same(*BUILD[name])
@@ -95,13 +126,46 @@ def test_accumulates_as_eager_on_four_ranks(name):
     assert counters.graphs() == 3
 
 
+#: Held as they come, then reduced over shards, then over replicas; then over shards twice; then an ordinary step.
+IN_STAGES = (False, SHARDS, True, SHARDS, SHARDS, True, True)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid uneven"])
+@on_ranks(4)
+def test_shards_wait_for_replicas(name):
+    assert_same(*BUILD[name], sync=IN_STAGES)
+    counters.reset()
+    assert_same(*BUILD[name], sync=(SHARDS, SHARDS, SHARDS, True) * 3)
+    assert counters.graphs() == 2
+
+
+@on_ranks(2)
+def test_replicated_gradients_wait():
+    assert_same(*BUILD["replicated"], sync=IN_STAGES)
+
+
+@on_ranks(4)
+def test_eager_and_compiled_microbatches_of_shards_take_turns():
+    assert_same(*BUILD["hybrid uneven"], sync=IN_STAGES, backends=(BACKEND, None))
+    assert_same(*BUILD["hybrid uneven"], sync=IN_STAGES, backends=(None, BACKEND))
+
+
+@on_ranks(4)
+def test_shards_that_wait_are_sent_over_shards_alone():
+    with dtensor_compile.record() as recording:
+        microbatches(*BUILD["hybrid"], (SHARDS,), (BACKEND,))
+    collectives = [collective for graph in recording.graphs for collective in graph.collectives]
+    assert {collective.mesh_dim for collective in collectives} == {"shard"}
+    assert {collective.kind for collective in collectives} != {"all_gather"}
+
+
 @on_ranks(2)
 def test_through_inductor():
     assert_same(per_block, 6, ("dtensor",))
     assert_same(mixed, 6, ("dtensor",), torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["per block", "mixed"])
+@pytest.mark.parametrize("name", ["per block", "mixed", "in a list"])
 @on_ranks(2)
 def test_eager_and_compiled_microbatches_take_turns(name):
     assert_same(*BUILD[name], backends=(BACKEND, None))
