@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel torch numpy
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test]"
-	$(BIN)/python -c "from dtensor_compile.runtime.native import native; raise SystemExit(native() is None)"
+	$(BIN)/python -c "from dtensor_compile.native.loader import native; raise SystemExit(native() is None)"
 	touch $@
 
 demo: $(VENV)/.installed
@@ -45,7 +45,7 @@ test-memory: $(VENV)/.installed
 
 # Every pair of specs on 1-D, 2-D and 3-D meshes (make test takes a sample).
 test-redistributions: $(VENV)/.installed
-	DTENSOR_COMPILE_ALL_PAIRS=1 $(BIN)/python -m pytest tests/lowering/test_every_pair.py --timeout 7200
+	DTENSOR_COMPILE_ALL_PAIRS=1 $(BIN)/python -m pytest tests/ops/test_every_pair.py --timeout 7200
 
 examples: $(VENV)/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py

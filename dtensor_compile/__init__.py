@@ -11,7 +11,7 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 - the errors, all of them `DTensorCompileError`.
 """
 
-from dtensor_compile.compat.gloo import one_gloo_worker
+from dtensor_compile.compat.distributed.gloo import one_gloo_worker
 from dtensor_compile.cross_mesh import redistribute
 from dtensor_compile.errors import (
     AgreementError,
@@ -27,7 +27,7 @@ from dtensor_compile.errors import (
 from dtensor_compile.local_program import export
 from dtensor_compile.options import Options
 from dtensor_compile.report.explain import explain
-from dtensor_compile.report.recorder import record
+from dtensor_compile.record.recorder import record
 
 __version__ = "0.1.0"
 __all__ = [

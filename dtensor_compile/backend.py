@@ -9,46 +9,46 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.capture.aliased_inputs import heed_aliases, may_write
-from dtensor_compile.capture.base_results import return_bases, without_bases
-from dtensor_compile.capture.bind_meshes import bind_meshes_to_primals
+from dtensor_compile.fixups.aliased_inputs import heed_aliases, may_write
+from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
+from dtensor_compile.fixups.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.capture.cacheable import GRAPH_FUNCTIONS, cache_decisions, survives_caches
-from dtensor_compile.capture.effect_tokens import make_tokens_real
-from dtensor_compile.capture.empty_masks import make_masks_boolean
-from dtensor_compile.capture.failing_backward import defer_backward_errors
-from dtensor_compile.capture.marks import mark_local_tensors
-from dtensor_compile.capture.mesh import guard_mesh_order, merge_groups, without_merged_groups
-from dtensor_compile.capture.preserved_versions import keep_versions
-from dtensor_compile.capture.repeated_writes import write_once
+from dtensor_compile.fixups.effect_tokens import make_tokens_real
+from dtensor_compile.fixups.empty_masks import make_masks_boolean
+from dtensor_compile.fixups.failing_backward import defer_backward_errors
+from dtensor_compile.graph.global_annotations import mark_local_tensors
+from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merged_groups
+from dtensor_compile.fixups.preserved_versions import keep_versions
+from dtensor_compile.fixups.repeated_writes import write_once
 from dtensor_compile.capture.sharding_rules import report_fallbacks
-from dtensor_compile.capture.spent_graphs import restore_spent_graphs
+from dtensor_compile.fixups.freed_autograd_graphs import restore_spent_graphs
 from dtensor_compile.capture.trace import capture_redistributions
-from dtensor_compile.capture.unread_collectives import calls_collectives, drop_unread_collectives
+from dtensor_compile.fixups.unread_collectives import calls_collectives, drop_unread_collectives
 from dtensor_compile.checks import check_program, shards_are_even, tensor_meshes
-from dtensor_compile.compat.aot import compile_to_aten
-from dtensor_compile.compat.aot_backward import dtensor_tangents
-from dtensor_compile.compat.async_inputs import async_inputs, keep_gradients_of_async_inputs
-from dtensor_compile.compat.backward_runs import backward_runs
-from dtensor_compile.compat.data_dependent import backward_in_time
-from dtensor_compile.compat.effects import tokens_from_inputs
-from dtensor_compile.compat.final_sizes import plan_until_sizes_stay
-from dtensor_compile.compat.inductor import compile_as_stock, compile_with_inductor
-from dtensor_compile.compat.module_hooks import check_gradients_of_hooks
-from dtensor_compile.compat.observe import name_modules
-from dtensor_compile.compat.partition import bind_shard_sizes, place_random_states, share_groups
-from dtensor_compile.compat.scheduler import KernelOrder, orders_kernels, rearrange
-from dtensor_compile.compat.settings import implicit_replication_is_allowed
-from dtensor_compile.compat.shapes import sizes_from_expressions, split_nary
-from dtensor_compile.compat.tangents import Tangents, remember_arguments
-from dtensor_compile.compat.unwrap import native_calls
-from dtensor_compile.compat.views import views_of_dtensors
+from dtensor_compile.compat.aot.run_graph import compile_to_aten
+from dtensor_compile.compat.aot.aot_backward import dtensor_tangents
+from dtensor_compile.compat.aot.async_inputs import async_inputs, keep_gradients_of_async_inputs
+from dtensor_compile.compat.aot.backward_runs import backward_runs
+from dtensor_compile.compat.dynamo.data_dependent import backward_in_time
+from dtensor_compile.compat.aot.effects import tokens_from_inputs
+from dtensor_compile.compat.aot.final_sizes import plan_until_sizes_stay
+from dtensor_compile.compat.inductor.compile import compile_as_stock, compile_with_inductor
+from dtensor_compile.compat.dynamo.module_hooks import check_gradients_of_hooks
+from dtensor_compile.compat.dynamo.observe import name_modules
+from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_states, share_groups
+from dtensor_compile.compat.inductor.scheduler import KernelOrder, orders_kernels, rearrange
+from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
+from dtensor_compile.compat.aot.shapes import sizes_from_expressions, split_nary
+from dtensor_compile.compat.aot.tangents import Tangents, remember_arguments
+from dtensor_compile.compat.aot.unwrap import native_calls
+from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
 from dtensor_compile.cross_mesh import join_groups
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.check_counts import check_counts
+from dtensor_compile.fixups.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
-from dtensor_compile.lowering.fuse_products import fuse_products
-from dtensor_compile.lowering.left_alone import communication_seconds, estimated_kernels, handed_back, kernels_left, order_left, unordered_kernels
+from dtensor_compile.schedule.fuse_products import fuse_products
+from dtensor_compile.schedule.left_alone import communication_seconds, estimated_kernels, handed_back, kernels_left, order_left, unordered_kernels
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import (
     hold_draws,
@@ -58,21 +58,21 @@ from dtensor_compile.lowering.lower_collectives import (
     order_collectives,
 )
 from dtensor_compile.lowering.order_rows import order_rows, rows_left
-from dtensor_compile.lowering.overlap import kernels_in_order, passes_after_lowering
+from dtensor_compile.schedule.overlap import kernels_in_order, passes_after_lowering
 from dtensor_compile.lowering.regather import regather
-from dtensor_compile.lowering.schedule_graph import ORDERED, explain
-from dtensor_compile.lowering.send_contiguous import send_contiguous
+from dtensor_compile.schedule.schedule_graph import ORDERED, explain
+from dtensor_compile.fixups.send_contiguous import send_contiguous
 from dtensor_compile.lowering.send_transposed import columns_left, send_transposed
 from dtensor_compile.lowering.size_ranges import tell_ranges
-from dtensor_compile.lowering.spread_by_mask import spread_by_mask
-from dtensor_compile.lowering.uncompiled import runs_uncompiled
-from dtensor_compile.lowering.view_again import view_again
+from dtensor_compile.fixups.spread_by_mask import spread_by_mask
+from dtensor_compile.fixups.uncompiled import runs_uncompiled
+from dtensor_compile.fixups.view_again import view_again
 from dtensor_compile.options import Options
 from dtensor_compile.passes import dropped, run_passes
-from dtensor_compile.passes.nodes import across, has_even_shards, redistributions
-from dtensor_compile.report.recorder import GraphLog, cache_key, recording
-from dtensor_compile.runtime.agree import Agreement
-from dtensor_compile.runtime.native import without_native
+from dtensor_compile.graph.nodes import across, has_even_shards, redistributions
+from dtensor_compile.record.recorder import GraphLog, cache_key, recording
+from dtensor_compile.runtime.collective_agreement import Agreement
+from dtensor_compile.native.loader import without_native
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.topology.files import to_values
 from dtensor_compile.topology.network import plans_for

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
-from dtensor_compile.capture.mesh import mesh_layout, mesh_text
-from dtensor_compile.capture.spec import REDUCE_OPS
+from dtensor_compile.ir.mesh import mesh_layout, mesh_text
+from dtensor_compile.ir.spec import REDUCE_OPS
 from dtensor_compile.capture.trace import emit_redistribution
-from dtensor_compile.compat import mesh as compat_mesh
-from dtensor_compile.compat.comm_debug_mode import is_counting
-from dtensor_compile.compat.dtensor import Spec, StridedShard, redistribute_hook
-from dtensor_compile.compat.shapes import size_hints
+from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.dynamo.comm_debug_mode import is_counting
+from dtensor_compile.compat.dtensor.specs import Spec, StridedShard, redistribute_hook
+from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
-from dtensor_compile.lowering.shards import chunk_sizes, cuts_evenly
-from dtensor_compile.passes.nodes import source_line
-from dtensor_compile.report.graphs import GROUP_ARGUMENTS
+from dtensor_compile.planner.shard_intervals import chunk_sizes, cuts_evenly
+from dtensor_compile.graph.nodes import source_line
+from dtensor_compile.graph.costs import GROUP_ARGUMENTS
 
 
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -1,7 +1,7 @@
 """`redistribute`: a DTensor on another mesh, with a gradient.
 
 torch's ``DTensor.redistribute(device_mesh=other)`` raises where placements change. This one sends what is needed, in one exchange
-among the ranks of both meshes (``lowering/across.py``), in eager and as one node of a compiled graph:
+among the ranks of both meshes (``ops/cross_mesh.py``), in eager and as one node of a compiled graph:
 
     y = dtensor_compile.redistribute(x, stage_1, [Shard(0)])       # x on stage_0
 """
@@ -15,11 +15,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dtensor_compile.capture.across import redistribute_across_op, source_of_all
-from dtensor_compile.capture.mesh import join_meshes, mesh_layout, mesh_text, parse_mesh
-from dtensor_compile.capture.spec import parse_spec, spec_text
+from dtensor_compile.ops.redistribute_across import redistribute_across_op, source_of_all
+from dtensor_compile.ir.mesh import join_meshes, mesh_layout, mesh_text, parse_mesh
+from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.checks import check_mesh, check_placements
-from dtensor_compile.compat.dtensor import (
+from dtensor_compile.compat.dtensor.specs import (
     MaskPartial,
     Partial,
     Replicate,
@@ -32,7 +32,7 @@ from dtensor_compile.compat.dtensor import (
     make_spec,
     with_local,
 )
-from dtensor_compile.compat.mesh import my_rank, real_mesh
+from dtensor_compile.compat.distributed.mesh import my_rank, real_mesh
 from dtensor_compile.errors import MeshError, PlacementError, SpecTextError
 
 
@@ -103,7 +103,7 @@ class _Across(torch.autograd.Function):
         except SpecTextError as error:
             raise PlacementError(f"redistribute {tuple(before)} to {tuple(placements)} on another mesh: {error}") from error
         meshes = mesh_text(spec.mesh), mesh_text(mesh)
-        if not known and not is_traced(local):  # while tracing, ranks decide alike (compat/sharding.py)
+        if not known and not is_traced(local):  # while tracing, ranks decide alike (compat/dtensor/sharding.py)
             source = source_of_all(source, *meshes, x.shape, local)
         ctx.here = mesh, placements
         ctx.back = spec.mesh, tuple(Replicate() if isinstance(p, Partial) else p for p in parse_spec(source))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtensor_compile import backend
-from dtensor_compile.compat.registry import register_again
+from dtensor_compile.compat.dynamo.registry import register_again
 
 _NAMES = ("dtensor", "dtensor_aten")
 _lock = threading.Lock()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.export import dynamic_dims, local_and_spec, trace_to_local, wrap_local
+from dtensor_compile.compat.aot.export import dynamic_dims, local_and_spec, trace_to_local, wrap_local
 
 
 def export(

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dtensor_compile.compat.inductor import inductor_config_error, inductor_keys, mode_options
+from dtensor_compile.compat.inductor.compile import inductor_config_error, inductor_keys, mode_options
 from dtensor_compile.errors import OptionError, TopologyError
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.order_rows import order_rows
-from dtensor_compile.lowering.overlap import LOWERED_OPTIONAL, LOWERED_PASSES
+from dtensor_compile.schedule.overlap import LOWERED_OPTIONAL, LOWERED_PASSES
 from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.passes import OPTIONAL, PASSES
 from dtensor_compile.topology.files import topology
@@ -43,9 +43,9 @@ class Options:
         topology: the links for which redistributions are planned: name of a preset or path of a file (`topology/files.py`). None: all
             mesh dims are alike.
         schedule: order what is lowered so that collectives run beside compute, in the form and number that suits the network
-            (`lowering/overlap.py`).
+            (`schedule/overlap.py`).
         kernel_costs: the order is made for kernels as an estimate has them (``"estimated"``), or as the device at hand runs them
-            (``"measured"``, `lowering/measured_kernels.py`).
+            (``"measured"``, `graph/measured_kernels.py`).
         overlap_memory: part of the peak of live tensors that the order may add to it; infinity for no bound.
         redistribution_memory: bytes that one redistribution may hold at once besides its input (result, buffers, what lies between
             its steps); plans that hold more are left out. None: no bound.

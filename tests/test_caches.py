@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_compile import offline
-from dtensor_compile.compat import counters
-from dtensor_compile.compat.inductor import fresh_caches
-from dtensor_compile.compat.libraries import is_whole_library
+from dtensor_compile.compat.dynamo import counters
+from dtensor_compile.compat.inductor.compile import fresh_caches
+from dtensor_compile.compat.inductor.repair_libraries import is_whole_library
 from dtensor_compile.testing import make_mesh
 
 SCRIPT = """

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import dtensor_compile
-from dtensor_compile.capture import mesh as mesh_module
-from dtensor_compile.capture.mesh import mesh_layout
-from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.dtensor import make_spec, with_local
+from dtensor_compile.ir import mesh as mesh_module
+from dtensor_compile.ir.mesh import mesh_layout
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.dtensor.specs import make_spec, with_local
 from dtensor_compile.errors import NoProcessGroupError
 from dtensor_compile.testing import on_ranks, run_on_ranks
 

@@ -14,9 +14,10 @@ import dtensor_compile
 
 from dtensor_compile import backend
 from dtensor_compile.capture.sharding_rules import rules_anywhere
-from dtensor_compile.compat import counters, sharding
-from dtensor_compile.compat.fake_group import simulated_job
-from dtensor_compile.compat.symbol_reads import quick_expressions
+from dtensor_compile.compat.dynamo import counters
+from dtensor_compile.compat.dtensor import sharding
+from dtensor_compile.compat.distributed.fake_group import simulated_job
+from dtensor_compile.compat.aot.symbol_reads import quick_expressions
 from dtensor_compile.lowering import lower
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 

@@ -19,8 +19,8 @@ import dtensor_compile.backend
 import dtensor_compile.passes
 from dtensor_compile import record
 from dtensor_compile.passes import PASSES
-from dtensor_compile.report.recorder import watch_graphs
-from dtensor_compile.runtime import agree
+from dtensor_compile.record.recorder import watch_graphs
+from dtensor_compile.runtime import collective_agreement as agree
 from dtensor_compile.testing import RankError, assert_parity, make_mesh, on_ranks, run_on_ranks
 
 #: Seconds in which a job whose rank 1 has died has to be over.

@@ -19,7 +19,7 @@ from corpus import ROOT, run
 from rich.console import Console
 from rich.table import Table
 
-from dtensor_compile.stock_causes import classify
+from dtensor_compile.report.stock_causes import classify
 
 
 def breaks_of(rows: list[dict]) -> list[dict[str, str]]:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from dtensor_compile.lowering.plan import StepKind, elements_sent
+from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.topology import CLUSTERS, Device, Link, save
 
 #: Sizes of the matrix product that is timed, and elements that are copied: those of a small model's layer.

@@ -41,10 +41,10 @@ warnings.simplefilter("ignore")
 import torch
 import dtensor_compile.compat
 from dtensor_compile.compat.hooks import FEATURES
-for module in pkgutil.iter_modules(dtensor_compile.compat.__path__, "dtensor_compile.compat."):
+for module in pkgutil.walk_packages(dtensor_compile.compat.__path__, "dtensor_compile.compat."):
     importlib.import_module(module.name)
 features = {name: of.problems() for name, of in FEATURES.items()}
-from dtensor_compile.runtime.native import native
+from dtensor_compile.native.loader import native
 native()
 print(json.dumps({"torch": torch.__version__, "python": platform.python_version(), "features": features}))
 """

@@ -7,7 +7,7 @@ import pickle
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.inductor import cache_refusal
+from dtensor_compile.compat.inductor.compile import cache_refusal
 from dtensor_compile.cross_mesh import redistribute
 from dtensor_compile.decisions import Decision
 from dtensor_compile.spmd.barrier import border

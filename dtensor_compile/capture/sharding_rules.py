@@ -1,12 +1,12 @@
-"""Operators for which DTensor has no rule, or none that can be traced: the rules of `compat.sharding`, and what is said about them."""
+"""Operators for which DTensor has no rule, or none that can be traced: the rules of `compat.dtensor.sharding`, and what is said about them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 
-from dtensor_compile.compat.dynamo import options_on_stack, traces_for_us
-from dtensor_compile.compat.sharding import fallback_reports, sharding_rules
+from dtensor_compile.compat.dynamo.tracing import options_on_stack, traces_for_us
+from dtensor_compile.compat.dtensor.sharding import fallback_reports, sharding_rules
 from dtensor_compile.decisions import Decision
 
 

@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import torch
 
-from dtensor_compile.capture.marks import mark
-from dtensor_compile.capture.mesh import groups_in_mesh_order, mesh_text, parse_mesh
-from dtensor_compile.capture.redistribute import check_local, plan_of, redistribute_op
-from dtensor_compile.capture.spec import spec_text
-from dtensor_compile.compat import mesh as compat_mesh
-from dtensor_compile.compat.dtensor import (
+from dtensor_compile.graph.global_annotations import mark
+from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_text, parse_mesh
+from dtensor_compile.ops.redistribute import check_local, plan_of, redistribute_op
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.dtensor.specs import (
     MaskPartial,
     Partial,
     Placement,
@@ -37,7 +37,7 @@ from dtensor_compile.compat.dtensor import (
     redistribute_hook,
     stock_redistribute_local,
 )
-from dtensor_compile.compat.observe import forcing_operator, newest_node, nodes_since
+from dtensor_compile.compat.dynamo.observe import forcing_operator, newest_node, nodes_since
 from dtensor_compile.errors import PlanError, SpecTextError
 
 #: Key of a node's ``meta``: the operator whose sharding rule asked for the redistribution, empty where the program did.

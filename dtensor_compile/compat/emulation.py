@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_compile.compat.hooks import feature, hook
 from dtensor_compile.errors import OfflineError
-from dtensor_compile.runtime.native import built_library
+from dtensor_compile.native.loader import built_library
 from dtensor_compile.topology.gpus import Gpu
 
 _GUARDS = "torch._C._dynamo.guards:"

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.capture.across import across_plan_of
-from dtensor_compile.capture.mesh import parse_mesh
-from dtensor_compile.capture.redistribute import plan_of
+from dtensor_compile.ops.redistribute_across import across_plan_of
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.errors import MemoryBudgetError, PlanError
-from dtensor_compile.passes.nodes import across, read, redistributions, source_line
-from dtensor_compile.report.graphs import module_path
+from dtensor_compile.graph.nodes import across, read, redistributions, source_line
+from dtensor_compile.graph.costs import module_path
 from dtensor_compile.topology.network import current_memory
 
 

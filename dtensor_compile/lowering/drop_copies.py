@@ -2,7 +2,7 @@
 
     clone(g) = g        where nobody writes to either, and the copy is not seen from outside
 
-Other passes put a copy where a redistribution goes away, so that no output of the graph becomes another one (`passes/copies.py`).
+Other passes put a copy where a redistribution goes away, so that no output of the graph becomes another one (`graph/copies.py`).
 Between two operators of the graph there is nothing to protect, and the copy would be made, and kept for the backward beside its
 original.
 
@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.extra_copies import VIEWS, sends
-from dtensor_compile.passes.nodes import is_redistribution, source_line
+from dtensor_compile.graph.extra_copies import VIEWS, sends
+from dtensor_compile.graph.nodes import is_redistribution, source_line
 
 _clone = torch.ops.aten.clone.default
 

@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtensor_compile.capture.across import carry_out_across
-from dtensor_compile.capture.groups import GROUP
-from dtensor_compile.capture.mesh import parse_mesh
-from dtensor_compile.capture.redistribute import carry_out, decided_by, redistribute_op
-from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.inductor import trace_local
-from dtensor_compile.compat.mesh import my_rank
-from dtensor_compile.compat.shapes import expressions, has_hint
+from dtensor_compile.ops.redistribute_across import carry_out_across
+from dtensor_compile.ops.groups import GROUP
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ops.redistribute import carry_out, decided_by, redistribute_op
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.inductor.compile import trace_local
+from dtensor_compile.compat.distributed.mesh import my_rank
+from dtensor_compile.compat.aot.shapes import expressions, has_hint
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
-from dtensor_compile.lowering.expand import local_shape
-from dtensor_compile.lowering.splice import cut_out, splice, without_values
-from dtensor_compile.passes.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, cost, describe, read, redistributions, source_line
+from dtensor_compile.ops.expand import local_shape
+from dtensor_compile.graph.inline_subgraph import cut_out, splice, without_values
+from dtensor_compile.graph.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, cost, describe, read, redistributions, source_line
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor_compile.capture.across import ORDERED
-from dtensor_compile.capture.collectives import FUNCTIONAL, LOWERED, exchange, irecv, isend
-from dtensor_compile.capture.held_gradients import HOLDS
-from dtensor_compile.capture.random import EFFECTS
-from dtensor_compile.compat.collectives import (
+from dtensor_compile.ops.redistribute_across import ORDERED
+from dtensor_compile.ops.collectives import FUNCTIONAL, LOWERED, exchange, irecv, isend
+from dtensor_compile.ops.held_gradients import HOLDS
+from dtensor_compile.ops.random import EFFECTS
+from dtensor_compile.compat.distributed.collectives import (
     lower_as_collective,
     lower_as_effect,
     run_in_backward,
@@ -32,7 +32,7 @@ from dtensor_compile.compat.collectives import (
     traced_in_backward,
     wait_tensor,
 )
-from dtensor_compile.passes.nodes import communicates, cost_of, is_redistribution, is_wait
+from dtensor_compile.graph.nodes import communicates, cost_of, is_redistribution, is_wait
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
 _ORDERED = ORDERED | {*EFFECTS, *HOLDS}

@@ -13,7 +13,7 @@ activations sum over rows: both sides have them in the same order. Rows keep the
     before   g = redistribute(x, S(1)->R, [B, S, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(1))
     after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
 
-It pays where fewer bytes are written by copies of their own afterwards (`lowering/extra_copies.py`); else nothing changes. Left alone:
+It pays where fewer bytes are written by copies of their own afterwards (`graph/extra_copies.py`); else nothing changes. Left alone:
 symbolic and uneven sizes, with a decision each, dims that another mesh dim cuts too, and gathers of the last dim. Where other tensors of
 the graph are cut unevenly, rows and copies count of which all ranks know that they have the same sizes (`nodes_of_equal_sizes`).
 """
@@ -27,15 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.capture.mesh import parse_mesh
-from dtensor_compile.capture.redistribute import redistribute_op
-from dtensor_compile.capture.spec import parse_spec, spec_text
-from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor_compile.compat.fx import copy_of_graph, put_back
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ops.redistribute import redistribute_op
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.compat.aot.fx import copy_of_graph, put_back
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.extra_copies import VIEWS, bytes_of, is_outside, is_standalone, readers
-from dtensor_compile.passes.alike import nodes_of_equal_sizes
-from dtensor_compile.passes.nodes import has_even_shards, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.extra_copies import VIEWS, bytes_of, is_outside, is_standalone, readers
+from dtensor_compile.graph.rank_uniformity import nodes_of_equal_sizes
+from dtensor_compile.graph.nodes import has_even_shards, is_redistribution, read, redistributions, source_line
 
 aten = torch.ops.aten
 

@@ -3,7 +3,7 @@
     before   s = all_to_all_single(x, [k, k], [k, k], group); y = wait(s)
     after    s = dtensor_compile.all_to_all_single(x, [k, k], [k, k], group); y = wait(s)
 
-The same bytes, as messages for which each rank says first that it is ready to receive (`capture/messages.py`). gloo's own exchange and
+The same bytes, as messages for which each rank says first that it is ready to receive (`ops/messages.py`). gloo's own exchange and
 its gathers between two ranks take turns instead, which costs up to twice the time on a network that carries both directions.
 
     exchanges    always: with 2 and 4 ranks, 16 KiB to 8 MiB to each, at 1 Gbit/s they took 0.32 to 1.02 of gloo's time
@@ -22,12 +22,12 @@ from collections.abc import Sequence
 
 import torch
 
-from dtensor_compile.capture.messages import AS_MESSAGES, all_to_all
-from dtensor_compile.compat.collectives import lower_as_collective
+from dtensor_compile.ops.messages import AS_MESSAGES, all_to_all
+from dtensor_compile.compat.distributed.collectives import lower_as_collective
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.reduce_by_exchange import on_gloo
-from dtensor_compile.passes.nodes import FUSED, REDISTRIBUTES
-from dtensor_compile.report.graphs import collective_of
+from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES
+from dtensor_compile.graph.costs import collective_of
 from dtensor_compile.topology.links import Cluster
 
 #: Bytes that a rank sends in a gather from which on messages pay.

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.collectives import functional, wait_tensor
-from dtensor_compile.compat.inductor import trace_local
-from dtensor_compile.compat.mesh import group_named
+from dtensor_compile.compat.distributed.collectives import functional, wait_tensor
+from dtensor_compile.compat.inductor.compile import trace_local
+from dtensor_compile.compat.distributed.mesh import group_named
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.splice import splice
-from dtensor_compile.passes.nodes import FUSED, REDISTRIBUTES, is_wait, source_line
+from dtensor_compile.graph.inline_subgraph import splice
+from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES, is_wait, source_line
 
 _reduce_scatter = functional("reduce_scatter_tensor")
 _reduce_scatters = functional("reduce_scatter_tensor_coalesced")

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor_compile.capture.mesh import parse_mesh
-from dtensor_compile.capture.redistribute import plan_of
-from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.collectives import keep_for_backward, run_again_in_backward, traced_in_backward
-from dtensor_compile.compat.dtensor import Partial
-from dtensor_compile.compat.shapes import size_hints
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ops.redistribute import plan_of
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.distributed.collectives import keep_for_backward, run_again_in_backward, traced_in_backward
+from dtensor_compile.compat.dtensor.specs import Partial
+from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.costs import local_elements
-from dtensor_compile.passes.nodes import read, redistributions, source_line
+from dtensor_compile.planner.costs import local_elements
+from dtensor_compile.graph.nodes import read, redistributions, source_line
 
 Regather = str | int
 

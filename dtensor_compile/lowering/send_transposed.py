@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
-from dtensor_compile.capture.mesh import parse_mesh
-from dtensor_compile.capture.spec import parse_spec, spec_text
-from dtensor_compile.compat.dtensor import Shard
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.compat.dtensor.specs import Shard
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.extra_copies import bytes_of
+from dtensor_compile.graph.extra_copies import bytes_of
 from dtensor_compile.lowering.order_rows import moved, why_sizes_do_not_fit
-from dtensor_compile.passes.nodes import Redistribution, call, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.nodes import Redistribution, call, read, redistribute, redistributions, source_line
 
 aten = torch.ops.aten
 

@@ -32,15 +32,15 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
-from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
-from dtensor_compile.capture.redistribute import plan_of
-from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.dtensor import Replicate
-from dtensor_compile.compat.shapes import Symbol, divisors, expressions, symbols_of
+from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
+from dtensor_compile.ops.redistribute import plan_of
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.dtensor.specs import Replicate
+from dtensor_compile.compat.aot.shapes import Symbol, divisors, expressions, symbols_of
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.moves import Problem, State, Step, moves
-from dtensor_compile.lowering.torch_path import torch_steps
-from dtensor_compile.passes.nodes import read, redistributions, source_line
+from dtensor_compile.planner.steps import Problem, State, Step, moves
+from dtensor_compile.planner.torch_greedy import torch_steps
+from dtensor_compile.graph.nodes import read, redistributions, source_line
 from dtensor_compile.topology.network import Network, current_memory, network_of
 
 #: Value of a symbol from which on plans are no longer compared: a range that reaches it has no end.
@@ -189,7 +189,7 @@ def cheapest_range(
     """The values of `symbol` around its hint for which no legal plan is cheaper than `steps`.
 
     Args:
-        source, target, mesh_shape, itemsize, network, divisors: as for `dtensor_compile.lowering.plan.plan`.
+        source, target, mesh_shape, itemsize, network, divisors: as for `dtensor_compile.planner.search.plan`.
         line: the global shape, per dim (a, b) for a size of ``a s + b``; exactly one varies.
 
     Only values for which shards are even count. None where there are none, where `steps` is not the cheapest at the nearest to the hint

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dtensor_compile.capture.mesh import forget_meshes
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.ir.mesh import forget_meshes
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.errors import OfflineError
 
 

@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dtensor_compile.compat.fx import SavedGraph, copy_of_graph, put_back
+from dtensor_compile.compat.aot.fx import SavedGraph, copy_of_graph, put_back
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.alike import sizes_differ, spread_marks
+from dtensor_compile.graph.rank_uniformity import sizes_differ, spread_marks
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
 from dtensor_compile.passes.exchange_rows import exchange_rows
 from dtensor_compile.passes.look_up_before_sending import look_up_before_sending
-from dtensor_compile.passes.make_in_place import make_in_place
+from dtensor_compile.passes.fill_in_target_spec import make_in_place
 from dtensor_compile.passes.merge_sums import merge_sums
 from dtensor_compile.passes.move_redistributions import move_redistributions
-from dtensor_compile.passes.nodes import has_even_shards, redistributions
+from dtensor_compile.graph.nodes import has_even_shards, redistributions
 from dtensor_compile.passes.reduce_before_sending import reduce_before_sending
 from dtensor_compile.passes.send_in_narrow_dtype import reduce_in_narrow_dtype, send_in_narrow_dtype
 from dtensor_compile.passes.sequence_parallel import sequence_parallel

@@ -20,7 +20,7 @@ One table has for each operator what it does along one mesh dim; mesh dims do no
 Arithmetic on what owes a sum rounds each term, so that it stays where elements have fewer than four bytes.
 
 A graph does not say whether numbers in it are the same on every rank: a program may compute with its own rank. `has_numbers` tells
-where that matters; a mark of the result (``capture/marks.py``) says that they are.
+where that matters; a mark of the result (``graph/global_annotations.py``) says that they are.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ import torch
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from dtensor_compile.capture.marks import Mark
-from dtensor_compile.capture.mesh import MeshLayout
-from dtensor_compile.capture.spec import parse_spec, spec_text
-from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard
-from dtensor_compile.lowering.expand import local_shape
-from dtensor_compile.passes.alike import COPIES
-from dtensor_compile.passes.nodes import call
+from dtensor_compile.graph.global_annotations import Mark
+from dtensor_compile.ir.mesh import MeshLayout
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
+from dtensor_compile.ops.expand import local_shape
+from dtensor_compile.graph.rank_uniformity import COPIES
+from dtensor_compile.graph.nodes import call
 
 aten = torch.ops.aten
 R = Replicate()

@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.copies import behind_copies, can_copy, replace_by_copy
-from dtensor_compile.passes.nodes import is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.copies import behind_copies, can_copy, replace_by_copy
+from dtensor_compile.graph.nodes import is_redistribution, read, redistributions, source_line
 
 
 def cancel_inverse_pairs(graph: torch.fx.Graph) -> list[Decision]:

@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.carry import chain
+from dtensor_compile.passes.unary_chain import chain
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.passes.copies import replace
-from dtensor_compile.passes.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line, when
+from dtensor_compile.graph.copies import replace
+from dtensor_compile.graph.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line, when
 
 #: Operators between the two at most.
 LONGEST = 16

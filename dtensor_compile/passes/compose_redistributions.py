@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.dtensor import Partial
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.copies import behind_copies, is_view, replace
-from dtensor_compile.passes.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.copies import behind_copies, is_view, replace
+from dtensor_compile.graph.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line
 
 
 def compose_redistributions(graph: torch.fx.Graph) -> list[Decision]:

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.capture.mesh import parse_mesh
-from dtensor_compile.capture.spec import spec_text
-from dtensor_compile.compat.dtensor import Partial, Replicate, Shard
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
-from dtensor_compile.passes.alike import mark_of, may_use_sizes
-from dtensor_compile.passes.copies import replace
-from dtensor_compile.passes.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
+from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
+from dtensor_compile.graph.copies import replace
+from dtensor_compile.graph.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
 
 aten = torch.ops.aten
 

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 
 import torch
 
-from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.dtensor import Partial
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.alike import equal, has_same_shape, may_use_sizes
-from dtensor_compile.passes.copies import is_same_view, replace
-from dtensor_compile.passes.nodes import Redistribution, call, cost_of, is_redistribution, read, redistribute, source_line, when
+from dtensor_compile.graph.rank_uniformity import equal, has_same_shape, may_use_sizes
+from dtensor_compile.graph.copies import is_same_view, replace
+from dtensor_compile.graph.nodes import Redistribution, call, cost_of, is_redistribution, read, redistribute, source_line, when
 
 aten = torch.ops.aten
 

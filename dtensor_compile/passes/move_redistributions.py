@@ -24,7 +24,7 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.passes.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
 from dtensor_compile.passes.region import Region, cut, grow
 
 #: What collectives and bytes weigh: fewer bytes go first, then fewer collectives, and the other way round.

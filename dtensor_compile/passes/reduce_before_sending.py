@@ -18,11 +18,11 @@ import torch
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import is_reduction
-from dtensor_compile.passes.carry import chain
+from dtensor_compile.passes.unary_chain import chain
 from dtensor_compile.passes.compose_across_operators import LONGEST
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.passes.copies import replace
-from dtensor_compile.passes.nodes import Redistribution, cost, cost_of, read, redistribute, redistributions, source_line, when
+from dtensor_compile.graph.copies import replace
+from dtensor_compile.graph.nodes import Redistribution, cost, cost_of, read, redistribute, redistributions, source_line, when
 
 
 def reduce_before_sending(graph: torch.fx.Graph) -> list[Decision]:

@@ -24,13 +24,13 @@ import networkx as nx
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
+from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.errors import PlanError
 from dtensor_compile.passes.algebra import VIEWS, Form, Global, form, has_numbers, may_round, run, tensors_of
-from dtensor_compile.passes.alike import may_use_sizes, mark_of
+from dtensor_compile.graph.rank_uniformity import may_use_sizes, mark_of
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.passes.copies import can_be_dense, erase_dead, replace
-from dtensor_compile.passes.nodes import Cost, Redistribution, cost, is_redistribution, read, redistribute, when
+from dtensor_compile.graph.copies import can_be_dense, erase_dead, replace
+from dtensor_compile.graph.nodes import Cost, Redistribution, cost, is_redistribution, read, redistribute, when
 
 #: What a node that has no mark is globally; None where nothing says.
 Guess = Callable[[torch.fx.Node], Global | None]

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.alike import mark_of
-from dtensor_compile.passes.copies import behind_copies, is_view, replace
-from dtensor_compile.passes.nodes import Redistribution, call, cost, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.rank_uniformity import mark_of
+from dtensor_compile.graph.copies import behind_copies, is_view, replace
+from dtensor_compile.graph.nodes import Redistribution, call, cost, read, redistribute, redistributions, source_line
 
 aten = torch.ops.aten
 

@@ -26,14 +26,14 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.capture.marks import MARK
-from dtensor_compile.capture.mesh import MeshLayout, parse_mesh
-from dtensor_compile.capture.spec import parse_spec
-from dtensor_compile.compat.dtensor import Partial, Replicate, Shard
+from dtensor_compile.graph.global_annotations import MARK
+from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
-from dtensor_compile.passes.alike import mark_of, may_use_sizes
-from dtensor_compile.passes.nodes import Cost, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
+from dtensor_compile.graph.nodes import Cost, is_redistribution, read, redistributions, source_line
 from dtensor_compile.passes.region import Region, cut, grow
 
 #: How many bytes of local tensors one has to save per byte that is sent, and how many more may be sent in all.

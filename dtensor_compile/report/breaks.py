@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 
 from dtensor_compile.causes import Cause
-from dtensor_compile.compat.observe import Break
+from dtensor_compile.compat.dynamo.observe import Break
 from dtensor_compile.report.model import GraphBreak, Source
-from dtensor_compile.report.recorder import GraphRecord, Recording
+from dtensor_compile.record.recorder import GraphRecord, Recording
 from dtensor_compile.report.sources import users_line
-from dtensor_compile.stock_causes import breaks_under, classify
+from dtensor_compile.report.stock_causes import breaks_under, classify
 
 _CONTEXT = re.compile(r"Developer debug context:[ \t]*(?P<text>.*?)(?:\n\s*\n|\Z)", re.S)
 

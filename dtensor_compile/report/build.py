@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.observe import Compilation
+from dtensor_compile.compat.dynamo.observe import Compilation
 from dtensor_compile.decisions import Decision
 from dtensor_compile.report import model
 from dtensor_compile.report.breaks import graph_breaks, recompile_cause
 from dtensor_compile.report.machine import Machine, machine_of
-from dtensor_compile.report.missed import missed
+from dtensor_compile.report.missed_overlap import missed
 from dtensor_compile.report.model import DecisionRow, Graph, LeftAlone, Redistribution, Report, Side, Span, Total, Totals
-from dtensor_compile.report.recorder import CapturedRedistribution, GraphRecord, Recording
+from dtensor_compile.record.recorder import CapturedRedistribution, GraphRecord, Recording
 from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from dtensor_compile.causes import CAUSES, Cause
-from dtensor_compile.stock_causes import STOCK_CAUSES, breaks_under
+from dtensor_compile.report.stock_causes import STOCK_CAUSES, breaks_under
 
 _HEAD = """\
 # Why a graph breaks

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat import counters
-from dtensor_compile.compat.aot import compile_to_aten
-from dtensor_compile.compat.observe import name_modules, uncompiled
+from dtensor_compile.compat.dynamo import counters
+from dtensor_compile.compat.aot.run_graph import compile_to_aten
+from dtensor_compile.compat.dynamo.observe import name_modules, uncompiled
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.model import Report
 from dtensor_compile.report.outside import outside_recorded
-from dtensor_compile.report.recorder import Recording, record
+from dtensor_compile.record.recorder import Recording, record
 from dtensor_compile.report.target import one_line
 
 #: The ways to compile for a report: without kernels (fast; the same graphs and collectives), or with Inductor's.

@@ -1,7 +1,7 @@
 """The machine for which a report estimates times where none is asked for: the one that the program is for.
 
 That is, in this order, the topology that it names when it compiles, the GPU that it runs on, and what a compilation
-assumes where no topology is named (`lowering/schedule_graph.py`). For a program that is looked at on a CPU and is for a
+assumes where no topology is named (`schedule/schedule_graph.py`). For a program that is looked at on a CPU and is for a
 GPU, the machine has to be named.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor_compile.lowering.schedule_graph import default_cluster
-from dtensor_compile.report.recorder import Recording
+from dtensor_compile.schedule.schedule_graph import default_cluster
+from dtensor_compile.record.recorder import Recording
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 

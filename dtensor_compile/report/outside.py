@@ -1,6 +1,6 @@
 """Collectives outside of graphs, as records: what is sent in eager between graphs, in hooks and in reducers.
 
-In: what `dtensor_compile.compat.eager_collectives` sees. Out: `dtensor_compile.report.graphs.Collective`, with bytes
+In: what `dtensor_compile.compat.distributed.eager_collectives` sees. Out: `dtensor_compile.graph.costs.Collective`, with bytes
 counted as for those of graphs.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from dtensor_compile.capture.mesh import group_dim_name
-from dtensor_compile.compat.eager_collectives import EagerCollective, watch_eager_collectives
-from dtensor_compile.lowering.plan import StepKind, elements_sent
-from dtensor_compile.report.graphs import Collective
-from dtensor_compile.report.recorder import Outside, Recording
+from dtensor_compile.ir.mesh import group_dim_name
+from dtensor_compile.compat.distributed.eager_collectives import EagerCollective, watch_eager_collectives
+from dtensor_compile.planner.search import StepKind, elements_sent
+from dtensor_compile.graph.costs import Collective
+from dtensor_compile.record.recorder import Outside, Recording
 from dtensor_compile.report.sources import is_users
 
 #: What the name of an operator has in it -> its kind. c10d writes names without the first underscore.
@@ -31,7 +31,7 @@ _KINDS: tuple[tuple[str, StepKind], ...] = (
 def outside_recorded(recording: Recording) -> Iterator[None]:
     """While it is entered, collectives outside of graphs are noted in `recording`, for a program that is called once.
 
-    It is for other backends than ours: the guards of ours (`runtime/native_code/guard.h`) compare the dispatch keys of
+    It is for other backends than ours: the guards of ours (`native/native_code/guard.h`) compare the dispatch keys of
     the thread, which a dispatch mode adds to, so that each call would compile again.
     """
 

@@ -21,8 +21,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.dynamo import fact_guard
-from dtensor_compile.compat.settings import allow_implicit_replication, guard_implicit_replication, implicit_replication, implicit_replication_is_allowed
+from dtensor_compile.compat.dynamo.tracing import fact_guard
+from dtensor_compile.compat.dynamo.settings import allow_implicit_replication, guard_implicit_replication, implicit_replication, implicit_replication_is_allowed
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd.constraint import agree, as_dtensor, constrain
 from dtensor_compile.spmd.mesh import Mesh, get_global_mesh

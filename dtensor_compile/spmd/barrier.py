@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dtensor_compile.compat.dtensor import local_and_spec, with_local
+from dtensor_compile.compat.dtensor.specs import local_and_spec, with_local
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 _library.define("backward_barrier(Tensor[] xs) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))

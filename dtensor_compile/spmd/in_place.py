@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.capture.aliased_inputs import writes_in_place
-from dtensor_compile.compat.dtensor import local_and_spec, storage_of
-from dtensor_compile.compat.record import checkpointed
+from dtensor_compile.fixups.aliased_inputs import writes_in_place
+from dtensor_compile.compat.dtensor.specs import local_and_spec, storage_of
+from dtensor_compile.compat.dtensor.record import checkpointed
 
 #: Functions that write to inputs (running statistics) besides the first, whose names do not say it.
 _KEEP_STATISTICS = frozenset({"batch_norm", "instance_norm"})

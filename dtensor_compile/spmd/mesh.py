@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.capture.mesh import groups_in_mesh_order, mesh_in_its_order, mesh_layout, mesh_text
+from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_in_its_order, mesh_layout, mesh_text
 from dtensor_compile.errors import ManualRegionError, MeshError
 from dtensor_compile.spmd.op_sharding import DeviceShard, OpSharding, device_shards, op_sharding
 from dtensor_compile.spmd.partition_spec import Axes, check_rank, spec_axes
@@ -38,7 +38,7 @@ class Mesh:
         self.axis_names = tuple(axis_names) if axis_names is not None else None
         self.device_ids = ids
         self._device_mesh: DeviceMesh | None = None
-        self.text = ""  # of the torch mesh (capture/mesh.py); empty as long as there is none
+        self.text = ""  # of the torch mesh (ir/mesh.py); empty as long as there is none
         _check(ids, self.mesh_shape, self.axis_names)
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else len(ids)
         if len(ids) != world:
@@ -79,7 +79,7 @@ class Mesh:
     def to_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """torch's mesh of the same devices, made once. All ranks have to call it, as it makes process groups.
 
-        Where ranks do not ascend along an axis, its process groups have the order of the mesh (`capture.mesh.mesh_in_its_order`).
+        Where ranks do not ascend along an axis, its process groups have the order of the mesh (`ir.mesh.mesh_in_its_order`).
         """
         if self._device_mesh is None:
             names = self.axis_names or tuple(f"axis{i}" for i in range(len(self.mesh_shape)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dtensor_compile.compat.dtensor import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.errors import PlacementError
 
 Axis = int | str

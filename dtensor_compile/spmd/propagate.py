@@ -1,13 +1,13 @@
 """Placements of all tensors of a program from those of a few, to a fixed point.
 
-Comes in: the operators of a program over tensors of global shape (`compat.record`), and the mesh axes that cut some of the tensors.
+Comes in: the operators of a program over tensors of global shape (`compat.dtensor.record`), and the mesh axes that cut some of the tensors.
 Goes out: the mesh axes that cut each dim of every tensor.
 
 What makes it right: a sharding says where data is and not what it is. Any choice computes the same numbers, as each operator gets its
 arguments where its rule wants them; a good choice moves less. So nothing here can make a wrong result, and what the user has said is
 never changed.
 
-How. A factor of an operator (`compat.factors`) is one loop with the dims that it runs over. An axis that cuts one of these dims is given
+How. A factor of an operator (`compat.dtensor.factors`) is one loop with the dims that it runs over. An axis that cuts one of these dims is given
 to the others, from arguments to results and back, until nothing changes:
 
 1. by the user's order: what is marked with priority 0 spreads before anything that is marked with 1;
@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor_compile.compat.factors import Factor, tensor_leaves
-from dtensor_compile.compat.record import Operator, Program
+from dtensor_compile.compat.dtensor.factors import Factor, tensor_leaves
+from dtensor_compile.compat.dtensor.record import Operator, Program
 from dtensor_compile.spmd.partition_spec import Axes
 
 #: The factors of an operator that can be cut by an axis of that many devices.

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.record import checkpointed, graphs_in
+from dtensor_compile.compat.dtensor.record import checkpointed, graphs_in
 from dtensor_compile.errors import ManualRegionError
-from dtensor_compile.passes.nodes import source_line
+from dtensor_compile.graph.nodes import source_line
 from dtensor_compile.spmd.constraint import constrain
 from dtensor_compile.spmd.in_place import memory_of, written_argument
 from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manual

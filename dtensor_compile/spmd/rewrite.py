@@ -31,12 +31,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.capture.trace import capture_redistributions
-from dtensor_compile.compat.dtensor import StridedShard
-from dtensor_compile.compat.record import DrawsOnShards, checkpointed, fake_like, refusing_draws, run_node, tracing_mode
+from dtensor_compile.compat.dtensor.specs import StridedShard
+from dtensor_compile.compat.dtensor.record import DrawsOnShards, checkpointed, fake_like, refusing_draws, run_node, tracing_mode
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.nodes import source_line
+from dtensor_compile.graph.nodes import source_line
 from dtensor_compile.spmd.constraint import constrain, mean_loss, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
 from dtensor_compile.spmd.in_place import function_name, stay_whole, written_argument
 from dtensor_compile.spmd.mesh import dims_in

@@ -20,9 +20,9 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.capture.spec import spec_text
-from dtensor_compile.compat.record import record_module
-from dtensor_compile.compat.recurrent import replaced, take_new_weights
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.compat.dtensor.record import record_module
+from dtensor_compile.compat.dynamo.recurrent import replaced, take_new_weights
 from dtensor_compile.errors import MeshError
 from dtensor_compile.spmd.annotate import mark_of, note
 from dtensor_compile.spmd.constraint import as_dtensor

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_compile.capture.spec import spec_text
-from dtensor_compile.compat.record import (
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.compat.dtensor.record import (
     Operator,
     Program,
     fake_mode,
@@ -32,7 +32,7 @@ from dtensor_compile.compat.record import (
 )
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MeshError, PlacementError
-from dtensor_compile.passes.nodes import source_line
+from dtensor_compile.graph.nodes import source_line
 from dtensor_compile.spmd.annotate import guard_marks, mark_of, plain_tensors_are_as_outside
 from dtensor_compile.spmd.constraint import agree, constrain
 from dtensor_compile.spmd.factor_cache import FactorCache

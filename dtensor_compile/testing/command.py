@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.errors import DTensorCompileError
-from dtensor_compile.report.look import DEFAULT_WORLD, Job, parse_mesh_argument, running
+from dtensor_compile.report.run_target import DEFAULT_WORLD, Job, parse_mesh_argument, running
 from dtensor_compile.report.target import TargetError, call_target, function_of, is_script
 from dtensor_compile.testing.check import bisect_case, compare_everywhere, describe, make_program
 from dtensor_compile.testing.minify import MinifyError, minified_script

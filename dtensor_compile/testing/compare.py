@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.dtensor import MaskPartial
+from dtensor_compile.compat.dtensor.specs import MaskPartial
 
 #: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was computed: the
 #: order of sums may differ, a term may not.

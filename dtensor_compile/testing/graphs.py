@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.passes.nodes import is_redistribution, read, starts_collective
+from dtensor_compile.graph.nodes import is_redistribution, read, starts_collective
 
 
 def graph_text(graph: torch.fx.Graph) -> str:
@@ -52,7 +52,7 @@ def captured_graph(function: Callable[..., Any], *args: Any, stage: str = "captu
     Raises:
         ValueError: there is no such stage.
     """
-    from dtensor_compile.report.recorder import watch_graphs
+    from dtensor_compile.record.recorder import watch_graphs
 
     texts: dict[str, str] = {}
 

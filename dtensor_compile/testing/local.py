@@ -4,7 +4,7 @@ Eager runs once for all ranks on torch's ``LocalTensor``, whose operators run fo
 parts. A program cannot be compiled like that: Dynamo traces through a ``LocalTensor``, so that the parts of all ranks become
 inputs of one graph, and what is to be compared, the graph of a rank with its collectives, is not there. So each rank compiles the
 program as on a job, in a thread of its own, and runs its graphs there; the threads take turns, and their collectives meet in this
-process (`compat.rank_threads`). Then each rank's results are compared with its parts of eager's.
+process (`compat.distributed.rank_threads`). Then each rank's results are compared with its parts of eager's.
 
     eager, LocalTensor:   x = {rank 0: ..., rank 1: ...}  -> program ->  y = {rank 0: ..., rank 1: ...}
     compiled, threads:    rank 0: x -> graph -> y,  rank 1: x -> graph -> y
@@ -26,15 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.capture import mesh as capture_mesh
-from dtensor_compile.capture.mesh import mesh_layout
-from dtensor_compile.compat import mesh as compat_mesh
-from dtensor_compile.compat.local_tensor import local_tensors, of_rank, random_states
-from dtensor_compile.compat.rank_threads import run_in_threads
+from dtensor_compile.ir import mesh as capture_mesh
+from dtensor_compile.ir.mesh import mesh_layout
+from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.dtensor.local_tensor import local_tensors, of_rank, random_states
+from dtensor_compile.compat.distributed.rank_threads import run_in_threads
 from dtensor_compile.spmd import annotate
 from dtensor_compile.spmd import mesh as spmd_mesh
 from dtensor_compile.testing.parity import Case, Comparison, Difference, Settings, compare_runs, gradients_of, local_part
-from dtensor_compile.variables import factories
+from dtensor_compile.variables import mesh_constructors as factories
 
 #: What this package remembers of a process and is a rank's here, and what it is at first.
 _STATES: tuple[tuple[Any, str, Callable[[], Any]], ...] = (

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.dtensor import copy_of
-from dtensor_compile.compat.rank_threads import is_rank_thread
+from dtensor_compile.compat.dtensor.specs import copy_of
+from dtensor_compile.compat.distributed.rank_threads import is_rank_thread
 from dtensor_compile.testing.compare import TOLERANCE, Allowed, Difference, compare_values
 
 __all__ = [

@@ -230,7 +230,7 @@ def _serve(pipe: Any, rank: int, world: int, directory: str, path: list[str], en
     import torch
     import torch.distributed as dist
 
-    from dtensor_compile.compat.gloo import one_gloo_worker
+    from dtensor_compile.compat.distributed.gloo import one_gloo_worker
 
     torch.set_num_threads(1)
     # What is imported stays; graphs that are being traced are looked through less often for what could be freed.

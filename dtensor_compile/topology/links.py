@@ -12,7 +12,7 @@ Collectives, with n ranks, B bytes that one rank sends, a link of bandwidth W (b
 f is what the communication backend sends beyond B (`topology/backends.py`), 1 for most.
 
 (R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is R.
-Hockney's, 1994. B is counted as in `dtensor_compile.lowering.plan`.) The link is the slowest that the ranks of the group share:
+Hockney's, 1994. B is counted as in `dtensor_compile.planner.search`.) The link is the slowest that the ranks of the group share:
 within a host, or between hosts.
 
 Operators, with F floating-point operations and M bytes read and written (S. Williams, A. Waterman, D. Patterson: Roofline, 2009):
@@ -159,7 +159,7 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
     """Seconds of one collective of `n` ranks over `link` (module docstring).
 
     Args:
-        bytes_sent: by one rank, as `lowering/costs.py` counts them.
+        bytes_sent: by one rank, as `planner/costs.py` counts them.
         messages: that follow each other, where the collective is not the textbook's (an exchange in which few ranks meet).
     """
     if n <= 1:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dtensor_compile.capture.mesh import MeshLayout, merges
+from dtensor_compile.ir.mesh import MeshLayout, merges
 from dtensor_compile.topology.backends import sent_as
 from dtensor_compile.topology.links import Cluster, Link, seconds_over, slowest
 

@@ -2,7 +2,7 @@
 
 How a value reaches one. torch treats meshes and process groups as *opaque references* (inputs of the graph) and placements as
 *opaque values* (constants), and makes every tracker of them in one factory. While our backend traces, that factory asks `ENTRIES`
-first (`compat.dynamo` says how the scope is kept). The trackers extend torch's own, so that all that works with those works with
+first (`compat.dynamo.tracing` says how the scope is kept). The trackers extend torch's own, so that all that works with those works with
 these, and differ in three things: members follow a table (`members`), an object that a member or a node returns has a source,
 and what torch leaves unguarded is guarded.
 
@@ -15,36 +15,25 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dtensor_compile.capture.convolution import edges_of_convolutions
+from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
 from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.checks import check_redistributions
-from dtensor_compile.compat import older_dynamo
-from dtensor_compile.compat.dtensor import MaskPartial, Spec, StridedShard
-from dtensor_compile.compat.dynamo import Backend, Entries, install_while_tracing
-from dtensor_compile.compat.dynamo_calls import read_constant_tensors
-from dtensor_compile.compat.fetch import inputs_in_one_walk
-from dtensor_compile.compat.guards import track_and_guard
-from dtensor_compile.compat.local_sizes import local_sizes_follow_global_ones
-from dtensor_compile.compat.module_floats import floats_of_modules_are_numbers
-from dtensor_compile.compat.symbol_reads import quick_expressions
+from dtensor_compile.compat.dynamo import older_dynamo
+from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
+from dtensor_compile.compat.dynamo.tracing import Backend, Entries, install_while_tracing
+from dtensor_compile.compat.dynamo.calls import read_constant_tensors
+from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
+from dtensor_compile.compat.dynamo.guards import track_and_guard
+from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
+from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
+from dtensor_compile.compat.aot.symbol_reads import quick_expressions
 from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
-from dtensor_compile.variables import (
-    collectives,
-    comm_debug_mode,
-    data_dependent,
-    data_parallel,
-    dense_tensors,
-    factories,
-    functions,
-    hooks,
-    optimizer,
-    printing,
-    random,
-    recurrent,
-)
+from dtensor_compile.variables import collectives, comm_debug_mode, data_dependent, data_parallel, dense_tensors, hooks, optimizer, printing, random, recurrent
+from dtensor_compile.variables import mesh_constructors as factories
+from dtensor_compile.variables import torch_distributed_table as functions
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import refuse_members, track_spec
-from dtensor_compile.variables.members import OpaqueClass
+from dtensor_compile.variables.member_rules import OpaqueClass
 from dtensor_compile.variables.placement import PlacementClassVariable, PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 

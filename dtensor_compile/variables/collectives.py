@@ -1,7 +1,7 @@
 """The functions of ``torch.distributed`` that communicate.
 
 Each function has a twin: a Python function with the same arguments that Dynamo traces in its place. It finds out what the call
-means on this rank (a group by its name, a rank of the group) and calls an operator of ``capture/collectives.py``. In the graph an
+means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/collectives.py``. In the graph an
 operation is complete as soon as it is called; that it starts early and is waited for late is the business of the lowering. So the
 `Work` of an asynchronous call has nothing left to do.
 
@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.capture import collectives as ops
+from dtensor_compile.ops import collectives as ops
 from dtensor_compile.causes import cause
-from dtensor_compile.compat.collectives import P2POpClassVariable, other_names, reduction_name
-from dtensor_compile.compat.dynamo import (
+from dtensor_compile.compat.distributed.collectives import P2POpClassVariable, other_names, reduction_name
+from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     Translator,
     UserFunctionVariable,
@@ -29,9 +29,10 @@ from dtensor_compile.compat.dynamo import (
     graph_break,
     raise_in_program,
 )
-from dtensor_compile.compat.dynamo_calls import RefusingVariable
-from dtensor_compile.variables import differentiable_collectives, work
-from dtensor_compile.variables.work import Future, Work
+from dtensor_compile.compat.dynamo.calls import RefusingVariable
+from dtensor_compile.variables import differentiable_collectives
+from dtensor_compile.variables import work_handles as work
+from dtensor_compile.variables.work_handles import Future, Work
 
 Group = Any
 
@@ -539,7 +540,7 @@ def retrack(function: Any) -> Retrack:
     return lambda stock: DistributedFunctionVariable(function, source=stock.source)
 
 
-#: Entries for `compat.dynamo.Entries.objects`.
+#: Entries for `compat.dynamo.tracing.Entries.objects`.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     *((function, retrack(function)) for function in other_names("_all_gather_base", "_reduce_scatter_base")),
     *work.OBJECTS,

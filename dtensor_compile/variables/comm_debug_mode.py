@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dtensor_compile.capture import collectives as ops
-from dtensor_compile.capture.redistribute import redistribute_op
-from dtensor_compile.compat.comm_debug_mode import CommModeVariable
-from dtensor_compile.compat.dynamo import Retrack
-from dtensor_compile.compat.dynamo_calls import handle_construction
+from dtensor_compile.ops import collectives as ops
+from dtensor_compile.ops.redistribute import redistribute_op
+from dtensor_compile.compat.dynamo.comm_debug_mode import CommModeVariable
+from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.calls import handle_construction
 
 _c10d = torch.ops.c10d
 

@@ -1,7 +1,7 @@
 """Data-parallel wrappers: FSDP2 (``fully_shard``), both forms of ``replicate``, and ``DistributedDataParallel``.
 
 torch implements them with hooks around forwards and gradients, which cannot be traced. What the hooks mean can: while the forward
-of a wrapped module is traced, its parameters are functions of themselves (``capture/data_parallel.py``), gathered before they are
+of a wrapped module is traced, its parameters are functions of themselves (``ops/unshard.py``), gathered before they are
 used and with a gradient that is reduced. The hooks themselves never run, and the module, its parameters and its state are between
 calls what eager expects: compiled and eager calls mix. The gradients of DTensor parameters are DTensors with their placements.
 
@@ -21,7 +21,7 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 | DDP: broadcast_buffers                                        | same, before the forward, a message for each dtype            |
 | DDP: no_sync; the next call that averages                     | same; in the latter torch's reducer does it, after the graph  |
 | DDP: communication hooks, hooks of parameters                 | torch's reducer averages, as the hooks expect, after the graph |
-| what ``compat/fsdp.py`` and ``compat/ddp.py`` list as obstacles | graph break ``data-parallel-setting``; runs in eager        |
+| what ``compat/distributed/fsdp.py`` and ``compat/distributed/ddp.py`` list as obstacles | graph break ``data-parallel-setting``; runs in eager        |
 
 Three things differ. A parameter that a forward does not use gets no gradient, where DDP would raise an error in the next forward.
 ``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP does not support it).
@@ -41,12 +41,13 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.capture.data_parallel import Reduction, average_gradient, reduce_held, unshard
-from dtensor_compile.capture.spec import spec_text
-from dtensor_compile.compat import ddp, fsdp
-from dtensor_compile.compat.after_graph import call_after_graph
-from dtensor_compile.compat.backward import leaves_of_a_reducer
-from dtensor_compile.compat.dynamo import (
+from dtensor_compile.ops.unshard import Reduction, average_gradient, reduce_held, unshard
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.compat.distributed import ddp
+from dtensor_compile.compat.distributed import fsdp
+from dtensor_compile.compat.dynamo.after_graph import call_after_graph
+from dtensor_compile.compat.dynamo.backward import leaves_of_a_reducer
+from dtensor_compile.compat.dynamo.tracing import (
     Translator,
     UserFunctionVariable,
     VariableTracker,
@@ -55,8 +56,8 @@ from dtensor_compile.compat.dynamo import (
     graph_break,
     keep_ddp_graphs_whole,
 )
-from dtensor_compile.compat.dynamo_calls import Call, attribute, emit_call, is_used
-from dtensor_compile.compat.module_calls import (
+from dtensor_compile.compat.dynamo.calls import Call, attribute, emit_call, is_used
+from dtensor_compile.compat.dynamo.module_calls import (
     attributes_are_static,
     dict_of,
     function_of,

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.collectives import flatten_dense_tensors, unflatten_dense_tensors
-from dtensor_compile.compat.dynamo import Retrack, Translator, UserFunctionVariable, VariableTracker
-from dtensor_compile.compat.dynamo_calls import handle_calls
+from dtensor_compile.compat.distributed.collectives import flatten_dense_tensors, unflatten_dense_tensors
+from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
+from dtensor_compile.compat.dynamo.calls import handle_calls
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

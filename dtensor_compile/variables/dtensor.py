@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.dtensor import Spec
-from dtensor_compile.compat.dynamo import Translator, VariableTracker, build_unguarded, constant_source, graph_break, real_object
-from dtensor_compile.compat.dynamo_calls import refuse_tensor_members
-from dtensor_compile.variables.members import causes_of, table
+from dtensor_compile.compat.dtensor.specs import Spec
+from dtensor_compile.compat.dynamo.tracing import Translator, VariableTracker, build_unguarded, constant_source, graph_break, real_object
+from dtensor_compile.compat.dynamo.calls import refuse_tensor_members
+from dtensor_compile.variables.member_rules import causes_of, table
 
 #: What becomes of the members that a DTensor has and a tensor has not.
 MEMBERS = table(

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.backward import TracedGrad, backward_in_the_region
-from dtensor_compile.compat.dynamo import Retrack
-from dtensor_compile.compat.dynamo_calls import handle_calls
-from dtensor_compile.compat.module_hooks import TracedModuleHooks, hooks_in_the_graph
-from dtensor_compile.compat.version_counters import versions_preserved_in_the_region
+from dtensor_compile.compat.dynamo.backward import TracedGrad, backward_in_the_region
+from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.calls import handle_calls
+from dtensor_compile.compat.dynamo.module_hooks import TracedModuleHooks, hooks_in_the_graph
+from dtensor_compile.compat.dynamo.version_counters import versions_preserved_in_the_region
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (torch.autograd.grad, TracedGrad.retrack),

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from dtensor_compile.compat.dynamo import Retrack
-from dtensor_compile.compat.dynamo_calls import handle_calls
-from dtensor_compile.compat.module_calls import handle_functions
-from dtensor_compile.compat.optimizer import (
+from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.calls import handle_calls
+from dtensor_compile.compat.dynamo.module_calls import handle_functions
+from dtensor_compile.compat.dynamo.optimizer import (
     BreakAroundStep,
     FusedStep,
     break_function,

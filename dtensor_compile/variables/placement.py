@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtensor_compile.compat.dynamo import (
+from dtensor_compile.compat.dynamo.tracing import (
     Source,
     Translator,
     VariableTracker,
@@ -21,7 +21,7 @@ from dtensor_compile.compat.dynamo import (
     raise_in_program,
     remember,
 )
-from dtensor_compile.variables.members import OpaqueClass, Row, Rule, TableVariable, table
+from dtensor_compile.variables.member_rules import OpaqueClass, Row, Rule, TableVariable, table
 
 
 class PlacementVariable(TableVariable):

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from dtensor_compile.compat.after_graph import (
+from dtensor_compile.compat.dynamo.after_graph import (
     Place,
     call_after_graph,
     format_values_of_now,
@@ -25,8 +25,8 @@ from dtensor_compile.compat.after_graph import (
     place,
     snapshot,
 )
-from dtensor_compile.compat.dynamo import Retrack, Translator, VariableTracker, build, constant_argument, fact_guard, graph_break
-from dtensor_compile.compat.dynamo_calls import handle_calls, is_ignored
+from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, VariableTracker, build, constant_argument, fact_guard, graph_break
+from dtensor_compile.compat.dynamo.calls import handle_calls, is_ignored
 
 Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 

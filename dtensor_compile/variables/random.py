@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from dtensor_compile.capture import random as ops
-from dtensor_compile.compat.dynamo import (
+from dtensor_compile.ops import random as ops
+from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     Translator,
     VariableTracker,
@@ -27,8 +27,8 @@ from dtensor_compile.compat.dynamo import (
     constant_source,
     graph_break,
 )
-from dtensor_compile.compat.dynamo_calls import emit_call, handle_calls, handle_construction
-from dtensor_compile.compat.random import (
+from dtensor_compile.compat.dynamo.calls import emit_call, handle_calls, handle_construction
+from dtensor_compile.compat.dynamo.random import (
     DRAWS_TOGETHER,
     GeneratorVariable,
     handle_draws,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo import Retrack, Translator, UserFunctionVariable, VariableTracker, graph_break
-from dtensor_compile.compat.dynamo_calls import handle_calls
-from dtensor_compile.compat.recurrent import FUNCTIONS, taken_into_graphs
+from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker, graph_break
+from dtensor_compile.compat.dynamo.calls import handle_calls
+from dtensor_compile.compat.dynamo.recurrent import FUNCTIONS, taken_into_graphs
 from dtensor_compile.spmd.annotate import anything_is_marked
 from dtensor_compile.spmd.recurrent import IN_PROGRAMS
 

@@ -8,9 +8,10 @@ import torch
 
 import dtensor_compile.backend  # noqa: F401 - all features are known once everything is imported
 from dtensor_compile import UnsupportedTorchError
-from dtensor_compile.compat import hooks, partition
+from dtensor_compile.compat import hooks
+from dtensor_compile.compat.aot import partition
 from dtensor_compile.compat.hooks import FEATURES, MissingHookWarning, feature, hook, needs
-from dtensor_compile.compat.rank_threads import run_in_threads
+from dtensor_compile.compat.distributed.rank_threads import run_in_threads
 from dtensor_compile.testing import make_mesh, on_ranks
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.testing import RankError, run_on_ranks
 from dtensor_compile.testing.bisect import pass_names
 from dtensor_compile.testing.parity import Settings

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.testing import run_on_ranks
 from dtensor_compile.testing.bisect import pass_names
 from dtensor_compile.testing.parity import Settings

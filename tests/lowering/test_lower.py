@@ -10,11 +10,11 @@ from expecttest import TestCase
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.capture.mesh import mesh_text
-from dtensor_compile.capture.redistribute import redistribute_op
+from dtensor_compile.ir.mesh import mesh_text
+from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.lowering import lower as lowering
 from dtensor_compile.lowering.lower import lower_redistributions
-from dtensor_compile.report.recorder import collectives_in
+from dtensor_compile.record.recorder import collectives_in
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 
 
@@ -177,7 +177,7 @@ def test_lowering_an_uneven_or_empty_shard_equals_the_operator():
 
 @on_ranks(2)
 def test_record_counts_what_the_plan_says():
-    from dtensor_compile.lowering.plan import bytes_sent, plan
+    from dtensor_compile.planner.search import bytes_sent, plan
 
     for source, target, shape, local_shape in [("S(0)", "R", [4, 6], [2, 6]), ("P(sum)", "S(0)", [5, 6], [5, 6]), ("S(0)", "S(1)", [4, 5], [2, 5])]:
         gm, _ = traced(source, target, shape, local_shape)

@@ -8,12 +8,12 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.capture.mesh import mesh_text
-from dtensor_compile.capture.redistribute import redistribute_op
-from dtensor_compile.lowering.extra_copies import extra_copies, standalone_copies
+from dtensor_compile.ir.mesh import mesh_text
+from dtensor_compile.ops.redistribute import redistribute_op
+from dtensor_compile.graph.extra_copies import extra_copies, standalone_copies
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.order_rows import order_rows
-from dtensor_compile.report.recorder import record, watch_graphs
+from dtensor_compile.record.recorder import record, watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 
 aten = torch.ops.aten

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 
-from dtensor_compile.capture.messages import all_gather, all_gather_coalesced, all_to_all
+from dtensor_compile.ops.messages import all_gather, all_gather_coalesced, all_to_all
 from dtensor_compile.lowering import receive_before_sending as module
 from dtensor_compile.lowering.receive_before_sending import receive_before_sending
 from dtensor_compile.testing import graph_text, on_ranks, run_on_ranks
 from dtensor_compile.topology.links import CLUSTERS
-from tests.lowering.test_schedule_graph import changed, traced
+from tests.schedule.test_schedule_graph import changed, traced
 
 _c10d = torch.ops._c10d_functional
 _wait = _c10d.wait_tensor

@@ -7,13 +7,13 @@ from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.capture.mesh import mesh_text
-from dtensor_compile.capture.redistribute import redistribute_op
-from dtensor_compile.lowering.extra_copies import extra_copies
+from dtensor_compile.ir.mesh import mesh_text
+from dtensor_compile.ops.redistribute import redistribute_op
+from dtensor_compile.graph.extra_copies import extra_copies
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.send_transposed import send_transposed
-from dtensor_compile.lowering.view_again import view_again
-from dtensor_compile.report.recorder import record, watch_graphs
+from dtensor_compile.fixups.view_again import view_again
+from dtensor_compile.record.recorder import record, watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, run_on_ranks
 
 aten = torch.ops.aten

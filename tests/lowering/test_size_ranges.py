@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dtensor_compile
-from dtensor_compile.compat.shapes import Symbol
+from dtensor_compile.compat.aot.shapes import Symbol
 from dtensor_compile.errors import PlanError
-from dtensor_compile.lowering.moves import Problem
-from dtensor_compile.lowering.plan import bytes_sent, plan
+from dtensor_compile.planner.steps import Problem
+from dtensor_compile.planner.search import bytes_sent, plan
 from dtensor_compile.lowering.size_ranges import MARGIN, Range, cheapest_range, symbolic
 from dtensor_compile.testing import make_mesh, run_on_ranks
 from dtensor_compile.topology import Link

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtensor_compile.compat.rank_threads import run_in_threads
+from dtensor_compile.compat.distributed.rank_threads import run_in_threads
 from dtensor_compile.testing.parity import Settings
 from tests.fuzz.programs import case_of_program
 from tests.matrix import programs

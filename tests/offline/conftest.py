@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from dtensor_compile.compat.triton import triton_version
+from dtensor_compile.compat.inductor.triton import triton_version
 
 HERE = pathlib.Path(__file__).parent
 

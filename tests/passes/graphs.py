@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.capture.marks import MARK, Mark
-from dtensor_compile.capture.mesh import mesh_text
-from dtensor_compile.capture.redistribute import redistribute_op
-from dtensor_compile.compat.observe import node_of
+from dtensor_compile.graph.global_annotations import MARK, Mark
+from dtensor_compile.ir.mesh import mesh_text
+from dtensor_compile.ops.redistribute import redistribute_op
+from dtensor_compile.compat.dynamo.observe import node_of
 from dtensor_compile.testing import graph_text, make_mesh
 
 SHAPE = [4, 6]

@@ -90,7 +90,7 @@ def test_partial_pairs_stay_because_they_may_round():
 @on_ranks(2)
 def test_pair_on_different_meshes_stays():
     named = make_mesh((2,), ("other",))
-    from dtensor_compile.capture.mesh import mesh_text
+    from dtensor_compile.ir.mesh import mesh_text
 
     assert_unchanged(lambda x: (move(move(x, "S(0)", "R"), "R", "S(0)", on=mesh_text(named)),), local(2, 6))
 

@@ -4,7 +4,7 @@ import torch
 from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks, run_on_ranks
 from tests.passes.graphs import local, move, rewritten, unchanged
@@ -129,9 +129,9 @@ def random_chains(seeds):
 
     mesh = make_mesh((2, 2), ("a", "b"))
     text = mesh_text(mesh)
-    from dtensor_compile.capture.spec import parse_spec
-    from dtensor_compile.lowering.expand import local_shape
-    from dtensor_compile.capture.mesh import parse_mesh
+    from dtensor_compile.ir.spec import parse_spec
+    from dtensor_compile.ops.expand import local_shape
+    from dtensor_compile.ir.mesh import parse_mesh
 
     layout, changed = parse_mesh(text), 0
     coordinate = mesh.get_coordinate()

@@ -2,7 +2,7 @@ import torch
 from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks, run_on_ranks
 from tests.passes.graphs import SHAPE, local, move, rewritten, unchanged

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dtensor_compile import record
-from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.passes.exchange_rows import exchange_rows
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 from tests.passes.graphs import local, move, rewritten, unchanged

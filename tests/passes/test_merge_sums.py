@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.passes.merge_sums import merge_sums
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks, run_on_ranks
 from tests.passes.graphs import local, move, rewritten, unchanged

@@ -1,7 +1,7 @@
 import torch
 from expecttest import TestCase
 
-from dtensor_compile.capture.mesh import mesh_text
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.passes.share_equal_redistributions import share_equal_redistributions
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 from tests.passes.graphs import local, move, rewritten

@@ -377,7 +377,7 @@ def test_torch_logs_prints_decisions_as_they_are_made(program):
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-        from dtensor_compile.compat.fake_group import simulated_job
+        from dtensor_compile.compat.distributed.fake_group import simulated_job
         with simulated_job(2, 0):
             x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
             f = lambda x: x.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(0)]) + 1

@@ -14,21 +14,22 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile import backend, record, redistribute
-from dtensor_compile.capture import mesh as capture_mesh
-from dtensor_compile.capture.groups import GROUP, REDISTRIBUTES, Group
-from dtensor_compile.compat import scheduler
+from dtensor_compile.ir import mesh as capture_mesh
+from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES, Group
+from dtensor_compile.compat.inductor import scheduler
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering import lower, measured_kernels
-from dtensor_compile.lowering.left_alone import kernels_left, left_out_of_buckets
-from dtensor_compile.lowering.schedule import Buffer, Task, simulate
-from dtensor_compile.lowering.uncompiled import runs_uncompiled
+from dtensor_compile.lowering import lower
+from dtensor_compile.graph import measured_kernels
+from dtensor_compile.schedule.left_alone import kernels_left, left_out_of_buckets
+from dtensor_compile.schedule.list_scheduler import Buffer, Task, simulate
+from dtensor_compile.fixups.uncompiled import runs_uncompiled
 from dtensor_compile.offline.simulated_job import job
 from dtensor_compile.passes import run_passes
 from dtensor_compile.report.build import decision_row, left_alone
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import from_json, to_json
 from dtensor_compile.report.table import print_report
-from dtensor_compile.runtime import native
+from dtensor_compile.native import loader as native
 from dtensor_compile.topology.links import CLUSTERS
 from tests.report.samples import sample_report
 

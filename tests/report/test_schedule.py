@@ -2,9 +2,9 @@
 
 import pytest
 
-from dtensor_compile.report.graphs import Collective, Operation
-from dtensor_compile.report.missed import missed
-from dtensor_compile.report.recorder import GraphRecord
+from dtensor_compile.graph.costs import Collective, Operation
+from dtensor_compile.report.missed_overlap import missed
+from dtensor_compile.record.recorder import GraphRecord
 from dtensor_compile.report.schedule import schedule
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Device, Link, collective_seconds, compute_seconds
 

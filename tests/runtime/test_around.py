@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dtensor_compile.compat import counters
+from dtensor_compile.compat.dynamo import counters
 
 LOCAL = torch.arange(1.0, 9.0).reshape(4, 2)
 X = torch.tensor(3.0)

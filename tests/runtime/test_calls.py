@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dtensor_compile.compat.dtensor import spec_of_parts
+from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.release import minor_release
-from dtensor_compile.runtime.layouts import layouts
-from dtensor_compile.runtime.native import native
+from dtensor_compile.native.layouts import layouts
+from dtensor_compile.native.loader import native
 from dtensor_compile.testing import make_mesh
 from dtensor_compile.testing.parity import compare_values
 from tests.runtime import needs_native
@@ -173,7 +173,7 @@ def test_tensors_of_torch_func():
 def test_layouts_of_inputs(monkeypatch, there):
     complain = torch._C._dynamo.guards.assert_size_stride
     if not there:
-        monkeypatch.setattr("dtensor_compile.runtime.layouts.native", lambda: None)
+        monkeypatch.setattr("dtensor_compile.native.layouts.native", lambda: None)
     check = layouts([((4, 2), (2, 1)), ((), ()), ((1, 3), (3, 1))], complain)
     scalar = torch.zeros(())
     check((torch.zeros(4, 2), scalar, torch.zeros(1, 3).as_strided((1, 3), (7, 1))))  # the stride of a dim of size 1 is free

@@ -10,8 +10,9 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_compile.compat import counters, guards
-from dtensor_compile.runtime.native import READS, native
+from dtensor_compile.compat.dynamo import counters
+from dtensor_compile.compat.dynamo import guards
+from dtensor_compile.native.loader import READS, native
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 from tests.runtime import needs_native

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_compile.runtime.native import native
+from dtensor_compile.native.loader import native
 from dtensor_compile.testing import make_mesh, on_ranks
 from tests.runtime import needs_native
 

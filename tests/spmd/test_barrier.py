@@ -7,8 +7,8 @@ from expecttest import TestCase
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from dtensor_compile.compat.fake_group import simulated_job
-from dtensor_compile.compat.inductor import fresh_caches
+from dtensor_compile.compat.distributed.fake_group import simulated_job
+from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.spmd import apply_backward_optimization_barrier
 from dtensor_compile.testing import captured_graph
 

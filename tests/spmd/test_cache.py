@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from dtensor_compile.compat.fake_group import simulated_job
-from dtensor_compile.compat.inductor import fresh_caches
+from dtensor_compile.compat.distributed.fake_group import simulated_job
+from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.spmd import Mesh, mark_sharding
 
 
@@ -38,7 +38,7 @@ def test_the_same_marks_hit_and_other_marks_miss():
 SCRIPT = """
 import sys, torch
 from torch._dynamo.utils import counters
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.spmd import Mesh, mark_sharding
 
 class Block(torch.nn.Module):

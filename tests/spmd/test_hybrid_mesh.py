@@ -13,7 +13,7 @@ from rich.console import Console
 from dtensor_compile.errors import MeshError
 from dtensor_compile.testing import on_ranks
 from dtensor_compile.topology.devices import hosts_from_environment, nvlink_devices, nvlink_domains
-from dtensor_compile.topology.hybrid_mesh import HybridMesh
+from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from dtensor_compile.topology.torus import assign_axes, lay_out
 from tests.spmd.tables import TABLES, needs_tables
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_compile import record
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.errors import PlacementError
 from dtensor_compile.spmd import Mesh, ShardedLoader, ShardingSpec, mark_sharding, with_nd_linear
 from dtensor_compile.spmd.annotate import mark_of

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile import record
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.spmd import Mesh
 from dtensor_compile.spmd.shard_module import find_shardings

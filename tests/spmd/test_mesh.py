@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from dtensor_compile.capture.spec import parse_spec, spec_text
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd import Mesh, ShardingType, get_1d_mesh, get_global_mesh, set_global_mesh, wrap_as_sharded_tensor
 from dtensor_compile.spmd.op_sharding import grid_of

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from dtensor_compile.capture.mesh import groups_in_mesh_order, mesh_layout
-from dtensor_compile.capture.redistribute import redistribute_op
-from dtensor_compile.capture.spec import spec_text
+from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_layout
+from dtensor_compile.ops.redistribute import redistribute_op
+from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.spmd import Mesh, manual_region, mark_sharding, shard_module
 from dtensor_compile.spmd.partition_spec import placements_to_axes
 from dtensor_compile.testing import on_ranks, run_on_ranks
-from dtensor_compile.topology.hybrid_mesh import HybridMesh
+from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from tests.spmd.test_annotate import Mlp, compare
 
 MESHES = [([1, 0, 3, 2], (4,), (8, 4)), ([3, 1, 0, 2], (2, 2), (5, 6)), ([2, 3, 0, 1], (2, 2), (8, 4)), ([0, 2, 3, 1], (1, 4), (3, 5))]

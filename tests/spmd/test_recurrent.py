@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile import record
 from dtensor_compile.causes import break_title
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.spmd import Mesh, mark_sharding, shard_module
 from dtensor_compile.spmd.recurrent import recurrent_layer
 from dtensor_compile.testing import on_ranks

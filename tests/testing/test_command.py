@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dtensor_compile.passes
 from dtensor_compile import cli
 from dtensor_compile.passes import PASSES
-from dtensor_compile.passes.nodes import redistributions
+from dtensor_compile.graph.nodes import redistributions
 from dtensor_compile.testing import RankError
 
 HERE = f"{__name__}:"

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_compile import cli
-from dtensor_compile.compat.local_tensor import local_tensors, of_rank
-from dtensor_compile.compat.rank_threads import DeadlockError, run_in_threads
+from dtensor_compile.compat.dtensor.local_tensor import local_tensors, of_rank
+from dtensor_compile.compat.distributed.rank_threads import DeadlockError, run_in_threads
 from dtensor_compile.testing import make_mesh, parity
 from dtensor_compile.testing.local import compare_locally, run_eager
 from dtensor_compile.testing.parity import Case, Settings, sum_of_squares

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dtensor_compile.passes
 from dtensor_compile.passes import PASSES
-from dtensor_compile.passes.nodes import redistributions
+from dtensor_compile.graph.nodes import redistributions
 from dtensor_compile.testing import RankError, compare_steps, compare_values, make_mesh, on_ranks, parity
 from dtensor_compile.testing.check import check_case
 from dtensor_compile.testing.compare import Allowed

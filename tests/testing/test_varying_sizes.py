@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch._dynamo.utils import counters
 
-from dtensor_compile.compat.fake_group import simulated_job
-from dtensor_compile.compat.rank_threads import run_in_threads
+from dtensor_compile.compat.distributed.fake_group import simulated_job
+from dtensor_compile.compat.distributed.rank_threads import run_in_threads
 from dtensor_compile.testing import make_mesh
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dtensor_compile.capture.mesh import parse_mesh
+from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.errors import OptionError, TopologyError
 from dtensor_compile.options import Options
 from dtensor_compile.topology import CLUSTERS, LINKS, Cluster, Link, from_values, save, seconds_over, to_values, topology

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dtensor_compile
 from dtensor_compile.causes import code_in
-from dtensor_compile.compat import counters
+from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 from tests.variables.test_data_parallel import BACKEND, MLP, Blocks, local_input, nested, per_block

@@ -26,13 +26,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dtensor_compile.causes import CAUSES, code_in
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
-from dtensor_compile.variables import functions
+from dtensor_compile.variables import torch_distributed_table as functions
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import MEMBERS as DTENSOR
-from dtensor_compile.variables.members import Row, Rule, Table, table
+from dtensor_compile.variables.member_rules import Row, Rule, Table, table
 from dtensor_compile.variables.placement import PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
-from dtensor_compile.variables.work import FUTURE, WORK, CFuture
+from dtensor_compile.variables.work_handles import FUTURE, WORK, CFuture
 
 # ---- the walk --------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
-from dtensor_compile.compat import counters
+from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
 
 

@@ -25,12 +25,12 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from dtensor_compile import record
-from dtensor_compile.compat.fake_group import simulated_job
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.spmd import Mesh
 from dtensor_compile.spmd.shard_module import find_shardings
 from dtensor_compile.testing import make_mesh
-from dtensor_compile.topology.hybrid_mesh import HybridMesh
+from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from tests.spmd.llama import annotated, build, by_hand, data, mark
 
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from dtensor_compile.compat import counters
-from dtensor_compile.compat.inductor import fresh_caches
+from dtensor_compile.compat.dynamo import counters
+from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
 from dtensor_compile.testing import make_mesh, run_on_ranks

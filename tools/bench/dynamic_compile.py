@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dtensor_compile import offline
-from dtensor_compile.compat.inductor import fresh_caches
+from dtensor_compile.compat.inductor.compile import fresh_caches
 
 PROGRAMS = ("fully_shard: plain", "fully_shard x tensor parallel: plain")
 

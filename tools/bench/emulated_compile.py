@@ -18,7 +18,7 @@ import torch
 from compile_time import Measured, _cpu_seconds, arguments, medians_of, report
 
 from dtensor_compile import offline
-from dtensor_compile.compat.inductor import fresh_caches
+from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
 from dtensor_compile.testing import make_mesh

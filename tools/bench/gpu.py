@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_compile import offline
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Run, Trainer, gradient_difference, loss_difference
-from dtensor_compile.report.recorder import record
+from dtensor_compile.record.recorder import record
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 
@@ -88,7 +88,7 @@ def variants(cluster: Cluster, graphs: bool) -> dict[str, Callable[[Any], Any]]:
         "ours": ours,
     }
     if graphs:
-        from dtensor_compile.compat.inductor import mode_options
+        from dtensor_compile.compat.inductor.compile import mode_options
 
         found["graphs"] = lambda model: ours(model, **mode_options("reduce-overhead"))
     return found

@@ -30,10 +30,10 @@ from rich.table import Table
 
 import dtensor_compile
 from dtensor_compile import offline
-from dtensor_compile.capture.mesh import group_dim_name
-from dtensor_compile.compat.inductor import fresh_caches
-from dtensor_compile.compat.mesh import group_named
-from dtensor_compile.lowering.wrapper_order import simulate_wrapper
+from dtensor_compile.ir.mesh import group_dim_name
+from dtensor_compile.compat.inductor.compile import fresh_caches
+from dtensor_compile.compat.distributed.mesh import group_named
+from dtensor_compile.schedule.wrapper_order import simulate_wrapper
 from dtensor_compile.report.written_code import written_collectives
 
 #: Ranks of the job in Llama-3-8B shapes, and the meshes of the parallelisms.

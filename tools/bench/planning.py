@@ -16,7 +16,11 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from dtensor_compile.lowering import exchange, fewest, moves, plan, shards
+from dtensor_compile.planner import exchange
+from dtensor_compile.planner import lower_bound as fewest
+from dtensor_compile.planner import steps as moves
+from dtensor_compile.planner import search as plan
+from dtensor_compile.planner import shard_intervals as shards
 
 #: Source, target, shape.
 CASES = (

@@ -3,7 +3,7 @@
     python tools/bench/redistribution.py [--only REGEX] [--json FILE] [--disable PASS,...]
 
 Per model and for one rank: collectives, bytes sent, their estimated time, and the bytes that copies of what collectives take and give
-write in kernels of their own (`lowering/extra_copies.py`). Columns: stock with its default planner of
+write in kernels of their own (`graph/extra_copies.py`). Columns: stock with its default planner of
 redistributions (greedy), stock with its other one (min-cost), and this backend. The job is simulated in this process; the graphs
 are those that Inductor would get. On a CPU stock makes an all-gather where it makes an all-to-all on a GPU, and sends what that
 sends.
@@ -29,10 +29,10 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent))
 from models import CASES, Case  # noqa: E402
 
-from dtensor_compile.compat.dtensor import min_cost_plans
+from dtensor_compile.compat.dtensor.specs import min_cost_plans
 from dtensor_compile.report.build import build_side
 from dtensor_compile.report.explain import recorded, recorded_stock, run_backward
-from dtensor_compile.report.look import Job, running
+from dtensor_compile.report.run_target import Job, running
 from dtensor_compile.topology.links import CLUSTERS
 
 VARIANTS = ("stock greedy", "stock min-cost", "ours")

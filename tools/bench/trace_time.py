@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from dtensor_compile.compat import counters
+from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.testing import run_on_ranks
 
 BACKENDS = ("aot_eager", "dtensor_aten")

@@ -1,0 +1,167 @@
+"""The backward pass that AOTAutograd traces and builds: errors while it is traced, and gradients that it did not expect."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._functorch._aot_autograd import graph_capture_wrappers
+from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from dtensor_compile.compat.aot.autograd_functions import BUILD, IS_GENERATED, functions_built
+from dtensor_compile.compat.dtensor.specs import Spec
+from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.aot.tangents import (
+    Tangents,
+    assumed_tangents,
+    current_call,
+    gradients_in_eager,
+    results_with_tangents,
+)
+
+#: Gradients to put in place of an error: ``(error, inputs, tangents)``; None where the error stands.
+StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
+
+
+@needs(
+    "errors of a gradient formula in the backward pass, as in eager",
+    hook("torch._functorch._aot_autograd:graph_capture_wrappers"),
+    without="they are errors of the compilation",
+)
+@contextlib.contextmanager
+def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
+    """While it is entered, an error of the backward pass that AOTAutograd traces on this thread goes to `stand_in`.
+
+    The one call in which AOTAutograd traces a backward pass is to ``torch.autograd.grad``, from its module
+    ``graph_capture_wrappers``; every other call, a program's own among them, is torch's.
+    """
+    owner, stock = threading.get_ident(), torch.autograd.grad
+
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        joint = threading.get_ident() == owner and sys._getframe(1).f_globals is vars(graph_capture_wrappers)
+        if not joint or not grad_outputs:
+            return stock(outputs, inputs, grad_outputs, *args, **kwargs)
+        try:
+            return stock(outputs, inputs, grad_outputs, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever a gradient formula raises
+            gradients = stand_in(error, inputs, grad_outputs)
+            if gradients is None:
+                raise
+            return tuple(gradients)
+
+    with mock.patch.object(torch.autograd, "grad", grad):
+        yield
+
+
+@needs(
+    "gradients of results that the loss does not use, or that come placed otherwise than expected",
+    BUILD,
+    hook("torch.distributed.tensor:DTensor.__coerce_tangent_metadata__", "self"),
+    hook("torch._functorch._aot_autograd.collect_metadata_analysis:coerce_tangent_and_suggest_memory_format", "x"),
+    without="they are an error of torch's in the backward pass",
+)
+@contextlib.contextmanager
+def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterator[None]:
+    """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor outputs get.
+
+    Stock refuses two kinds: that of an output which the loss does not use (autograd makes plain zeros of it, and nothing says
+    which mesh and placements they stand for), and that of an output with an unbacked size (it asks whether that equals the size
+    of the gradient). A gradient that is placed otherwise than expected is dealt with as `compat.aot.tangents` says. The functions
+    stay with the compiled code; torch's own are as they were.
+
+    Args:
+        program: the traced program.
+        tangents: what to expect, and where to note what comes.
+    """
+
+    def take(compiled: type[torch.autograd.Function], metadata: Any) -> None:
+        if any(map(_of_dtensor, metadata.subclass_tangent_meta)):
+            tangents.results = results_with_tangents(metadata)
+            _take_gradients_as_they_come(compiled, program, tangents)
+
+    with functions_built(after=take), assumed_tangents(tangents):
+        yield
+    if tangents.results and tangents.assumed is None:
+        tangents.guard()
+
+
+def _of_dtensor(meta: Any) -> bool:
+    return isinstance(meta, SubclassCreationMeta) and issubclass(meta.original_subclass_type, DTensor)
+
+
+def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tangents: Tangents) -> None:
+    """Changes a compiled ``torch.autograd.Function``: see `dtensor_tangents`."""
+    stock_forward, stock_backward = compiled.forward, compiled.backward
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        outputs = stock_forward(ctx, *args)
+        ctx.output_specs = [(out._spec, out._local_tensor.shape) if isinstance(out, DTensor) else None for out in outputs]
+        ctx.call = current_call(tangents, args)
+        return outputs
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        boxed = len(gradients) == 1 and isinstance(gradients[0], list)
+        values = gradients[0] if boxed else list(gradients)
+        specs = ctx.output_specs
+        given = [None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)]
+        placements = [spec and spec[0].placements for spec in specs]
+        if tangents.come_otherwise(given, placements):
+            in_eager = None if ctx.call is None else gradients_in_eager(program, ctx.call, tangents.places, given)
+            tangents.say_otherwise(given, placements, in_eager is not None)
+            if in_eager is not None:
+                return in_eager
+        for i, (value, spec) in enumerate(zip(values, specs)):
+            if spec is not None and type(value) is torch.Tensor:
+                values[i] = _zeros(value, *spec)
+        return stock_backward(ctx, values) if boxed else stock_backward(ctx, *values)
+
+    compiled.forward, compiled.backward = staticmethod(forward), staticmethod(backward)
+    prologue = vars(compiled).get("_bw_prologue_fn")
+    if prologue is not None:
+        names = prologue.__globals__
+        names["_process_tangent_"] = functools.partial(_process_tangent, names["_process_tangent_"])
+    elif not IS_GENERATED:
+        tangents_of = compiled.metadata.subclass_tangent_meta
+        tangents_of[:] = [_of_any_size(meta) if _of_dtensor(meta) else meta for meta in tangents_of]
+
+
+def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:
+    """A gradient of zeros for an output with that spec; where the output is partial, zeros on every rank are replicated."""
+    placements = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    return DTensor.from_local(
+        zeros.new_zeros(local_shape), spec.mesh, placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+
+
+class _SpecOfAnySize(Spec):
+    """torch 2.11 asks whether what it traced equals what arrives, sizes included, which are the output's whatever they are."""
+
+    __hash__ = Spec.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self._check_equals(other, skip_shapes=True)
+
+
+def _of_any_size(meta: SubclassCreationMeta) -> SubclassCreationMeta:
+    spec, *rest = meta.meta
+    meta, spec = copy.copy(meta), copy.copy(spec)
+    spec.__class__ = _SpecOfAnySize
+    meta.meta = (spec, *rest)
+    return meta
+
+
+def _process_tangent(stock: Callable[..., Any], tangent: Any, meta: Any, *args: Any) -> Any:
+    """torch compares what it traced with what arrives, sizes included, which are the output's whatever they are."""
+    if _of_dtensor(meta) and isinstance(tangent, DTensor):
+        placements, _, *rest = meta.meta
+        meta = copy.copy(meta)
+        meta.meta = (placements, tangent._spec.tensor_meta, *rest)
+    return stock(tangent, meta, *args)

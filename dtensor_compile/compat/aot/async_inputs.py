@@ -1,0 +1,135 @@
+"""Inputs of a compiled region that are AsyncCollectiveTensors, or DTensors over one: collectives that eager has started and not waited for.
+
+    torch:  traces such an input by the tensor in it, which requires no gradient: what the region computes of it has none either
+    here:   traces a tensor that requires a gradient where the input does; the compiled call waits before its graph runs
+
+Upstream: `process_inputs` in ``torch/_functorch/_aot_autograd/frontend_utils.py`` calls ``trigger_wait()``, and the result has no autograd
+history. Can go once torch keeps ``requires_grad`` there, and waits for local tensors of DTensors as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._functorch import aot_autograd
+from torch._guards import TracingContext
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
+from dtensor_compile.compat.hooks import hook, if_there, needs
+
+#: Before 2.13 there is none, and the feature of this module is missing.
+subclass_codegen = if_there("torch._functorch._aot_autograd:subclass_codegen")
+
+
+def async_inputs(values: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of AsyncCollectiveTensors, and of DTensors whose local tensor is one."""
+    return tuple(i for i, value in enumerate(values) if _is_async(value))
+
+
+def _is_async(value: Any) -> bool:
+    return isinstance(value._local_tensor if isinstance(value, DTensor) else value, AsyncCollectiveTensor)
+
+
+def waited_for(value: Any) -> Any:
+    """`value` with a plain (local) tensor that is ready to be read in the place of an AsyncCollectiveTensor; nothing that autograd knows of."""
+    if isinstance(value, AsyncCollectiveTensor):
+        return value.trigger_wait()
+    return DTensor(value._local_tensor.trigger_wait(), value._spec, requires_grad=False) if _is_async(value) else value
+
+
+class _Interior(torch.autograd.Function):
+    """A tensor that is not a leaf of the autograd graph, and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return _plain(value)
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the sizes and strides of `value`, a fake AsyncCollectiveTensor or a DTensor over one, in a storage of its own."""
+    if isinstance(value, DTensor):
+        return DTensor(_plain(value._local_tensor), value._spec, requires_grad=False)
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _as_traced(value: torch.Tensor, fake_mode: Any, static_shapes: bool) -> torch.Tensor:
+    """What stands for an input while its program is traced: with the sizes that Dynamo knows, and its place in autograd's graph."""
+    context = TracingContext.try_get()
+    symbolic = context.tensor_to_context.get(value) if context is not None else None
+    source = getattr(symbolic, "tensor_source", None)
+    fake = fake_mode.from_tensor(value, static_shapes=static_shapes, symbolic_context=symbolic, source=source, trace=symbolic is None)
+    with fake_mode:
+        if not value.requires_grad:
+            return _plain(fake)
+        if value.is_leaf:
+            return _plain(fake).requires_grad_()
+        with torch.enable_grad():
+            return _Interior.apply(torch.zeros((), requires_grad=True), fake)
+
+
+@contextlib.contextmanager
+def keep_gradients_of_async_inputs(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """While it is entered, programs that AOTAutograd compiles on this thread keep the gradients of their AsyncCollectiveTensors.
+
+    Args:
+        example_inputs: those of the program. Without an AsyncCollectiveTensor among them nothing changes.
+    """
+    if async_inputs(example_inputs):
+        with _traced_with_gradients():
+            yield
+    else:
+        yield
+
+
+@needs(
+    "gradients of inputs that are AsyncCollectiveTensors",
+    hook("torch._functorch.aot_autograd:process_inputs", "flat_args aot_config fake_mode shape_env ignore_shape_env"),
+    hook(
+        "torch._functorch._aot_autograd.subclass_codegen:codegen_subclass_wrapper",
+        "compiled_fn inp_metas out_metas num_fw_outs_saved_for_bw ...",
+    ),
+    without="torch decides about them, and their gradients can be lost",
+)
+@contextlib.contextmanager
+def _traced_with_gradients() -> Iterator[None]:
+    owner, stock_process, stock_wrapper = threading.get_ident(), aot_autograd.process_inputs, subclass_codegen.codegen_subclass_wrapper
+
+    def process(
+        flat_args: list[Any], aot_config: Any, fake_mode: Any, shape_env: Any, ignore_shape_env: bool = False
+    ) -> tuple[Any, list[int]]:
+        found = async_inputs(flat_args) if threading.get_ident() == owner else ()
+        for i in found:
+            flat_args[i] = _as_traced(flat_args[i], fake_mode, ignore_shape_env)
+        fake, others = stock_process(flat_args, aot_config, fake_mode, shape_env, ignore_shape_env)
+        return fake, sorted({*found, *others})
+
+    def wrapper(compiled_fn: Callable[..., Any], *metas: Any, act_input_indices: Sequence[int] | None = None, **others: Any) -> Any:
+        if threading.get_ident() != owner or not act_input_indices:
+            return stock_wrapper(compiled_fn, *metas, act_input_indices=act_input_indices, **others)
+        return _waiting(stock_wrapper(compiled_fn, *metas, **others), tuple(act_input_indices))
+
+    with (
+        mock.patch.object(aot_autograd, "process_inputs", process),
+        mock.patch.object(subclass_codegen, "codegen_subclass_wrapper", wrapper),
+    ):
+        yield
+
+
+def _waiting(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """`compiled`, a boxed function, which gets the arguments at `places` once they are ready."""
+
+    def run(args: list[Any]) -> Any:
+        for i in places:
+            args[i] = waited_for(args[i])
+        return compiled(args)
+
+    leave_frames_to_python(run)
+    return functools.wraps(compiled)(run)

@@ -1,0 +1,139 @@
+"""What AOTAutograd keeps from forward to backward: symbols of shard sizes and states of random generators among it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch._functorch import partitioners
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
+from dtensor_compile.compat.hooks import hook, needs
+
+
+@needs(
+    "symbolic sizes of shards in the backward pass",
+    hook("torch._functorch.partitioners:find_symbol_binding_fx_nodes", "graph"),
+    without="some dynamic shapes are an error of the compilation",
+)
+@contextlib.contextmanager
+def bind_shard_sizes() -> Iterator[None]:
+    """While it is entered, partitioning on this thread hands the size of a local tensor to the backward graph where it needs it.
+
+    A DTensor input brings its global sizes as integers of the graph, but not those of its local tensor, whose symbols are its own
+    (how a global size is cut depends on the rank). Where a saved tensor's shape has such a symbol, ``3*s3``, nothing in the backward
+    graph says what ``s3`` is, and Inductor refuses the graph. The size becomes a node of the joint graph, to be saved like others.
+    """
+    owner, stock = threading.get_ident(), partitioners.find_symbol_binding_fx_nodes
+
+    def find(graph: torch.fx.Graph) -> dict[sympy.Symbol, torch.fx.Node]:
+        bindings = stock(graph)
+        return {**_sizes_of_inputs(graph, set(bindings)), **bindings} if threading.get_ident() == owner else bindings
+
+    with mock.patch.object(partitioners, "find_symbol_binding_fx_nodes", find):
+        yield
+
+
+@needs(
+    "random numbers in regions that are computed again",
+    hook("torch._functorch.partitioners:functionalize_rng_ops", "joint_module fw_module bw_module num_sym_nodes"),
+    *([hook("torch._functorch.partitioners:is_opaque_node", "node")] if OPAQUE else []),
+    without="such regions with a mesh are an error",
+)
+@contextlib.contextmanager
+def place_random_states() -> Iterator[None]:
+    """While it is entered, partitioning on this thread saves the states of generators among the tensors.
+
+    Where a region that is recomputed draws random numbers, the forward graph saves the generator's state. torch puts it behind the
+    opaque objects that are saved, such as the mesh of a DTensor, whereas AOTAutograd takes saved tensors first and those next.
+
+        before   return (out, saved, mesh, state)      def backward(saved, mesh, state, tangent)
+        after    return (out, saved, state, mesh)      def backward(saved, state, mesh, tangent)
+    """
+    owner, stock = threading.get_ident(), partitioners.functionalize_rng_ops
+
+    def place(joint: Any, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, symbols: int) -> Any:
+        if threading.get_ident() != owner:
+            return stock(joint, forward, backward, symbols)
+        known = backward.graph.find_nodes(op="placeholder")
+        saved = [node for node in known if not str(node.target).startswith("tangents")]
+        opaque = [node for node in saved if OPAQUE and partitioners.is_opaque_node(node)]
+        forward, backward = stock(joint, forward, backward, symbols + len(opaque))
+        for state in [node for node in backward.graph.find_nodes(op="placeholder") if opaque and node not in known]:
+            opaque[0].prepend(state)
+        backward.recompile()
+        return forward, backward
+
+    with mock.patch.object(partitioners, "functionalize_rng_ops", place):
+        yield
+
+
+class Held:
+    """Where nodes of the joint graph have to run, forward or backward, kept over Inductor's own passes on it.
+
+    Inductor leaves out a multiplication by one, on 2.14 also by the number 1, and writes over what the node before says of itself,
+    with what the multiplication said. The partitioner would move such a node from backward to forward where it needs no gradient, as
+    what a rank receives that is not part of the mesh of the gradient; ranks of that mesh do not.
+    """
+
+    def __init__(self) -> None:
+        self._tags: dict[torch.fx.Node, dict[str, Any]] = {}
+
+    def remember(self, graph: torch.fx.Graph) -> None:
+        held = [node for node in graph.nodes if node.meta.get("partitioner_tag") in ("must_be_in_backward", "must_be_in_forward")]
+        self._tags = {node: {key: node.meta[key] for key in ("partitioner_tag", "recompute") if key in node.meta} for node in held}
+
+    def restore(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            node.meta.update(self._tags.get(node, {}))
+        self._tags = {}
+
+
+def _copy_but_groups(self: torch.fx.GraphModule, memo: dict[int, Any]) -> torch.fx.GraphModule:
+    memo.update({id(value): value for value in vars(self).values() if isinstance(value, torch.ScriptObject)})
+    return torch.fx.GraphModule.__deepcopy__(self, memo)
+
+
+@contextlib.contextmanager
+def share_groups() -> Iterator[None]:
+    """While it is entered, copies of a backward graph that is partitioned on this thread have its process groups.
+
+    torch compiles a copy of it. Before 2.13 groups that messages of a convolution go through are attributes of the graph, which
+    cannot be copied.
+    """
+    if OPAQUE:
+        yield
+        return
+    owner, stock = threading.get_ident(), partitioners.reordering_to_mimic_autograd_engine
+
+    def reorder(backward: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        reordered = stock(backward)  # the last that a partitioner makes of it
+        if threading.get_ident() == owner:
+            type(reordered).__deepcopy__ = _copy_but_groups  # each graph module has a class of its own
+        return reordered
+
+    with mock.patch.object(partitioners, "reordering_to_mimic_autograd_engine", reorder):
+        yield
+
+
+def _sizes_of_inputs(graph: torch.fx.Graph, bound: set[sympy.Symbol]) -> dict[sympy.Symbol, torch.fx.Node]:
+    """Symbol to a new node that is the size of an input, for each symbol but those `bound` that is a size of one."""
+    inputs = graph.find_nodes(op="placeholder")
+    made: dict[sympy.Symbol, torch.fx.Node] = {}
+    with graph.inserting_after(inputs[-1]):
+        for node in inputs:
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or node.target.startswith("tangents"):
+                continue
+            for dim, size in enumerate(value.shape):
+                symbols = free_symbols(size)
+                if len(symbols) == 1 and (symbol := next(iter(symbols))) == size.node.expr and symbol not in {*bound, *made}:
+                    made[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                    made[symbol].meta["val"] = size
+    return made

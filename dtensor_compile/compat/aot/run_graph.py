@@ -1,0 +1,42 @@
+"""Running a graph with torch's own kernels after AOTAutograd and our passes, without Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+
+from dtensor_compile.compat.aot.fx import run_boxed
+from dtensor_compile.compat.inductor.compile import GraphFunction
+
+
+def compile_to_aten(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, joint_pass: GraphFunction, post_grad_pass: GraphFunction
+) -> Callable[..., Any]:
+    """AOTAutograd on a Dynamo graph, with our passes where Inductor would call them; what is left runs operator by operator.
+
+    Args:
+        joint_pass: runs on the joint graph (on the forward graph where there is no backward).
+        post_grad_pass: runs on the forward and on the backward graph.
+    """
+
+    def partition(joint: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[torch.fx.GraphModule, ...]:
+        joint_pass(joint.graph)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    def lower(graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        post_grad_pass(graph_module.graph)
+        return run_boxed(graph_module)
+
+    def infer(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        joint_pass(graph_module.graph)
+        return lower(graph_module, inputs)
+
+    compile_graph = aot_autograd(fw_compiler=lower, bw_compiler=lower, inference_compiler=infer, partition_fn=partition)
+    with config.patch(fallback_random=True):  # random values are eager's, so that those that nothing uses are drawn as well
+        return compile_graph(gm, example_inputs)

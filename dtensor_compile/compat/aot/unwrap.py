@@ -1,0 +1,277 @@
+"""What AOTAutograd puts around a compiled graph for DTensors, in C++ (`native.loader`) in place of the Python that it generates.
+
+    torch:  one append per local tensor and per mesh; per result and per gradient a new spec and a DTensor by its constructor
+    here:   one call that unwraps all arguments, one that wraps all results; gradients go right into ``.grad``
+    torch:  a few Python instructions for each argument, and for each tensor that is saved for the backward pass
+    here:   one call for all of each
+
+Where something else than DTensors over plain tensors goes in or comes out, torch's own stands.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta, SubclassCreationMeta
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _MaskPartial
+
+from dtensor_compile.compat.dtensor.specs import spec_of_parts
+from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
+from dtensor_compile.compat.hooks import hook, if_there, needs
+from dtensor_compile.compat.dtensor.sharding import unflatten
+from dtensor_compile.native.loader import native
+
+#: Before 2.13 there is neither, and the feature of this module is missing.
+subclass_codegen = if_there("torch._functorch._aot_autograd:subclass_codegen")
+OpaqueMeta = if_there("torch._functorch._aot_autograd.schemas:OpaqueMeta")
+
+Meta = PlainTensorMeta | SubclassCreationMeta
+
+
+class _NotPlain(Exception):
+    """Something else than DTensors over plain tensors goes in or comes out."""
+
+
+@needs(
+    "DTensors unwrapped and wrapped in C++",
+    hook("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self"),
+    hook(
+        "torch._functorch._aot_autograd.runtime_wrappers:_codegen_increment_mutation_versions",
+        "rw_lines rw_globals ...",
+        "buf ...",
+    ),
+    hook(
+        "torch._functorch._aot_autograd.subclass_codegen:codegen_subclass_wrapper",
+        "compiled_fn inp_metas out_metas num_fw_outs_saved_for_bw ...",
+    ),
+    hook("torch._functorch._aot_autograd.subclass_codegen:codegen_backward_subclass_fns", "grad_input_metas"),
+    hook("torch._functorch._aot_autograd.subclass_codegen:_compute_placeholders", "outer"),
+    hook("torch._functorch._aot_autograd.subclass_codegen:_concrete_value", "val"),
+    without="calls cost what they cost under torch",
+)
+@contextlib.contextmanager
+def native_calls() -> Iterator[None]:
+    """While it is entered, code that AOTAutograd puts around graphs on this thread is the one of this module."""
+    owner, factory = threading.get_ident(), runtime_wrappers._AOTDispatchAutogradFunctionFactory
+    stock_wrapper, stock_backward = subclass_codegen.codegen_subclass_wrapper, subclass_codegen.codegen_backward_subclass_fns
+    stock_build, stock_versions = factory.build, runtime_wrappers._codegen_increment_mutation_versions
+
+    def serves() -> bool:
+        return native() is not None and threading.get_ident() == owner
+
+    def wrapper(
+        compiled_fn: Callable[..., Any],
+        inp_metas: Sequence[Meta],
+        out_metas: Sequence[Meta],
+        num_fw_outs_saved_for_bw: int | None,
+        **others: Any,  # frozen inputs, unfinished collectives
+    ) -> Callable[..., Any]:
+        if serves() and not any(others.values()):
+            with contextlib.suppress(_NotPlain):
+                return _around(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw is not None)
+        if threading.get_ident() == owner:
+            out_metas = list(map(_from_parts, out_metas))
+        return stock_wrapper(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw, **others)
+
+    def backward(grad_input_metas: Sequence[Meta] | None = None) -> tuple[Any, Any]:
+        if grad_input_metas is None or threading.get_ident() != owner:
+            return stock_backward(grad_input_metas)
+        unwrap, wrap = stock_backward(list(map(_from_parts, grad_input_metas)))
+        if serves():
+            with contextlib.suppress(_NotPlain):
+                return unwrap, native().Wrap(_results(grad_input_metas)[0], True)
+        return unwrap, _apart(wrap)
+
+    def build(self: Any) -> type[torch.autograd.Function]:
+        compiled = stock_build(self)
+        if serves():
+            _accumulate(compiled, self.spec.fw_metadata)
+            _save(compiled, self.spec.fw_metadata)
+            _apply(compiled)
+        return compiled
+
+    def versions(code: Any, *others: Any) -> None:
+        stock_versions(code, *others)
+        names = others[0] if isinstance(code, list) else code.globals  # lines and names; as of 2.14 one object of both
+        if serves() and "_increment_version_" in names:
+            names["_increment_version_"] = native().increment_versions
+
+    subclass_codegen.codegen_subclass_wrapper, subclass_codegen.codegen_backward_subclass_fns = wrapper, backward
+    factory.build, runtime_wrappers._codegen_increment_mutation_versions = build, versions
+    try:
+        yield
+    finally:
+        subclass_codegen.codegen_subclass_wrapper = stock_wrapper
+        subclass_codegen.codegen_backward_subclass_fns = stock_backward
+        factory.build, runtime_wrappers._codegen_increment_mutation_versions = stock_build, stock_versions
+
+
+class _DTensorFromParts:
+    """In code that torch writes, in the place of ``DTensor``: makes them as in C++, also with shards that views left strided."""
+
+    __tensor_unflatten__ = staticmethod(functools.partial(unflatten, DTensor.__tensor_unflatten__))
+
+
+def _from_parts(meta: Meta) -> Meta:
+    if not isinstance(meta, SubclassCreationMeta) or (meta.original_subclass_type or type(meta.original_subclass)) is not DTensor:
+        return meta
+    changed = copy.copy(meta)
+    changed.original_subclass_type = _DTensorFromParts
+    return changed
+
+
+def _apart(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch wraps gradients with, where a tensor that is the gradient of two DTensors is not the memory of both."""
+
+    def wrap_apart(results: Sequence[Any]) -> Any:
+        times = collections.Counter(id(result) for result in results if isinstance(result, torch.Tensor))
+        return wrap([result.clone() if times[id(result)] > 1 else result for result in results])
+
+    leave_frames_to_python(wrap_apart)
+    return wrap_apart
+
+
+def _around(compiled: Callable[..., Any], inputs: Sequence[Meta], outputs: Sequence[Meta], saves: bool) -> Callable[..., Any]:
+    """`compiled`, a boxed function of local tensors and meshes, as one of DTensors.
+
+    Args:
+        saves: results beyond those of `outputs` pass as they are.
+    """
+    unwrap = native().Unwrap([_argument(meta) for meta in inputs])
+    plan, used = _results(outputs)
+    wrap = native().Wrap(plan, False)
+
+    def run(args: list[Any]) -> tuple[Any, ...]:
+        return wrap(compiled(unwrap(args)))
+
+    def run_and_save(args: list[Any]) -> tuple[Any, ...]:
+        results = compiled(unwrap(args))
+        return wrap(results) + tuple(results[used:])
+
+    function = run_and_save if saves else run
+    leave_frames_to_python(function)
+    return functools.wraps(compiled)(function)
+
+
+def _accumulate(compiled: Any, metadata: Any) -> None:
+    """Lets gradients of a compiled ``torch.autograd.Function`` be accumulated where they are made."""
+    stock = vars(compiled)["_bw_epilogue_fn"]
+    wrap = stock.__globals__.get("_wrap_")
+    if type(wrap) is not native().Wrap or metadata.num_backward_tokens or metadata.is_rng_op_functionalized:
+        return
+    wrap.owner = compiled._backward_cls
+    stock_backward = vars(compiled)["_bwd_fn"]
+
+    def epilogue(results: Any, make_subclass_override: Any = None) -> Any:
+        return wrap(results) if make_subclass_override is None else stock(results, make_subclass_override)
+
+    def backward(arguments: Any, ctx: Any, prologue: Any, add_rng: Any, implementation: Any, _: Any, twice: Any) -> Any:
+        # with create_graph=True, gradients are results of another function, and stay with autograd
+        after = stock if torch.is_grad_enabled() else epilogue
+        return stock_backward(arguments, ctx, prologue, add_rng, implementation, after, twice)
+
+    for function in (epilogue, backward):
+        leave_frames_to_python(function)
+    compiled._bwd_fn = staticmethod(backward)
+
+
+def _save(compiled: Any, metadata: Any) -> None:
+    """Lets what a compiled ``torch.autograd.Function`` keeps for its backward pass be looked through in C++."""
+    stock_forward, detached = vars(compiled)["_fwd_fn"], native().detached_views
+
+    def save(ctx: Any, results: Sequence[Any]) -> None:
+        ctx.save_for_backward(*detached(results[metadata.tensors_saved_for_backwards_with_vc_check_slice]))
+        ctx._tensors_no_vc_check = detached(results[metadata.tensors_saved_for_backwards_no_vc_check_slice])
+        ctx.symints = results[metadata.symints_saved_for_backwards_slice]
+        ctx.opaque_objects = results[metadata.opaque_objects_saved_for_backwards_slice]
+
+    def forward(ctx: Any, arguments: Any, add_rng: Any, stock_save: Any, finalize: Any, implementation: Any) -> Any:
+        keep = stock_save if metadata.dynamic_saved_tensors_idxs else save  # it marks such tensors
+        return stock_forward(ctx, arguments, add_rng, keep, finalize, implementation)
+
+    for function in (save, forward):
+        leave_frames_to_python(function)
+    compiled._fwd_fn = staticmethod(forward)
+
+
+def _apply(compiled: Any) -> None:
+    """Lets arguments of a compiled ``torch.autograd.Function`` be looked through in C++ for tensors that ``torch.func`` wraps."""
+    stock, call = compiled.apply, super(torch.autograd.Function, compiled).apply
+
+    def apply(*arguments: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() or not native().without_wrappers(arguments):
+            return stock(*arguments)
+        return call(*arguments)
+
+    leave_frames_to_python(apply)
+    compiled.apply = staticmethod(apply)
+
+
+def _symbolic(extents: Sequence[Any]) -> list[bool]:
+    return subclass_codegen._compute_placeholders(extents)
+
+
+def _check_plain(meta: SubclassCreationMeta) -> None:
+    cls = meta.original_subclass_type or type(meta.original_subclass)
+    kinds = {name: type(attribute) for name, attribute in meta.attrs.items()}
+    if cls is not DTensor or list(kinds.items()) != [("_local_tensor", PlainTensorMeta), ("device_mesh", OpaqueMeta)]:
+        raise _NotPlain
+    if any(isinstance(placement, _MaskPartial) for placement in meta.meta[0]):
+        raise _NotPlain  # it carries what this one call looked up
+    _check_sizes(meta.attrs["_local_tensor"])
+    for extent, read_from in ((meta.outer_size, "outer_size_from_attr"), (meta.outer_stride, "outer_stride_from_attr")):
+        if getattr(meta, read_from, None) is not None and any(_symbolic(extent)):
+            raise _NotPlain  # as of 2.14: sizes of the local tensor
+
+
+def _check_sizes(meta: PlainTensorMeta) -> None:
+    """As of 2.14 sizes of local tensors can be inputs and results of their own, which code in C++ does not expect."""
+    if getattr(meta, "arg_count", 1) != 1:
+        raise _NotPlain
+
+
+def _argument(meta: Meta) -> tuple[list[int], list[int]] | None:
+    """For ``Unwrap``: None for what is no DTensor; otherwise the dims whose sizes, and those whose strides, are inputs."""
+    if isinstance(meta, PlainTensorMeta):
+        _check_sizes(meta)
+        return None
+    _check_plain(meta)
+    sizes, strides = ([dim for dim, is_one in enumerate(_symbolic(e)) if is_one] for e in (meta.outer_size, meta.outer_stride))
+    return sizes, strides
+
+
+def _results(metas: Sequence[Meta]) -> tuple[list[Any], int]:
+    """For ``Wrap``: per output its place in the results, or ``(place, sizes, strides, make_spec, requires_grad)`` of a DTensor,
+    with sizes as ``(False, size)`` or ``(True, place)``. And how many results that takes.
+    """
+    plan: list[Any] = []
+    place = used = 0
+    for meta in metas:
+        if isinstance(meta, PlainTensorMeta):
+            _check_sizes(meta)
+            plan.append(meta.unwrapped_idx)
+            place = max(place, meta.unwrapped_idx + 1)
+            used += 1
+            continue
+        _check_plain(meta)
+        placements, tensor_meta, shard_order, requires_grad = meta.meta
+        start, place, extents = place, place + 2, []
+        for extent in (meta.outer_size, meta.outer_stride):
+            entries = []
+            for value, is_result in zip(extent, _symbolic(extent)):
+                entries.append((True, place) if is_result else (False, subclass_codegen._concrete_value(value)))
+                place += is_result
+            extents.append(tuple(entries))
+        make_spec = functools.partial(spec_of_parts, placements, tensor_meta.dtype, shard_order)
+        plan.append((start, *extents, make_spec, requires_grad))
+        used += meta.arg_count
+    return plan, used

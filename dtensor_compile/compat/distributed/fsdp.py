@@ -1,0 +1,453 @@
+"""The state of ``fully_shard``, and of ``replicate`` in its newer form: what it says of parameters, and what it leaves to eager.
+
+Nothing here knows of Dynamo. A *group* holds the parameters that eager gathers together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGather,
+    ReduceScatter,
+    _get_gradient_divide_factors,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from dtensor_compile.compat.dtensor.specs import Spec, with_local
+
+PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
+#: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the methods.
+_WRAPPER = PRE_FORWARD.__code__
+
+#: Methods by which a program changes the state of its modules.
+SETTERS = tuple(method for name, method in vars(FSDPModule).items() if name.startswith("set_"))
+
+#: Whether a state has groups in a list; before 2.13 it has one, or none.
+SEVERAL = isinstance(vars(FSDPState).get("_fsdp_param_group"), property)
+
+
+def _groups(state: FSDPState) -> list[FSDPParamGroup]:
+    if SEVERAL:
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def method_of(function: Any) -> Any:
+    """The method of a state that a hook calls; the function itself where it is no such hook."""
+    if getattr(function, "__code__", None) is not _WRAPPER:
+        return function
+    inner = function
+    while inner is not None and not isinstance(inner, types.MethodType):
+        inner = getattr(inner, "__wrapped__", None)
+    return inner.__func__ if inner is not None else function
+
+
+def state_of(owner: Any) -> FSDPState:
+    """The state itself, or that of a hook of modules in a list."""
+    for name in path_to_state(owner):
+        owner = getattr(owner, name)
+    return owner
+
+
+def path_to_state(owner: Any) -> tuple[str, ...]:
+    """The attributes that lead from a hook of modules in a list to their state; none from the state itself."""
+    path: list[str] = []
+    while not isinstance(owner, FSDPState):
+        path.append("__self__" if isinstance(owner, types.MethodType) else "__wrapped__")
+        owner = getattr(owner, path[-1])
+    return tuple(path)
+
+
+# ---- what is fixed while the compiled code holds -----------------------------------------------------------------------------
+
+
+def facts(state: FSDPState) -> tuple[Any, ...]:
+    """All that a forward depends on, besides what the parameters are."""
+    return (state._mp_policy, *(_group_facts(group) for group in _groups(state)))
+
+
+def gradient_facts(state: FSDPState) -> tuple[Any, ...]:
+    """All that the gradients depend on besides."""
+    return tuple(map(_facts_of_gradients, _groups(state)))
+
+
+def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
+    return (
+        group.mesh_info.mesh,
+        len(group.fsdp_params),
+        group.post_forward_mesh_info is None,
+        group._training_state is TrainingState.PRE_BACKWARD,
+        _at_rest(group),
+    )
+
+
+def _facts_of_gradients(group: FSDPParamGroup) -> tuple[Any, ...]:
+    return (
+        _held(group),  # what adds to held gradients need not know whether there are any
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+        _reduces_unused(group),
+        group._all_reduce_hook is None,
+        _has_hooks(group),
+    )
+
+
+def _has_partly_reduced(group: FSDPParamGroup) -> bool:
+    """Whether gradients of earlier backward passes are reduced over shards and wait to be reduced over replicas."""
+    return group._partial_reduce_output is not None
+
+
+def _holds(group: FSDPParamGroup) -> bool:
+    """Whether gradients of earlier backward passes wait to be reduced with the next."""
+    for param in group.fsdp_params:
+        whole = getattr(param, "_unsharded_param", None)
+        if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            return True
+    return False
+
+
+def _has_hooks(group: FSDPParamGroup) -> bool:
+    """Whether hooks wait for gradients of sharded parameters: eager, which sets these gradients itself, never calls them."""
+    return any(param.sharded_param._backward_hooks for param in group.fsdp_params)
+
+
+def _reduces_unused(group: FSDPParamGroup) -> bool:
+    """Whether parameters that the loss does not use have gradients as well; there is such a setting as of 2.13."""
+    return getattr(group, "reduce_scatter_unused_params", False)
+
+
+def _is_plain(param: FSDPParam) -> bool:
+    """Whether the modules of a parameter keep it where modules keep parameters, and nowhere else."""
+    return all(type(module).__setattr__ is torch.nn.Module.__setattr__ for module, _ in _places(param))
+
+
+def _own_comm(comm: Any) -> bool:
+    return not type(comm).__module__.startswith("torch.") and isinstance(comm, (AllGather, ReduceScatter))
+
+
+#: What keeps a state out of a graph: a test, and what to say.
+_OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
+    (lambda g: isinstance(g.offload_policy, CPUOffloadPolicy), "parameters are offloaded to the CPU"),
+    (lambda g: g._all_reduce_hook is not None, "set_all_reduce_hook"),
+    (lambda g: _own_comm(g._all_gather_comm) or _own_comm(g._reduce_scatter_comm), "a custom all-gather or reduce-scatter"),
+    (lambda g: any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in g.fsdp_params), "fsdp_pre_all_gather"),
+    (_reduces_unused, "gradients for unused parameters"),
+    (lambda g: g._training_state is TrainingState.PRE_BACKWARD, "the forward runs again inside of a backward pass of eager's"),
+    (lambda g: not all(map(_is_plain, g.fsdp_params)), "a module with a __setattr__ of its own"),
+)
+#: The same, where gradients are wanted.
+_OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
+    (_has_hooks, "a parameter with a hook on its gradient"),
+)
+
+
+def obstacle(state: FSDPState, gradients: bool) -> str | None:
+    """Why the forward of a module with this state has to run in eager; None where it can be traced."""
+    table = _OBSTACLES + (_OBSTACLES_TO_GRADIENTS if gradients else ())
+    return next((text for group in _groups(state) for test, text in table if test(group)), None)
+
+
+def mixed_precision(state: FSDPState) -> MixedPrecisionPolicy:
+    """Its policy for dtypes."""
+    return state._mp_policy
+
+
+def prepare(state: FSDPState) -> None:
+    """What eager does before it first uses the parameters: finds the root, sets dtypes."""
+    state._lazy_init()
+
+
+def _at_rest(group: FSDPParamGroup) -> bool:
+    """Whether the modules have their sharded parameters, and none are being gathered."""
+    return group.is_sharded and group._all_gather_result is None
+
+
+def is_at_rest(state: FSDPState) -> bool:
+    """Whether the modules have their sharded parameters.
+
+    Not so after an eager forward without a backward, which may keep them whole, nor after the program called ``unshard()``.
+    """
+    return all(map(_at_rest, _groups(state)))
+
+
+def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
+    """Gives the modules their sharded parameters again. A backward of eager's that needs whole ones gathers them again.
+
+    Args:
+        state: a weak reference.
+    """
+    found = state()
+    for group in _groups(found) if found is not None else ():
+        group.wait_for_unshard()
+        group._to_sharded()
+
+
+# ---- parameters --------------------------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """What becomes of a gradient at two places on its way: as it comes, and reduced over shards and not yet over replicas.
+
+    At each: "hold", it is kept for a later pass; "release", what is kept is added to it before it is reduced further; "", neither.
+    """
+
+    whole: str = ""
+    shard: str = ""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """One parameter that data-parallel ranks share.
+
+    Attributes:
+        parameter: the sharded one.
+        path: attributes and indices on the way from the state to it.
+        places: module and name, several where it is tied.
+        mesh, placements: how the ranks share it: a mesh of one dim, or of two of which the first replicates.
+        outer_mesh, outer_placements: of the DTensor that the module uses; None and () where it uses a plain tensor.
+        data_parallel: the dims of `outer_mesh` over which `mesh` shares the parameter (``dp_mesh_dims``); none where these are two meshes.
+        size: of what the ranks share.
+        dtype, reduce_dtype: of what the module uses, and in which gradients are reduced; None leaves them as they are.
+        divide: reduction op, divisors of gradients before and after it.
+        reshard: it is not kept for the backward.
+        holder: path from the state to the tensor that stands for its group (`make_holders`).
+        index: its place in the group.
+        held: what becomes of its gradient.
+    """
+
+    parameter: torch.nn.Parameter
+    path: tuple[str | int, ...]
+    places: tuple[tuple[torch.nn.Module, str], ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    outer_mesh: DeviceMesh | None
+    outer_placements: tuple[Placement, ...]
+    data_parallel: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    divide: tuple[str, float, float]
+    reshard: bool
+    holder: tuple[str | int, ...]
+    index: int
+    held: Held
+
+
+def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
+    info = param._module_info
+    return ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names))
+
+
+def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
+    """The parameters of a state that is prepared."""
+    for i, group in enumerate(_groups(state)):
+        path = ("_fsdp_param_groups", i) if SEVERAL else ("_fsdp_param_group",)
+        held = _held(group)
+        for j, param in enumerate(group.fsdp_params):
+            outer = _unsharded_spec(param)
+            yield Sharded(
+                parameter=param.sharded_param,
+                path=(*path, "fsdp_params", j, "sharded_param"),
+                places=_places(param),
+                mesh=group.mesh_info.mesh,
+                placements=_placements(group, param),
+                outer_mesh=None if outer is None else outer.mesh,
+                outer_placements=() if outer is None else outer.placements,
+                data_parallel=_data_parallel_dims(param),
+                size=tuple(param._orig_size),
+                dtype=param.param_dtype,
+                reduce_dtype=param.reduce_dtype,
+                divide=_divide(group, param),
+                reshard=group.post_forward_mesh_info is not None,
+                holder=(*path, _HOLDER),
+                index=j,
+                held=held,
+            )
+
+
+def _held(group: FSDPParamGroup) -> Held:
+    if not group.reduce_grads:
+        return Held("hold")
+    whole, shard = "release" if _holds(group) else "", ""
+    if isinstance(group.mesh_info, DDPMeshInfo):
+        shard = "hold" if not group.all_reduce_grads else "release" if _has_partly_reduced(group) else ""
+    return Held(whole, shard)
+
+
+def _data_parallel_dims(param: FSDPParam) -> tuple[int, ...]:
+    """The dims that ``dp_mesh_dims`` names of the mesh on which the parameter is a DTensor; none where it is not given."""
+    return tuple(sorted(getattr(param, "_dp_dim_indices", ())))
+
+
+def _placements(group: FSDPParamGroup, param: FSDPParam) -> tuple[Placement, ...]:
+    if isinstance(group.mesh_info, HSDPMeshInfo):
+        return (Replicate(), param.fsdp_placement)
+    return (param.fsdp_placement if isinstance(group.mesh_info, FSDPMeshInfo) else Replicate(),)
+
+
+def _divide(group: FSDPParamGroup, param: FSDPParam) -> tuple[str, float, float]:
+    """As torch divides; a factor within the reduction becomes a division before it."""
+    info = group.mesh_info
+    shards = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+    replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+    dtype = param.reduce_dtype or param.param_dtype or param.orig_dtype
+    factor = group.gradient_divide_factor
+    before, after, *ops = _get_gradient_divide_factors(
+        shards, replicas, dtype, group.device.type, factor, group.force_sum_reduction_for_comms
+    )
+    if factor is not None and before is None and after is None:
+        return "sum", factor, 1
+    op = "avg" if all(op == dist.ReduceOp.AVG for op in ops) else "sum"
+    return op, before or 1, after or 1
+
+
+# ---- gradients that wait to be reduced ------------------------------------------------------------------------------------------
+
+#: Groups by the number in their holder.
+_HOLDERS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+#: The attribute of a group with its holder.
+_HOLDER = "_dtensor_compile_holder"
+
+
+def make_holders(state: FSDPState) -> None:
+    """Gives each group a tensor with a number, by which compiled code finds it when it runs."""
+    for group in _groups(state):
+        if not hasattr(group, _HOLDER):
+            number = next(_NUMBERS)
+            _HOLDERS[number] = group
+            setattr(group, _HOLDER, torch.tensor(number))
+
+
+def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placement, ...]) -> None:
+    """Adds the gradient of a whole parameter to what waits to be reduced, where eager's next backward finds it too.
+
+    Args:
+        number, index: of the group and of the parameter.
+        grad: of the local tensor; copied.
+        placements: of the gradient, where the parameter is a DTensor. Over data-parallel dims of its mesh it may be partial.
+    """
+    group = _HOLDERS[number]
+    param = group.fsdp_params[index]
+    before = _taken(param)
+    # A root whose hooks run in eager ends the backward pass of each group that has not had one; this one has it here.
+    if group.modules[0]._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+        group._training_state = TrainingState.POST_BACKWARD
+    if before is None:
+        before = grad.detach().to(param.reduce_dtype or grad.dtype, copy=True)
+    else:
+        before.add_(grad)
+    spec = _unsharded_spec(param)
+    param.unsharded_accumulated_grad = before if spec is None else with_local(before, dataclasses.replace(spec, placements=placements))
+
+
+def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
+    """A new, contiguous tensor: `grad` and what is held of the same parameter, which is held no longer."""
+    before = _taken(_HOLDERS[number].fsdp_params[index])
+    if before is None:
+        return grad.clone(memory_format=torch.contiguous_format)
+    return before.add_(grad).to(grad.dtype).contiguous()
+
+
+def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
+    """What is held of a parameter, as a local tensor; it is held no longer."""
+    return next(_taken(p) for group in _groups(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter)
+
+
+def _taken(param: FSDPParam) -> torch.Tensor | None:
+    """What is held of a parameter, as a local tensor; it is held no longer.
+
+    In eager it is the gradient of the whole parameter, or, where reductions have another dtype, a tensor of that.
+    """
+    held, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
+    whole = getattr(param, "_unsharded_param", None)
+    if held is None and whole is not None:
+        held, whole.grad = whole.grad, None
+    if held is not None and (spec := _unsharded_spec(param)) is not None:
+        assert isinstance(held, DTensor)
+        return held.redistribute(placements=reduced_placements(held.placements, spec.placements, _data_parallel_dims(param))).to_local()
+    return held
+
+
+def reduced_placements(
+    grad: Sequence[Placement], parameter: Sequence[Placement], data_parallel: Sequence[int]
+) -> tuple[Placement, ...]:
+    """Placements of a gradient before the wrapper reduces it: those of the parameter, but over data-parallel dims its own."""
+    return tuple(of if dim in data_parallel else placement for dim, (of, placement) in enumerate(zip(grad, parameter, strict=True)))
+
+
+#: The attribute of a group with the flat tensor of held shards that compiled code made, and the indices of those that are in it.
+_SHARDS = "_dtensor_compile_held_shards"
+
+
+def _held_shards(group: FSDPParamGroup) -> set[int]:
+    """Indices of the parameters whose shards wait; eager holds those of all that require gradients."""
+    flat, indices = getattr(group, _SHARDS, (None, set()))
+    if flat is None or flat is not group._partial_reduce_output:
+        indices = {i for i, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad}
+    return indices
+
+
+def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
+    """The place of a shard in the flat tensor in which eager keeps those of a group: one after the other, each padded."""
+    params = group.fsdp_params
+    offset = sum(param.padded_sharded_param_size.numel() for param in params[:index] if param.sharded_param.requires_grad)
+    of = params[index]
+    return group._partial_reduce_output.as_strided(of.sharded_size, of.contiguous_sharded_stride, offset)
+
+
+def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
+    """Adds a gradient that is reduced over shards to what waits to be reduced over replicas, where eager's next backward finds it too.
+
+    Args:
+        number, index: of the group and of the parameter.
+        grad: the local shard.
+    """
+    group = _HOLDERS[number]
+    if group._partial_reduce_output is None:
+        sizes = (param.padded_sharded_param_size.numel() for param in group.fsdp_params if param.sharded_param.requires_grad)
+        group._partial_reduce_output = grad.new_zeros(sum(sizes))
+        setattr(group, _SHARDS, (group._partial_reduce_output, set()))
+    _held_shard(group, index).add_(grad)
+    _held_shards(group).add(index)
+
+
+def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
+    """A new, contiguous tensor: `grad`, reduced over shards, and what is held of the same parameter, which is held no longer."""
+    group = _HOLDERS[number]
+    if group._partial_reduce_output is None:
+        return grad.clone(memory_format=torch.contiguous_format)
+    indices, place = _held_shards(group), _held_shard(group, index)
+    result = (grad + place).contiguous()
+    place.zero_()
+    indices.discard(index)
+    setattr(group, _SHARDS, (group._partial_reduce_output, indices))
+    if not indices:
+        group._partial_reduce_output = None
+        delattr(group, _SHARDS)
+    return result
+
+
+def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
+    """The tensor with the number of the group that has a parameter."""
+    return next(getattr(group, _HOLDER) for group in _groups(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter)
+
+
+def _unsharded_spec(param: FSDPParam) -> Spec | None:
+    """Of the DTensor that the module uses; None where it uses a plain tensor."""
+    return getattr(param, "_unsharded_dtensor_spec" if SEVERAL else "_tp_spec", None)

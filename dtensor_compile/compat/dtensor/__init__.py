@@ -1,0 +1,1 @@
+"""What the package replaces and calls of DTensor."""

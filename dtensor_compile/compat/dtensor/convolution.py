@@ -1,0 +1,47 @@
+"""The messages of a convolution over a sharded image: ranks exchange the columns at the edges of their parts."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import _tp_conv
+
+from dtensor_compile.compat.dtensor.specs import is_traced
+from dtensor_compile.compat.hooks import hook, needs
+
+#: Carries messages out: ``(tensors, whether each receives, peers in the group, group)``; gives what came, for each.
+Exchange = Callable[[list[torch.Tensor], list[bool], list[int], dist.ProcessGroup], Sequence[torch.Tensor]]
+
+
+@needs(
+    "messages of convolutions over sharded images, which are waited for",
+    hook("torch.distributed.tensor._tp_conv:dist"),
+    without="the columns at the edges are wrong",
+    essential=True,
+)
+@contextlib.contextmanager
+def messages_of_convolutions(exchange: Exchange) -> Iterator[None]:
+    """While it is entered, such messages between tensors that are traced go through `exchange`.
+
+    torch traces them as calls that nobody waits for, into buffers that are read at once.
+    """
+
+    def batch(messages: Sequence[dist.P2POp]) -> list[dist.Work]:
+        if not is_traced(messages[0].tensor):
+            return dist.batch_isend_irecv(list(messages))
+        receives = [message.op is dist.irecv for message in messages]
+        group = messages[0].group or dist.group.WORLD
+        came = exchange([m.tensor for m in messages], receives, [m.group_peer for m in messages], group)
+        for message, receive, result in zip(messages, receives, came):
+            if receive:
+                message.tensor.copy_(result)
+        return []
+
+    names = {name: getattr(dist, name) for name in ("P2POp", "isend", "irecv", "get_rank", "get_world_size")}
+    with mock.patch.object(_tp_conv, "dist", types.SimpleNamespace(**names, batch_isend_irecv=batch)):
+        yield

@@ -1,0 +1,200 @@
+"""Specs, placements without a public name, and the one function through which every redistribution goes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed.tensor._api as _api
+import torch.distributed.tensor._dispatch as _dispatch
+import torch.distributed.tensor._redistribute as _redistribute
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+
+from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.native.loader import native
+
+StridedShard = _StridedShard
+MaskPartial = _MaskPartial
+Spec = DTensorSpec
+
+stock_redistribute_local = _redistribute.redistribute_local_tensor
+
+RedistributeHook = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, Callable[[], torch.Tensor]], torch.Tensor]
+
+
+@contextlib.contextmanager
+def min_cost_plans() -> Iterator[None]:
+    """While it is entered, torch plans redistributions by cost and not greedily, in this process."""
+    _redistribute._gen_transform_infos.cache_clear()
+    try:
+        with _redistribute.use_min_cost_redistribution_plan():
+            yield
+    finally:
+        _redistribute._gen_transform_infos.cache_clear()
+
+
+def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> Spec:
+    """A spec for a contiguous global tensor of that shape."""
+    stride = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        stride[i] = stride[i + 1] * shape[i + 1]
+    return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def redistribute_local(local: torch.Tensor, source: Spec, target: Spec) -> torch.Tensor:
+    """The local tensor in the target spec, by the function through which every redistribution goes (see `redistribute_hook`)."""
+    return _redistribute.redistribute_local_tensor(local, source, target)
+
+
+def local_and_spec(tensor: DTensor) -> tuple[torch.Tensor, Spec]:
+    """What a DTensor is made of; nothing that autograd knows of."""
+    return tensor._local_tensor, tensor._spec
+
+
+def with_local(local: torch.Tensor, spec: Spec) -> DTensor:
+    """The DTensor of that spec with this local tensor; nothing that autograd knows of."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with memory of its own that requires no gradient, placed as the tensor is (``clone`` adds up partial sums)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    with torch.no_grad():
+        return with_local(tensor._local_tensor.clone(), tensor._spec)
+
+
+def is_traced(local: torch.Tensor) -> bool:
+    """Whether a local tensor has no values: somebody traces what is done with it."""
+    return isinstance(local, (FakeTensor, FunctionalTensor))
+
+
+def canonical_placements(spec: Spec) -> tuple[Placement, ...]:
+    """Placements of the spec with a shard order other than left to right written as strided shards."""
+    if any(isinstance(p, _StridedShard) for p in spec.placements):
+        return tuple(spec.placements)
+    default = DTensorSpec.compute_default_shard_order(spec.placements)
+    if spec.shard_order is None or tuple(spec.shard_order) == tuple(default):
+        return tuple(spec.placements)
+    return DTensorSpec._convert_shard_order_to_StridedShard(spec.shard_order, tuple(spec.placements), spec.mesh)
+
+
+def spec_of_parts(
+    placements: tuple[Placement, ...], dtype: torch.dtype, order: Any, mesh: DeviceMesh, shape: Sequence[int], stride: tuple[int, ...]
+) -> DTensorSpec:
+    """The spec that AOTAutograd took apart to these; `order` is its shard order."""
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    ordered = None if order is None else False  # an order and strided shards that encode it would be one too many
+    return DTensorSpec(mesh, placements, tensor_meta=meta, shard_order=order, use_strided_shard_as_shard_order=ordered)
+
+
+def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
+    """What a row-wise embedding owes before it is summed: rows that this rank does not hold become zero.
+
+    Releases the mask that the lookup left in the placement, as torch does when it reduces. Functional: `local` keeps its
+    values, because the graph may still need them.
+    """
+    buffer = placement.mask_buffer
+    mask = buffer.data
+    if mask is None:
+        raise AssertionError("a masked partial placement is reduced before its lookup made the mask")
+    buffer.release_mask()
+    if isinstance(mask, FunctionalTensor) and not isinstance(local, FunctionalTensor):
+        mask = torch._from_functional_tensor(mask.elem)  # AOTAutograd guesses a gradient after it has traced the forward
+    if mask.ndim < local.ndim:
+        mask = mask.unsqueeze(-1)
+    return torch.where(mask, torch.zeros((), dtype=local.dtype, device=local.device), local)
+
+
+class Memory(NamedTuple):
+    """Where the values of a tensor lie: storage, first byte and end in it, and whether another tensor holds it, as a DTensor does."""
+
+    storage: int
+    start: int
+    end: int
+    held: bool
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What names the memory of a tensor, real or fake, while that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """The memory of a tensor, of the local tensor of a DTensor or of the tensor that a collective writes; None where it has none of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local.elem if isinstance(local, AsyncCollectiveTensor) else local
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
+        return None
+    # An empty shard counts as one element: what shares memory on one rank then does so on all.
+    last = sum(max(size - 1, 0) * stride for size, stride in zip(local.shape, local.stride()))
+    start = local.storage_offset() * local.itemsize
+    return Memory(storage_of(local), start, start + (last + 1) * local.itemsize, local is not tensor)
+
+
+def in_storages_of_their_own(values: tuple[Any, ...]) -> bool:
+    """Whether surely no two of `values` share memory: cheaper than to ask where the memory of each is, which False leaves open."""
+    if native() is not None:
+        return native().own_storages(values)
+    tensors = [value._local_tensor if type(value) is DTensor else value for value in values if isinstance(value, torch.Tensor)]
+    try:
+        return len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
+    except (NotImplementedError, RuntimeError):  # a tensor without a storage
+        return False
+
+
+def writes_to_arguments(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> bool:
+    """Whether an operator (one of the overloads, for a packet) writes to an argument."""
+    overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
+    return any(overload._schema.is_mutable for overload in overloads)
+
+
+@needs(
+    "redistributions as nodes of the graph",
+    hook("torch.distributed.tensor._redistribute:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
+    hook("torch.distributed.tensor._dispatch:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
+    hook("torch.distributed.tensor._api:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
+    without="there is nothing to compile",
+    essential=True,
+)
+@contextlib.contextmanager
+def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
+    """While it is entered, redistributions made by this thread go to `hook`.
+
+    ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is what torch
+    would have done. torch calls one function for explicit and implicit redistributions, forward and backward, but imports
+    it by name into three modules, so three names change, and change back. Other threads keep torch's own behaviour.
+    """
+    owner = threading.get_ident()
+
+    def redistribute_local_tensor(
+        local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **kwargs: Any
+    ) -> torch.Tensor:
+        def stock() -> torch.Tensor:
+            return stock_redistribute_local(local_tensor, current_spec, target_spec, **kwargs)
+
+        if threading.get_ident() != owner:
+            return stock()
+        return hook(local_tensor, current_spec, target_spec, stock)
+
+    with contextlib.ExitStack() as stack:
+        for module in (_redistribute, _dispatch, _api):
+            stack.enter_context(mock.patch.object(module, "redistribute_local_tensor", redistribute_local_tensor))
+        yield
+
+
+__all__ = [
+    "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
+    "apply_mask", "canonical_placements", "copy_of", "in_storages_of_their_own", "is_traced", "local_and_spec", "make_spec", "memory_of",
+    "storage_of", "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local", "writes_to_arguments",
+]  # fmt: skip

@@ -1,0 +1,156 @@
+"""Dynamo: calls that Python makes when the graph has run, with the values that their arguments had at the call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import dicts
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVariable
+from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+from dtensor_compile.compat.dynamo.tracing import OpaqueVariable, Translator, build_unguarded, constant_source, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
+
+#: Trackers of dicts: of any class before 2.14, from there on one for each class.
+_DICTS = (dicts.ConstDictVariable, getattr(dicts, "OrderedDictVariable", dicts.ConstDictVariable))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the program: file, line, name of the function, and the namespace of its module."""
+
+    filename: str
+    line: int
+    function: str
+    namespace: dict[str, Any]
+
+
+def place(tx: Translator, up: int = 0) -> Place:
+    """The line that is being traced; with `up` that of a caller, as far as callers are part of what is compiled."""
+    while up > 0 and getattr(tx, "parent", None) is not None:
+        tx, up = tx.parent, up - 1
+    return Place(tx.f_code.co_filename, tx.lineno, tx.f_code.co_name, tx.f_globals)
+
+
+def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
+    """A tracker of the value that `variable` has now, which Python can make again when the graph has run.
+
+    Raises:
+        NotImplementedError: not a tensor, a constant, a mesh, a group, a placement or a list of those; or inside of a region of
+        its own
+            (activation checkpointing), whose tensors do not come out.
+    """
+    variable = variable.realize()
+    if isinstance(variable, TensorVariable):
+        if tx.output.current_tracer.parent is not None:
+            raise NotImplementedError("a tensor of an inner region")
+        return variable.call_method(tx, "detach", [], {}).call_method(tx, "clone", [], {})
+    if isinstance(variable, StringFormatVariable):
+        args = [snapshot(tx, arg) for arg in variable.sym_args]
+        return StringFormatVariable(variable.format_string, args, {k: snapshot(tx, v) for k, v in variable.sym_kwargs.items()})
+    if isinstance(variable, ConstantVariable) or (isinstance(variable, OpaqueVariable) and variable.source is not None):
+        return variable
+    if isinstance(variable, SymNodeVariable) and tx.output.current_tracer.parent is None:
+        return variable
+    if type(variable) is ListVariable:
+        return ListVariable([snapshot(tx, item) for item in variable.items], mutation_type=ValueMutationNew())
+    if type(variable) in (TupleVariable, SizeVariable):
+        return type(variable)([snapshot(tx, item) for item in variable.items])
+    if type(variable) in _DICTS:
+        items = {key.vt: snapshot(tx, value) for key, value in variable.items.items()}
+        of = {"user_cls": variable.user_cls} if hasattr(variable, "user_cls") else {}
+        return type(variable)(items, **of, mutation_type=ValueMutationNew())
+    if variable.is_python_constant():
+        return variable
+    raise NotImplementedError(str(variable))
+
+
+def call_after_graph(tx: Translator, function: Callable[..., Any], args: Sequence[VariableTracker]) -> list[VariableTracker]:
+    """Calls ``function(*args)`` when the graph has run, after the calls that were asked for before.
+
+    Args:
+        args: snapshots.
+
+    Returns:
+        The arguments of that call; what is put there while the frame is traced counts.
+    """
+
+
+    @torch.compiler.disable
+    def call(*values: Any) -> None:  # Python's own frame: Dynamo would hold the calls in it back, too
+        function(*values)
+
+    source = constant_source(tx, "call", call)
+    arguments = list(args)
+    tx.output.root_tx.debug_locals.append((build_unguarded(tx, call, source), arguments))
+    return arguments
+
+
+def is_export(tx: Translator) -> bool:
+    """Whether the frame is traced for ``torch.export``, where only the graph is left of it."""
+    return bool(tx.export)
+
+
+#: ``(tx, logger, method, args, kwargs)``; None leaves the call to torch.
+LogCall = Callable[
+    [Translator, VariableTracker, str, list[VariableTracker], dict[str, VariableTracker]], "VariableTracker | None"
+]
+
+
+@needs(
+    "loggers in the region",
+    hook("torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "self tx name args kwargs"),
+    without="they break the graph, as in torch",
+)
+@contextlib.contextmanager
+def handle_loggers(call: LogCall) -> Iterator[None]:
+    """While it is entered, methods of loggers go to `call`."""
+    stock = LoggingLoggerVariable.call_method
+
+    def call_method(
+        self: LoggingLoggerVariable, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        result = call(tx, self, name, list(args), dict(kwargs)) if traces_for_us(tx) else None
+        return stock(self, tx, name, args, kwargs) if result is None else result
+
+    with mock.patch.object(LoggingLoggerVariable, "call_method", call_method):
+        yield
+
+
+@needs(
+    "texts of values that change later",
+    hook("torch._dynamo.variables.misc:StringFormatVariable.create", "cls format_string sym_args sym_kwargs"),
+    without="they are what torch makes of them",
+)
+@contextlib.contextmanager
+def format_values_of_now() -> Iterator[None]:
+    """While it is entered, a string in which a tensor is formatted holds the values that the tensor has when it is formatted."""
+    stock = vars(StringFormatVariable)["create"]
+    make = StringFormatVariable.create
+
+    def create(
+        cls: type, format_string: str, sym_args: list[VariableTracker], sym_kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        made = make(format_string, sym_args, sym_kwargs)
+        tx = InstructionTranslator.current_tx()
+        return snapshot_or_same(tx, made) if isinstance(made, StringFormatVariable) and traces_for_us(tx) else made
+
+    with mock.patch.object(StringFormatVariable, "create", classmethod(create)):
+        yield
+
+
+def snapshot_or_same(tx: Translator, variable: VariableTracker) -> VariableTracker:
+    """`snapshot`, where there is one."""
+    try:
+        return snapshot(tx, variable)
+    except NotImplementedError:
+        return variable

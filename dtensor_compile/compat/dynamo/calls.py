@@ -1,0 +1,497 @@
+"""Dynamo: trackers of functions and classes whose calls we handle, constants with data in them, and calls after the graph.
+
+Built on ``compat/dynamo/tracing.py``; in place only while Dynamo traces for our backend, because entries of a table are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
+from torch._dynamo.variables.misc import IgnoredFunctionVariable
+from torch._dynamo.variables.tensor import TensorSubclassVariable, TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from dtensor_compile.compat.dynamo.tracing import (
+    COMPARE,
+    READ,
+    OpaqueClassVariable,
+    Retrack,
+    TrackGiven,
+    Translator,
+    graph_break,
+    leave_calls_to_python,
+    member_function,
+    read_attribute,
+    traces_for_us,
+)
+from dtensor_compile.compat.hooks import FEATURES, hook, if_there, needs
+
+#: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
+Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
+
+
+class CallVariable(VariableTracker):
+    """Tracks a function: calls go to ours, all else to the tracker that torch makes of it."""
+
+    def __init__(self, stock: VariableTracker, call: Call) -> None:
+        super().__init__(source=stock.source)
+        self.stock, self.call = stock, call
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return self.call(tx, self.stock, list(args), dict(kwargs))
+
+    def python_type(self) -> type:
+        return self.stock.python_type()
+
+    def as_python_constant(self) -> Any:
+        return self.stock.as_python_constant()
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        return read_attribute(self.stock, tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return self.stock.call_method(tx, name, args, kwargs)
+
+    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
+        return self.stock.call_obj_hasattr(tx, name)
+
+    def reconstruct(self, codegen: Any) -> None:
+        self.stock.reconstruct(codegen)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
+
+
+def handle_calls(call: Call) -> Retrack:
+    """What makes a tracker of a function whose calls go to `call`."""
+    return lambda stock: CallVariable(stock, call)
+
+
+class _OpaqueClass(OpaqueClassVariable):
+    """The class of an opaque object, whose instances `make` makes."""
+
+    make: Call
+    if hasattr(UserDefinedClassVariable, COMPARE):  # ``type(x) is DTensor``, ``type(x) in [...]``
+        richcompare_impl = tp_richcompare_impl = getattr(UserDefinedClassVariable, COMPARE)
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return type(self).make(tx, self, list(args), dict(kwargs))
+
+
+class _TensorClass(TensorSubclassVariable):
+    """A class of tensors, whose instances `make` makes."""
+
+    make: Call
+
+    def construct(
+        self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        """What torch does."""
+        return super().call_function(tx, args, kwargs)
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return type(self).make(tx, self, list(args), dict(kwargs))
+
+
+class _PlainClass(UserDefinedClassVariable):
+    """Any other class, whose instances `make` makes."""
+
+    make: Call
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return type(self).make(tx, self, list(args), dict(kwargs))
+
+
+_CLASSES = ((TensorSubclassVariable, _TensorClass), (OpaqueClassVariable, _OpaqueClass), (UserDefinedClassVariable, _PlainClass))
+
+
+def handle_construction(make: Call) -> Retrack:
+    """What makes a tracker of a class, whose construction goes to `make`; of what is no class, as `handle_calls`."""
+    trackers = {
+        base: type(f"{ours.__name__}_{make.__name__}", (ours,), {"make": staticmethod(make)}) for base, ours in _CLASSES
+    }
+
+    def retrack(stock: VariableTracker) -> VariableTracker:
+        base = next((base for base, _ in _CLASSES if isinstance(stock, base)), None)
+        if base is None:
+            return CallVariable(stock, make)
+        return trackers[base](stock.as_python_constant(), source=stock.source)
+
+    return retrack
+
+
+def emit_call(tx: Translator, function: Callable[..., Any], *args: Any) -> VariableTracker:
+    """A node of the graph that calls `function`; trackers among `args` (and in tuples among them) count with their proxies."""
+
+    def proxy(arg: Any) -> Any:
+        if isinstance(arg, (tuple, list)):
+            return tuple(map(proxy, arg))
+        return arg.as_proxy() if isinstance(arg, VariableTracker) else arg
+
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, tuple(map(proxy, args)), {}))
+
+
+def is_used(variable: VariableTracker) -> bool:
+    """Whether a node of the graph, of those there are so far, reads a tensor."""
+    return bool(variable.as_proxy().node.users)
+
+
+# ---- contexts --------------------------------------------------------------------------------------------------------------
+
+
+class ContextVariable(GenericContextWrappingVariable):
+    """An object that can stand in a ``with`` statement; a graph break inside sends the frame to Python."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super(GenericContextWrappingVariable, self).__init__(*args, **kwargs)
+
+    def begin(self) -> Callable[[], None]:
+        """What ``__enter__`` does, while tracing; returns what undoes it."""
+        raise NotImplementedError
+
+    def enter(self, tx: Translator) -> VariableTracker:
+        undo = self.begin()
+        pending = [undo]
+
+        def leave() -> None:
+            while pending:
+                pending.pop()()
+
+        _leave.setdefault(self, []).append(leave)
+        tx.output.add_cleanup_hook(leave)  # tracing may end inside
+        return self
+
+    def exit(self, tx: Translator, *args: VariableTracker) -> VariableTracker:
+        _leave[self].pop()()
+        tx.active_generic_context_managers.pop()
+        return VariableTracker.build(tx, None)
+
+
+#: Per tracker what leaves the contexts that it entered and that are open.
+_leave: weakref.WeakKeyDictionary[ContextVariable, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+
+
+# ---- tensors that are constants ----------------------------------------------------------------------------------------------
+
+#: Their result follows from their arguments alone and they change none of them.
+_PURE = frozenset(
+    """
+    tensor arange full zeros ones zeros_like ones_like full_like view reshape flatten unflatten ravel squeeze unsqueeze permute
+    transpose t clone contiguous to long int short float double bool cpu detach getitem select narrow index_select gather take
+    movedim swapaxes expand repeat cat stack concat hstack vstack split chunk unbind tile flip roll sort argsort topk sum prod
+    min max amin amax argmin argmax mean any all cumsum cumprod count_nonzero numel add sub mul truediv floordiv mod neg pow
+    div remainder floor_divide eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not isin nonzero unique
+    where equal item tolist diff searchsorted bucketize abs sign clamp minimum maximum constant_tensor
+    """.split()
+)
+
+
+_IN_PLACE = frozenset("setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift set_data".split())
+#: Longer chains are left to run time.
+_MOST_NODES = 256
+
+
+def constant_value(variable: VariableTracker) -> torch.Tensor:
+    """The tensor that `variable` stands for, where it follows from constants of the program alone.
+
+    Raises:
+        NotImplementedError: the value is only known when the program runs.
+    """
+    if not isinstance(variable, TensorVariable) or variable.source is not None:
+        raise NotImplementedError(f"{variable} is not a constant tensor")
+    node, known = variable.as_proxy().node, {}
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+        value = _evaluate(node, known)
+    memory = {storage for other in known for storage in _storages(other)}
+    if any(not memory.isdisjoint(_storages(written)) for other in node.graph.nodes for written in _written(other)):
+        raise NotImplementedError(f"{node} is changed in place")
+    return value
+
+
+def _evaluate(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
+    if node in known:
+        return known[node]
+    if not _is_pure(node) or len(known) >= _MOST_NODES:
+        raise NotImplementedError(f"{node} is not a constant")
+    args = torch.fx.map_arg(node.args, lambda n: _evaluate(n, known))
+    kwargs = torch.fx.map_arg(node.kwargs, lambda n: _evaluate(n, known))
+    if node.op == "call_method":
+        known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    else:
+        known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[node]
+
+
+def _name(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _is_pure(node: torch.fx.Node) -> bool:
+    name = _name(node)
+    if name not in _PURE or "out" in node.kwargs:
+        return False
+    owners = (torch, operator, torch.Tensor)
+    return node.op == "call_method" or (
+        node.op == "call_function" and (node.target is constant_tensor or any(getattr(o, name, None) is node.target for o in
+        owners))
+    )
+
+
+def _written(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+    """What a node of the graph may write to."""
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
+        return ()
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.all_input_nodes if node.target._schema.is_mutable else ()
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(node.target, overload) for overload in node.target.overloads()]
+        return node.all_input_nodes if any(overload._schema.is_mutable for overload in overloads) else ()
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.kwargs.get("inplace") or "out" in node.kwargs:
+        return node.all_input_nodes
+    name = _name(node)
+    if _is_pure(node) or not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
+        return ()
+    of_tensor = node.op == "call_method" or node.target is getattr(operator, name, None)
+    return node.all_input_nodes[:1] if of_tensor else node.all_input_nodes  # a function of lists writes to what is in them
+
+
+def _storages(node: torch.fx.Node) -> set[int]:
+    """The memory of the tensors that a node gives, while it is traced; views have that of their base."""
+    tensors = [t for t in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
+    locals_ = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    return {t.untyped_storage()._cdata for t in locals_ if t.layout == torch.strided}
+
+
+def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of these values, on the CPU; a node of the graph that `constant_value` can look into."""
+    return torch.tensor(values, dtype=dtype)
+
+
+@needs(
+    "item() of tensors that are constants",
+    hook("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs"),
+    without="it breaks the graph, as in torch",
+)
+@contextlib.contextmanager
+def read_constant_tensors() -> Iterator[None]:
+    """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the program."""
+    stock = TensorVariable.call_method
+
+    def call_method(
+        self: TensorVariable, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name in ("item", "tolist") and traces_for_us(tx):
+            try:
+                value = constant_value(self)
+            except NotImplementedError:
+                return stock(self, tx, name, args, kwargs)
+            return VariableTracker.build(tx, getattr(value, name)())
+        return stock(self, tx, name, args, kwargs)
+
+    with mock.patch.object(TensorVariable, "call_method", call_method):
+        yield
+
+
+@contextlib.contextmanager
+def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[None]:
+    """While it is entered, members of tensors of `cls` break a graph; `refused` is name -> code of the cause."""
+    stock = {name: vars(TensorVariable)[name] for name in ("call_method", READ)}
+
+    def ask(method: Callable[..., VariableTracker]) -> Callable[..., VariableTracker]:
+        def asked(self: TensorVariable, tx: Translator, name: str, *args: Any) -> VariableTracker:
+            if name in refused and self.python_type() is cls and traces_for_us(tx):
+                member = getattr(cls, name, None)
+                if method is stock["call_method"] or not callable(member):
+                    if isinstance(member, types.FunctionType):
+                        leave_calls_to_python(member)
+                    graph_break(refused[name], f"{cls.__name__}.{name}")
+            return method(self, tx, name, *args)
+
+        return asked
+
+    with mock.patch.multiple(TensorVariable, **{name: ask(method) for name, method in stock.items()}):
+        yield
+
+
+# ---- small things that handlers need -----------------------------------------------------------------------------------------
+
+
+class ObjectVariable(CallVariable):
+    """Tracks an object some of whose methods are handled by ours."""
+
+    def __init__(self, stock: VariableTracker, methods: Mapping[str, Call]) -> None:
+        super().__init__(stock, lambda tx, stock, args, kwargs: stock.call_function(tx, args, kwargs))
+        self.methods = methods
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        if name in self.methods:
+            return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
+        return read_attribute(self.stock, tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name in self.methods:
+            return self.methods[name](tx, self.stock, list(args), dict(kwargs))
+        return self.stock.call_method(tx, name, args, kwargs)
+
+    tp_getattro_impl = var_getattr
+
+
+def handle_methods(**methods: Call) -> Retrack:
+    """What makes a tracker of an object some of whose methods go to ours."""
+    return lambda stock: ObjectVariable(stock, methods)
+
+
+def attribute(tx: Translator, owner: VariableTracker, name: str) -> VariableTracker:
+    """``owner.name``"""
+    return read_attribute(owner.realize(), tx, name)
+
+
+class NamespaceVariable(CallVariable):
+    """Tracks an object that only holds values that never change, which `read` looks up."""
+
+    def __init__(self, stock: VariableTracker, read: Callable[[Translator, str], VariableTracker]) -> None:
+        super().__init__(stock, lambda tx, stock, args, kwargs: stock.call_function(tx, args, kwargs))
+        self.read = read
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        return self.read(tx, name)
+
+    tp_getattro_impl = var_getattr
+
+
+class RefusingVariable(UserDefinedObjectVariable):
+    """Tracks an object some of whose methods are not traced: a call of one goes to `refuse`."""
+
+    names: frozenset[str] = frozenset()
+    refuse: Callable[[str], NoReturn]
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        if name in self.names:
+            return member_function(self, name, lambda args, kwargs: self.refuse(name))
+        return read_attribute(super(), tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        return self.refuse(name) if name in self.names else super().call_method(tx, name, args, kwargs)
+
+    tp_getattro_impl = var_getattr
+
+
+def refuse_methods(names: Iterable[str], refuse: Callable[[str], NoReturn]) -> TrackGiven:
+    """What makes a tracker of an input whose methods of those names are not traced."""
+
+    def track(builder: VariableBuilder, value: Any) -> VariableTracker:
+        builder.install_guards(GuardBuilder.TYPE_MATCH)
+        variable = RefusingVariable(value, source=builder.source)
+        variable.names, variable.refuse = frozenset(names), refuse
+        return builder.tx.output.side_effects.track_object_existing(value, variable)
+
+    return track
+
+
+_met: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def call_site(tx: Translator) -> tuple[Any, ...]:
+    """The place of the program that is being traced: code and offset of every frame, and how often tracing was here before."""
+    frames, at = [], tx
+    while at is not None:
+        frames.append((at.f_code, at.current_instruction.offset))
+        at = at.parent if hasattr(at, "parent") else None
+    place = tuple(frames)
+    counts = _met.setdefault(tx.output.tracing_context, {})
+    counts[place] = counts.get(place, -1) + 1
+    return *place, counts[place]
+
+
+# ---- leaves made in the program ----------------------------------------------------------------------------------------------
+
+
+_LEAVES = "leaves that a program makes"
+_RequiresGradRestartAnalysis = if_there("torch._dynamo.exc:RequiresGradRestartAnalysis")
+
+
+def leaf_is_returned(tx: Translator) -> bool:
+    """Whether an earlier attempt to trace this frame returned a leaf that the program makes; see `keep_leaves_inside`.
+
+    True as well where nobody would find that out.
+    """
+    return not FEATURES[_LEAVES].works() or bool(tx.speculation_log.graph_break_on_requires_grad_)
+
+
+def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker]) -> bool:
+    """Whether a tensor that is returned has a gradient from one on which the program called ``requires_grad_()``.
+
+    torch asks which results are computed from it at all; what is detached carries no gradient on.
+    """
+    reached = {v.as_proxy().node for v in output.leaf_var_creation_order if isinstance(v, TensorVariable) and not v.source}
+    for node in output.graph.nodes:
+        if _name(node) != "detach" and any(arg in reached for arg in node.all_input_nodes):
+            reached.add(node)
+    return any(isinstance(v, TensorVariable) and v.requires_grad and v.as_proxy().node in reached for v in returned)
+
+
+@needs(
+    _LEAVES,
+    hook("torch._dynamo.output_graph:OutputGraph._check_requires_grad_intermediate_outputs", "self rv tx"),
+    without="requires_grad_() inside of a region is what torch makes of it, and distribute_tensor of a leaf breaks the graph",
+)
+@contextlib.contextmanager
+def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
+    """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break there.
+
+    What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient outside.
+    """
+    stock = OutputGraph._check_requires_grad_intermediate_outputs
+
+    def check(self: OutputGraph, returned: list[VariableTracker], tx: Translator) -> None:
+        if not traces_for_us(tx):
+            stock(self, returned, tx)
+            return
+        if _depends_on_leaves(self, returned):
+            stock(self, returned, tx)
+        leaves = [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node.target is make_leaf]
+        if not leaves:
+            return
+        if tx.one_graph:
+            graph_break("leaf-made", str(leaves))
+        tx.speculation_log.graph_break_on_requires_grad_ = True
+        raise _RequiresGradRestartAnalysis(restart_reason="a leaf made in the program is returned")
+
+    with mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", check):
+        yield
+
+
+def is_ignored(function: Any) -> bool:
+    """Whether the user told Dynamo to ignore calls of a function, a method, or what a tracker stands for."""
+    if isinstance(function, IgnoredFunctionVariable):
+        return True
+    ignored = torch._dynamo.config.ignore_logging_functions
+    return not isinstance(function, VariableTracker) and (function in ignored or getattr(function, "__func__", None) in ignored)

@@ -1,0 +1,224 @@
+"""Numbers that only the data decides, as Dynamo sees them while it traces for our backend.
+
+``item()``, ``tolist()`` and operators whose result has a size of its own (``bincount``, ``nonzero``) end a graph in torch, unless a
+switch is on. Here they are part of the graph: numbers without a value while it is traced. Nothing can depend on what they are, so
+that ranks whose data differ have the same graph.
+
+What a collective gives is decided by other ranks' data, also where each rank gives it a constant, which may be another one on each.
+torch computes what follows from constants while it traces, and would send there: a rank that is compiling alone would wait for ever, and
+what came would be a constant of the graph. So to a collective nothing is a constant.
+
+A program that counts with ``bincount(minlength=n)`` and reads the counts into Python (``tolist()``, a loop over them) counts n
+things. Where it asks for the length, it is n, and the compiled program checks it each time (``fixups/check_counts.py``).
+
+Where a program cannot do without the value (a loop over such a number, an operator that needs a size), tracing or the backend
+raises. Eager would not, so the frame is traced once more as torch does it, with a graph break where the number is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import config, convert_frame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.symbolic_convert import tls
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from dtensor_compile.causes import cause
+from dtensor_compile.compat.dynamo.tracing import backend_on_stack, compiles_for_us, graph_break, tensor_methods, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
+
+#: What is switched on in the first attempt to trace a frame, in the second, and in the last.
+_ATTEMPTS: tuple[dict[str, bool], ...] = (
+    {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True},
+    {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": True},
+    {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False},
+)
+
+
+def _has_numbers(shape_env: ShapeEnv) -> bool:
+    """Whether tracing has met numbers that only the data decides."""
+    return any(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for symbol in shape_env.var_to_range)
+
+
+def _met_numbers(error: Exception) -> bool:
+    """Whether the attempt to trace a frame that ended with `error` had met such numbers."""
+    output = getattr(getattr(error, "_torch_dynamo_tracer_output", None), "output_graph_for_cleanup", None)
+    return output is not None and _has_numbers(output.shape_env)
+
+
+def _first_lines(error: Exception) -> str:
+    """What an error says first, and the line of the program that it names."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([*lines[:1], *(line for line in lines if line.startswith("Caused by:"))])
+
+
+@needs(
+    "numbers that only the data decides",
+    hook(
+        "torch._dynamo.convert_frame:trace_frame",
+        "code globals locals builtins closure compiler_fn tf_mode_stack one_graph speculation_log ...",
+    ),
+    hook("torch._dynamo.variables.tensor:TensorVariable.method_item", "self tx args kwargs", "self tx"),
+    without="they break the graph, as in torch",
+)
+@contextlib.contextmanager
+def numbers_in_the_graph() -> Iterator[None]:
+    """While it is entered, frames that are compiled for our backend keep numbers that only the data decides in their graph."""
+    stock, signature = convert_frame.trace_frame, inspect.signature(convert_frame.trace_frame)
+    failed: list[tuple[Any, str]] = []  # the log of a frame and what was said, for each attempt that needed to know a number
+
+    def said_of(log: Any) -> list[str]:
+        return [said for other, said in failed if other is log]
+
+    def trace_frame(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if not compiles_for_us(given["compiler_fn"]):
+            return stock(*args, **kwargs)
+        log = given["speculation_log"]
+        attempt = len(said_of(log))
+        try:
+            with config.patch(_ATTEMPTS[attempt]):
+                return stock(*args, **kwargs)
+        except (RestartAnalysis, SkipFrame):
+            raise
+        except Exception as error:
+            if given["one_graph"] or attempt + 1 == len(_ATTEMPTS) or not _met_numbers(error):
+                raise
+            failed.append((log, _first_lines(error)))
+            log.clear()
+            raise RestartAnalysis(restart_reason=cause("number-needed").title) from error
+
+    def method_item(self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> None:
+        if traces_for_us(tx) and not tx.one_graph and not config.capture_scalar_outputs:
+            graph_break("number-needed", f"{self}.item(); " + " ".join(said_of(tx.speculation_log)))
+
+    with (
+        mock.patch.object(convert_frame, "trace_frame", trace_frame),
+        tensor_methods(item=method_item),
+    ):
+        yield
+
+
+def backward_in_time() -> AbstractContextManager[Any]:
+    """Lets a backward that cannot be compiled say so while the frame can still be traced another way.
+
+    torch compiles a backward with symbolic sizes together with its forward, but keeps an error back until the backward runs.
+    """
+    tx = getattr(tls, "current_tx", None)
+    if tx is None or tx.one_graph or not _has_numbers(tx.output.shape_env):
+        return contextlib.nullcontext()
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)
+
+
+@needs(
+    "bincount with minlength",
+    hook("torch._subclasses.fake_impls:op_implementations_dict"),
+    hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._log_real_tensor_propagation", "self orig_expr unsound_result"),
+    without="a program that needs its length breaks the graph, as in torch",
+)
+@contextlib.contextmanager
+def lengths_of_counts() -> Iterator[None]:
+    """While it is entered, and on this thread, ``bincount(minlength=n)`` has n counts for frames of ours that need to know.
+
+    torch has a value of last resort for a number without a value; asked for, it becomes a condition that the graph checks.
+    """
+    bincount = torch.ops.aten.bincount.default
+    stock, stock_log = op_implementations_dict[bincount], ShapeEnv._log_real_tensor_propagation
+    ours: weakref.WeakSet[ShapeEnv] = weakref.WeakSet()
+
+    def fake(fake_mode: Any, func: Any, inputs: Any, weights: Any = None, minlength: Any = 0) -> Any:
+        counts = stock(fake_mode, func, inputs, weights, minlength)
+        if isinstance(minlength, int) and minlength > 0 and compiles_for_us(backend_on_stack()):
+            ours.add(fake_mode.shape_env)
+            fake_mode.shape_env.set_real_tensor_prop_unbacked_vals(counts.shape[0].node.expr, minlength)
+        return counts
+
+    def log(self: ShapeEnv, *args: Any) -> None:
+        if self not in ours:  # it warns that a value was taken from example data, which this one is not
+            stock_log(self, *args)
+
+    with (
+        mock.patch.dict(op_implementations_dict, {bincount: fake}),
+        mock.patch.object(ShapeEnv, "_log_real_tensor_propagation", log),
+    ):
+        yield
+
+
+#: Namespaces of operators that send, and of those that wait for them.
+_SENDING = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
+
+
+def _sends(op: Any) -> bool:
+    """Whether an operator is a collective or a message, of torch's or of ours."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    namespace, _, name = op._schema.name.partition("::")
+    return namespace in _SENDING or namespace == "dtensor_compile" and name.startswith(("c10d_", "redistribute"))
+
+
+@contextlib.contextmanager
+def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """While it is entered, what ``holders(tensor)`` notes of constants is forgotten; for good where `op` writes to its arguments."""
+    found = [holder for x in tree_leaves(given) if isinstance(x, torch.Tensor) and (holder := holders(x)) is not None]
+    constants = [holder.constant for holder in found]
+    for holder in found:
+        holder.constant = None
+    try:
+        yield
+    finally:
+        for holder, constant in zip(found, constants) if not op._schema.is_mutable else ():
+            holder.constant = constant
+
+
+@needs(
+    "collectives of constants, which are sent when the program runs",
+    hook("torch._subclasses.fake_tensor:FakeTensorMode._dispatch_impl", "self func types args kwargs"),
+    hook("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func pre_dispatch args kwargs"),
+    hook("torch.fx.experimental.proxy_tensor:get_proxy_slot", "obj tracer default transform"),
+    without="they are sent while tracing",
+    essential=True,
+)
+@contextlib.contextmanager
+def collectives_of_constants() -> Iterator[None]:
+    """While it is entered, no collective is carried out on a thread that traces a frame for our backend."""
+    stock_dispatch, stock_call = FakeTensorMode._dispatch_impl, proxy_tensor.proxy_call
+
+    def of_fake(x: torch.Tensor) -> Any:
+        return x if isinstance(x, FakeTensor) and x.constant is not None else None
+
+    def dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not _sends(func) or not compiles_for_us(backend_on_stack()):
+            return stock_dispatch(self, func, types, args, kwargs)
+        with _without_constants(func, (args, kwargs), of_fake):
+            return stock_dispatch(self, func, types, args, kwargs)
+
+    def call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        def of_proxy(x: torch.Tensor) -> Any:
+            slot = proxy_tensor.get_proxy_slot(x, proxy_mode.tracer, None)
+            return slot if getattr(slot, "constant", None) is not None else None
+
+        if not _sends(func) or not compiles_for_us(backend_on_stack()):
+            return stock_call(proxy_mode, func, pre_dispatch, args, kwargs)
+        with _without_constants(func, (args, kwargs), of_proxy):
+            return stock_call(proxy_mode, func, pre_dispatch, args, kwargs)
+
+    with (
+        mock.patch.object(FakeTensorMode, "_dispatch_impl", dispatch),
+        mock.patch.object(proxy_tensor, "proxy_call", call),
+    ):
+        yield

@@ -1,0 +1,197 @@
+"""Dynamo: calls of certain functions and methods, and the parameters that a module has while it is being traced.
+
+Built on ``compat/dynamo/tracing.py``; in place only while Dynamo traces for our backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.source import AttrSource, GetItemSource
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, tls
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.user_defined import UserDefinedDictVariable
+from torch._guards import GuardSource
+
+from dtensor_compile.compat.dynamo.tracing import Source, Translator, traces_for_us
+from dtensor_compile.compat.dynamo.calls import Call, attribute
+from dtensor_compile.compat.hooks import hook, if_there, needs
+
+#: A tracker as a key of a dict.
+_HashableTracker: Any = if_there("torch._dynamo.variables.hashable:HashableTracker") or ConstDictVariable._HashableTracker
+#: What a call of a Python function becomes, or None for one that is traced as usual.
+FindCall = Callable[[UserFunctionVariable], "Call | None"]
+
+
+@needs(
+    "functions of torch's with traced forms of ours",
+    hook("torch._dynamo.variables.functions:UserFunctionVariable.call_function", "self tx args kwargs"),
+    without="some programs break the graph",
+)
+@contextlib.contextmanager
+def handle_functions(find: FindCall) -> Iterator[None]:
+    """While it is entered, calls of Python functions and methods in frames for our backend go to what `find` says.
+
+    The arguments of a method begin with its object.
+    """
+    stock = UserFunctionVariable.call_function
+
+    def call_function(
+        self: UserFunctionVariable, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        call = find(self)
+        if call is None or not traces_for_us(tx):
+            return stock(self, tx, args, kwargs)
+        return call(tx, self, [*self.self_args(), *args], dict(kwargs))
+
+    with mock.patch.object(UserFunctionVariable, "call_function", call_function):
+        yield
+
+
+@needs(
+    "functions that run in Python",
+    hook("torch._dynamo.symbolic_convert:InstructionTranslatorBase.run", "self"),
+    without="such functions would be compiled, and could be wrong",
+    essential=True,
+)
+@contextlib.contextmanager
+def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[None]:
+    """While it is entered, frames whose code `leave` says so of are not compiled for our backend: they run as they are.
+
+    What such a function does is traced where it is called from a frame that is compiled; called from Python, it stays there.
+    """
+
+    stock = InstructionTranslatorBase.run
+
+    def run(self: InstructionTranslatorBase) -> None:
+        if isinstance(self, InstructionTranslator) and leave(self.f_code) and traces_for_us(self):
+            raise SkipFrame(f"{self.f_code.co_qualname} runs in Python")
+        stock(self)
+
+    with mock.patch.object(InstructionTranslatorBase, "run", run):
+        yield
+
+
+@needs(
+    "attributes of sharded modules",
+    hook("torch._guards:GuardSource.is_fsdp_module", "self"),
+    hook("torch._guards:GuardSource.is_unspecialized_nn_module", "self"),
+    hook("torch._dynamo.symbolic_convert:tls"),
+    without="numbers and buffers of modules under fully_shard have symbolic sizes with dynamic=True, which takes long to compile",
+)
+@contextlib.contextmanager
+def attributes_are_static() -> Iterator[None]:
+    """While it is entered, ints and buffers of modules under ``fully_shard`` are static in frames for our backend.
+
+    Dynamo takes the ints of every module for constants, and the sizes of its buffers, whatever ``dynamic`` says; those of a module
+    that is marked as sharded it forgets. A head size that is a symbol makes quotients of all sizes that depend on it.
+    """
+    stock = GuardSource.is_unspecialized_nn_module
+
+    def is_of_module(self: GuardSource) -> bool:
+        return stock(self) or (self.is_fsdp_module() and hasattr(tls, "current_tx") and traces_for_us())
+
+    with mock.patch.object(GuardSource, "is_unspecialized_nn_module", is_of_module):
+        yield
+
+
+def source_of(variable: VariableTracker) -> Source:
+    """Where the program finds an object when it runs."""
+    assert variable.source is not None
+    return variable.source
+
+
+def member(tx: Translator, owner: VariableTracker, path: Sequence[str | int]) -> VariableTracker:
+    """What is found from an object along a path of attributes and indices of lists, as an input of the graph."""
+    source, value = source_of(owner), real_value(tx, owner)
+    for part in path:
+        source = AttrSource(source, part) if isinstance(part, str) else GetItemSource(source, part)
+        value = getattr(value, part) if isinstance(part, str) else value[part]
+    return VariableTracker.build(tx, value, source)
+
+
+def real_value(tx: Translator, variable: VariableTracker) -> Any:
+    """The object itself, of a tracker with a source."""
+    source = source_of(variable)
+    if hasattr(tx.output, "resolve_source_value"):
+        return tx.output.resolve_source_value(source)
+    return source.get_value({"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}, {}, {})  # before 2.13
+
+
+def function_of(variable: UserFunctionVariable) -> Any:
+    """The function that is called, without its object."""
+    return variable.fn
+
+
+def tuple_of(*items: VariableTracker) -> VariableTracker:
+    """``(*items)``"""
+    return TupleVariable(list(items))
+
+
+def dict_of(items: Mapping[str, VariableTracker]) -> VariableTracker:
+    """``{**items}``"""
+    keyed = {ConstantVariable.create(key): value for key, value in items.items()}
+    return ConstDictVariable(keyed, mutation_type=ValueMutationNew())
+
+
+def submodule(tx: Translator, module: VariableTracker, path: str) -> VariableTracker:
+    """The tracker of ``module.get_submodule(path)``."""
+    for name in path.split(".") if path else ():
+        module = attribute(tx, module, name).realize()
+    return module
+
+
+# ---- parameters in place of others ---------------------------------------------------------------------------------------------
+
+
+def notes(tx: Translator, name: str) -> dict[Any, Any]:
+    """What was noted under `name` in this attempt to trace this frame."""
+    return vars(tx.output).setdefault(f"dtensor_compile_{name}", {})
+
+
+def _parameters(tx: Translator, module: VariableTracker) -> dict[Any, VariableTracker]:
+    variable = attribute(tx, module, "_parameters").realize()
+    if isinstance(variable, UserDefinedDictVariable):
+        variable = variable._base_vt
+    assert isinstance(variable, ConstDictVariable)
+    return variable.items
+
+
+def _key(name: str) -> Any:
+    return _HashableTracker(ConstantVariable.create(name))
+
+
+def _before(tx: Translator, module: VariableTracker, name: str) -> list[VariableTracker]:
+    """What the parameter was before each replacement that is in force, the last one last."""
+    return notes(tx, "replaced").setdefault((id(module.realize().value), name), [])
+
+
+def replace_parameter(
+    tx: Translator, module: VariableTracker, name: str, make: Callable[[VariableTracker], VariableTracker]
+) -> None:
+    """From here on the program finds ``make(parameter)`` where it reads a parameter of a module, until `restore_parameter`.
+
+    The module itself never changes, so there is nothing that the compiled code would have to do: a replacement ends in the frame
+    in which it began. A parameter that is replaced already stays as it is.
+    """
+    items, key = _parameters(tx, module), _key(name)
+    before = _before(tx, module, name)
+    value = items[key]
+    items[key] = value if before else make(value)
+    before.append(value)
+
+
+def restore_parameter(tx: Translator, module: VariableTracker, name: str) -> None:
+    """Takes the last `replace_parameter` back."""
+    before = _before(tx, module, name)
+    if before:
+        _parameters(tx, module)[_key(name)] = before.pop()

@@ -1,0 +1,50 @@
+"""Floats that modules keep (``eps``, ``p``, ``norm_type``) are numbers until they have changed, also under ``dynamic=True``.
+
+torch takes integers of modules so. With ``dynamic=True`` it makes a symbol of a float wherever it comes from: an input of the graph.
+What is left of it, once AOTAutograd has traced forward and backward, can become a tensor where it is added or multiplied, and nowhere
+else; of any other, torch begins anew, Dynamo first, to have a number in its place. An operator with such a float has no hash
+either, so that its placements are decided again in each layer. A float that does change costs one compilation, and is a symbol then,
+as it is without ``dynamic=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+from torch._dynamo import config
+from torch._dynamo.variables.builder import VariableBuilder
+
+from dtensor_compile.compat.dynamo.tracing import VariableTracker, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
+
+
+def _of_module(builder: VariableBuilder) -> bool:
+    source = builder.source.guard_source
+    source = source() if callable(source) else source  # a method in older releases
+    return source.is_unspecialized_nn_module() or source.is_fsdp_module()
+
+
+@needs(
+    "floats of modules that are numbers under dynamic=True",
+    hook("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "self value"),
+    hook("torch._dynamo.config:automatic_dynamic_shapes"),
+    hook("torch._dynamo.config:assume_static_by_default"),
+    hook("torch._guards:GuardSource.is_unspecialized_nn_module", "self"),
+    without="a program with such floats may be traced twice, as in torch",
+)
+@contextlib.contextmanager
+def floats_of_modules_are_numbers() -> Iterator[None]:
+    """While it is entered, a float that a module keeps is a constant of the graph, under a guard, if it has not changed before."""
+    stock = VariableBuilder.wrap_symfloat
+
+    def wrap(self: VariableBuilder, value: float) -> VariableTracker:
+        # Where nothing becomes symbolic by changing, each change would compile again.
+        if not config.automatic_dynamic_shapes or not _of_module(self) or not traces_for_us(self.tx):
+            return stock(self, value)
+        with config.patch(assume_static_by_default=True):
+            return stock(self, value)
+
+    with mock.patch.object(VariableBuilder, "wrap_symfloat", wrap):
+        yield

@@ -1,0 +1,310 @@
+"""Watching Dynamo while it compiles: compilations and their cost, graph breaks, the graphs of other backends.
+
+`watch_dynamo` and `watch_graphs_of_others` hold for the time of a recording and take themselves out again; they change nothing of
+what is compiled. Everything is told to the watcher in the thread that compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.tensor._dispatch as _dispatch
+from torch._dynamo import convert_frame, exc, symbolic_convert
+from torch._dynamo.backends import common
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from dtensor_compile.compat.hooks import feature, hook, needs
+from dtensor_compile.compat.inductor.compile import GraphPass
+from dtensor_compile.compat.dynamo.module_names import root_names
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>\w+)_at_\d+")
+
+
+@dataclass
+class Compilation:
+    """One frame that Dynamo compiles.
+
+    Attributes:
+        number: counts the compilations of a recording.
+        function, file, line: name of the function as it was written, and its first line; the rest of a function behind a graph
+            break carries the name of the function.
+        reason: the guard that did not hold, where the function was compiled before; else empty.
+        seconds: measured, nested compilations included; 0 until it has ended.
+        outermost: whether no other compilation contains it.
+        names: what the program calls modules for which Dynamo has other words (`module_names.root_names`).
+    """
+
+    number: int
+    function: str
+    file: str
+    line: int
+    reason: str = ""
+    seconds: float = 0.0
+    outermost: bool = True
+    names: dict[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Break:
+    """A graph break, or an error that ended a compilation.
+
+    Attributes:
+        kind: Dynamo's name for this sort of break; for other errors the name of their class.
+        message: all that Dynamo says.
+        stack: ``(file, line, code)`` of the user's frames, outermost first.
+        compilation: during which it happened.
+        error: whether it was raised to the caller.
+    """
+
+    kind: str
+    message: str
+    stack: tuple[tuple[str, int, str], ...]
+    compilation: Compilation | None
+    error: bool
+
+
+class Watcher(Protocol):
+    """Who is told what Dynamo does."""
+
+    def compiling(self, compilation: Compilation) -> None: ...
+
+    def broke(self, event: Break) -> None: ...
+
+    def compiled_backward(self, seconds: float) -> None: ...
+
+
+_local = threading.local()
+_count = 0
+
+
+def current_compilation() -> Compilation | None:
+    """What this thread compiles now, while somebody watches."""
+    under_way = getattr(_local, "under_way", None)
+    return under_way[-1] if under_way else None
+
+
+def name_modules(gm: torch.fx.GraphModule) -> None:
+    """Calls modules as the program does, in the metadata of the nodes of a Dynamo graph that is compiled now."""
+    this = current_compilation()
+    if this is None or not this.names:
+        return
+    known = re.compile("|".join(map(re.escape, sorted(this.names, key=len, reverse=True))))
+
+    def named(path: str) -> str:
+        found = known.match(path)
+        return f"L['{this.names[found[0]]}']{path[found.end() :]}" if found else path
+
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            stack = node.meta.get("nn_module_stack")
+            if stack:
+                node.meta["nn_module_stack"] = {key: (named(path), of) for key, (path, of) in stack.items()}
+
+
+@needs(
+    "compilations and graph breaks, in the report",
+    hook("torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."),
+    hook("torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons"),
+    hook("torch._dynamo.symbolic_convert:InstructionTranslatorBase.log_graph_break", "self code_options reason exc"),
+    hook("torch._dynamo.callback:CallbackTrigger.LAZY_BACKWARD"),
+    without="the report tells of no graph break, no recompilation and no time of a compilation",
+)
+@contextlib.contextmanager
+def watch_dynamo(watcher: Watcher) -> Iterator[None]:
+    """While it is entered, `watcher` is told of every compilation and every graph break in this process."""
+    translator = symbolic_convert.InstructionTranslatorBase
+    stock_compile, stock_reasons = convert_frame._compile, convert_frame.get_and_maybe_log_recompilation_reasons
+    stock_log = translator.log_graph_break
+
+    def _compile(
+        code: Any, global_values: Any, local_values: Any, builtins: Any, closure: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        global _count
+        under_way = _local.__dict__.setdefault("under_way", [])
+        _count += 1
+        resumed = _RESUMED.fullmatch(code.co_name)
+        name = resumed["name"] if resumed else code.co_name
+        this = Compilation(_count, name, code.co_filename, code.co_firstlineno, outermost=not under_way)
+        this.names = root_names(code, name, local_values, closure)
+        watcher.compiling(this)
+        under_way.append(this)
+        began = time.perf_counter()
+        try:
+            return stock_compile(code, global_values, local_values, builtins, closure, *args, **kwargs)
+        except Exception as error:
+            if _ends_compilation(error):
+                watcher.broke(_break(error, this, error=True))
+            raise
+        finally:
+            this.seconds = time.perf_counter() - began
+            under_way.pop()
+
+    def reasons(*args: Any, **kwargs: Any) -> list[str]:
+        found = stock_reasons(*args, **kwargs)
+        this = current_compilation()
+        if this is not None:
+            this.reason = found[0] if found else "a guard of an earlier compilation"
+        return found
+
+    def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+        if not getattr(exc, "logged", False):
+            watcher.broke(_break(exc, current_compilation(), error=False))
+        stock_log(self, code_options, reason, exc)
+
+    starts: list[float] = []
+
+    def start(args: CallbackArgs) -> None:
+        starts.append(time.perf_counter())
+
+    def end(args: CallbackArgs) -> None:
+        if args.callback_trigger is CallbackTrigger.LAZY_BACKWARD and starts:
+            watcher.compiled_backward(time.perf_counter() - starts[-1])
+        starts.clear()
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    convert_frame._compile, convert_frame.get_and_maybe_log_recompilation_reasons = _compile, reasons
+    translator.log_graph_break = log_graph_break
+    try:
+        yield
+    finally:
+        convert_frame._compile, convert_frame.get_and_maybe_log_recompilation_reasons = stock_compile, stock_reasons
+        translator.log_graph_break = stock_log
+        for callbacks, ours in ((callback_handler.start_callbacks, start), (callback_handler.end_callbacks, end)):
+            if ours in callbacks:  # torch._dynamo.reset() takes all of them out
+                callbacks.remove(ours)
+
+
+def _ends_compilation(error: Exception) -> bool:
+    """Whether an exception out of a compilation is more than Dynamo's way to leave a frame to Python, or to start over."""
+    return not isinstance(error, (exc.SkipFrame, exc.RestartAnalysis)) and not getattr(error, "logged", False)
+
+
+#: A frame in a stack that torch keeps as text.
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+
+
+def _break(event: Exception, compilation: Compilation | None, *, error: bool) -> Break:
+    stack = getattr(event, "real_stack", None) or torch._guards.TracingContext.extract_stack()
+    frames = tuple((frame.filename, frame.lineno or 0, frame.line or "") for frame in stack or ())
+    if not frames:  # an error inside of Dynamo, which has the frames in its text
+        frames = tuple((m["file"], int(m["line"]), m["code"].strip()) for m in FRAME.finditer(str(event)))
+    kind = getattr(event, "gb_type", None) or type(event).__name__
+    return Break(str(kind), str(getattr(event, "msg", None) or event), frames, compilation, error)
+
+
+# ---- redistributions ---------------------------------------------------------------------------------------------------------
+
+
+_FORCING = feature(
+    "the operator that forced a redistribution, in the report",
+    hook(
+        "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
+        "op_info suggested_input_schema use_val_from_redistribute_schema",
+    ),
+    without="the report names the line alone",
+)
+
+
+def forcing_operator() -> str:
+    """The operator whose inputs DTensor redistributes on this thread right now (``aten.add.Tensor``); empty where none does."""
+    frame = sys._getframe(1) if _FORCING.works() else None
+    while frame is not None:
+        if frame.f_code.co_name == "redistribute_local_args" and frame.f_globals is vars(_dispatch):
+            info = frame.f_locals.get("op_info")
+            schema = getattr(info, "schema", None) or frame.f_locals.get("suggested_input_schema")
+            return str(getattr(schema, "op", ""))
+        frame = frame.f_back
+    return ""
+
+
+def newest_node() -> torch.fx.Node | None:
+    """The last node of the graph that this thread traces with proxies; None where it traces none."""
+    mode = get_proxy_mode()
+    return next(iter(reversed(mode.tracer.graph.nodes)), None) if mode is not None else None
+
+
+def nodes_since(before: torch.fx.Node | None) -> list[torch.fx.Node]:
+    """The nodes behind `before` (all of them for None) of the graph that this thread traces with proxies; none where it traces none."""
+    mode = get_proxy_mode()
+    nodes = reversed(mode.tracer.graph.nodes) if mode is not None else ()
+    return list(itertools.takewhile(lambda node: node is not before, nodes))
+
+
+def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that gives a tensor in the graph that this thread traces with proxies; None where there is none."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+# ---- graphs ------------------------------------------------------------------------------------------------------------------
+
+Graphs = Callable[[torch.fx.Graph], None]
+
+
+@needs(
+    "graphs of other backends, in the report",
+    hook("torch._dynamo.backends.common:aot_module_simplified", "mod args fw_compiler ..."),
+    hook("torch._inductor.config:post_grad_custom_post_pass"),
+    without="the report has nothing of stock torch beside it",
+)
+@contextlib.contextmanager
+def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
+    """While it is entered, `tell` sees every forward and backward graph that another backend than ours gets from AOTAutograd.
+
+    From Inductor after its post-grad passes, from other backends as AOTAutograd made it; not changed in either case. Inductor
+    takes no graph out of its caches meanwhile.
+    """
+    from torch._inductor import config
+
+    stock = common.aot_module_simplified
+
+    def told(compiler: Any) -> Any:
+        def compile_(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            tell(gm.graph)
+            return compiler(gm, inputs)
+
+        return compile_
+
+    def aot_module_simplified(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        if getattr(kwargs.get("partition_fn"), "__module__", "").startswith("dtensor_compile."):
+            return stock(gm, example_inputs, **kwargs)
+        name_modules(gm)
+        for name in ("fw_compiler", "bw_compiler", "inference_compiler"):
+            compiler = kwargs.get(name)
+            if compiler is not None and not isinstance(compiler, SerializableAOTDispatchCompiler):
+                kwargs[name] = told(compiler)
+        return stock(gm, example_inputs, **kwargs)
+
+    def of_inductor(graph: torch.fx.Graph) -> None:
+        if not isinstance(config.post_grad_custom_pre_pass, GraphPass):  # ours tells of its own graphs
+            tell(graph)
+
+    common.aot_module_simplified = aot_module_simplified
+    try:
+        with config.patch(post_grad_custom_post_pass=GraphPass(of_inductor, None, config.post_grad_custom_post_pass)):
+            yield
+    finally:
+        common.aot_module_simplified = stock
+
+
+def uncompiled(function: Any) -> Any:
+    """What ``torch.compile`` was given to make `function`; `function` itself where that is not compiled."""
+    return getattr(function, "_orig_mod", None) or getattr(function, "_torchdynamo_orig_callable", None) or function

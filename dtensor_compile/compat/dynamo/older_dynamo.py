@@ -1,0 +1,90 @@
+"""Calls that Dynamo traces as of 2.13, traced before as well while our backend traces.
+
+- ``DTensor.from_local``, ``to_local`` and ``redistribute`` are nodes of the graph with the mesh and the placements as arguments. Older
+  releases bake these into a function of their own, which takes no keyword for the local tensor, and which no cache keeps.
+- Functions of sizes that are numbers give numbers.
+- ``torch.autograd.grad`` takes DTensors, and a gather along another dim than the first is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import trace_rules
+from torch._dynamo.variables import torch as _torch
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._prims_common import make_contiguous_strides_for
+from torch._utils import _maybe_view_chunk_cat
+from torch.distributed.tensor import DTensor
+
+from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
+from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, build, tensor_methods, traces_for_us
+from dtensor_compile.compat.dynamo.calls import handle_calls
+
+
+def _of_numbers(function: Callable[..., Any]) -> tuple[Any, Retrack]:
+    """The entry under which a call of `function` with constants is the result."""
+
+    def call(
+        tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        given = [*args, *kwargs.values()]
+        if not all(value.is_python_constant() for value in given):
+            return stock.call_function(tx, args, kwargs)
+        named = {name: value.as_python_constant() for name, value in kwargs.items()}
+        return build(tx, function(*(value.as_python_constant() for value in args), **named))
+
+    return function, handle_calls(call)
+
+
+#: Entries for `compat.dynamo.tracing.Entries`.
+OBJECTS: tuple[tuple[Any, Retrack], ...] = (
+    () if OPAQUE else tuple(map(_of_numbers, (torch.sym_min, torch.sym_max, make_contiguous_strides_for)))
+)
+
+
+def _as_a_node(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler that leaves a call to what Dynamo does with any other function or method of tensors."""
+
+    def handle(self: Any, tx: Translator, *args: Any, **kwargs: Any) -> VariableTracker | None:
+        return None if traces_for_us(tx) else stock(self, tx, *args, **kwargs)
+
+    return handle
+
+
+def _tensors_with_sources(stock: Callable[..., Any], variable: VariableTracker) -> list[tuple[torch.Tensor, str | None]]:
+    """The tensors that ``torch.autograd.grad`` is given, and where each comes from; torch asks that they are no subclass."""
+    variable = variable.realize()
+    if not traces_for_us():
+        return stock(variable)
+    if isinstance(variable, BaseListVariable):
+        return [pair for item in variable.items for pair in _tensors_with_sources(stock, item)]
+    if not isinstance(variable, TensorVariable):
+        return stock(variable)
+    return [(variable.as_proxy().node.meta["example_value"], variable.source.name if variable.source else None)]
+
+
+@contextlib.contextmanager
+def _traced_as_of_2_13() -> Iterator[None]:
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    methods = {name: _as_a_node(getattr(TensorVariable, f"method_{name}")) for name in ("to_local", "redistribute")}
+    tensors = functools.partial(_tensors_with_sources, _torch._collect_tensors_with_sources)
+    with (
+        mock.patch.dict(handlers, {DTensor.from_local: _as_a_node(handlers[DTensor.from_local])}),
+        mock.patch.dict(trace_rules.get_torch_obj_rule_map(), {_maybe_view_chunk_cat: UserFunctionVariable}),
+        mock.patch.object(_torch, "_collect_tensors_with_sources", tensors),
+        tensor_methods(**methods),
+    ):
+        yield
+
+
+CONTEXTS = () if OPAQUE else (_traced_as_of_2_13,)

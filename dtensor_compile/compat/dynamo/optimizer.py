@@ -1,0 +1,463 @@
+"""Optimizers, as Dynamo sees them while it traces for our backend.
+
+torch breaks the graph before and after every ``step()`` on purpose, and prepares a step (`_init_group` makes state, and collects
+parameters, gradients and state in lists) by running it for real while it traces. Both assume that a step is a region of its own.
+Inside a larger region they are wrong: the gradients that count are those that the program has at that point, which a backward
+pass further up in the same region may just have computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.optim.optimizer as _optimizer
+from torch._dynamo import graph_break as break_function
+from torch._dynamo import config, trace_rules
+from torch._dynamo.bytecode_transformation import create_binary_subscr, create_call_function
+from torch._dynamo.codegen import PyCodegen
+from torch._dynamo.decorators import mark_static_address
+from torch._dynamo.eval_frame import TorchPatcher
+from torch._dynamo.source import (
+    AttrSource,
+    ChainedSource,
+    ConstDictKeySource,
+    DictGetItemSource,
+    GetItemSource,
+    is_from_optimizer_source,
+)
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_static_address_type
+from torch._dynamo.variables import builder as _builder
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch.amp import grad_scaler
+from torch.optim import lr_scheduler
+
+from dtensor_compile.compat.dynamo.tracing import Source, Translator, fact_guard, read_attribute, traces_for_us
+from dtensor_compile.compat.dynamo.calls import Call
+from dtensor_compile.compat.dynamo.guards import Together, guarded_together
+from dtensor_compile.compat.hooks import hook, if_there, needs
+
+#: The trackers of what is in a list.
+_items = if_there("torch._dynamo.utils:unpack_iterable") or (lambda tx, variable: variable.unpack_var_sequence(tx))
+#: Reads the number of steps out of the state of an optimizer.
+read_step = _optimizer._get_value
+#: Makes what a `GradScaler` knows of an optimizer.
+scaler_state = grad_scaler._refresh_per_optimizer_state
+#: Steps where gradients are finite, which it asks of the data.
+_step_if_finite = grad_scaler.GradScaler._maybe_opt_step
+#: Code of the wrapper that every ``step()`` has, with the two breaks in it.
+_STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
+#: Methods of an optimizer that torch does not trace, and that can be traced.
+_TRACEABLE = frozenset({"zero_grad"})
+#: Files that torch does not trace, and whose code can be traced.
+_TRACED_FILES = frozenset({lr_scheduler.__file__, grad_scaler.__file__})
+
+
+class _Untraced(SkipFunctionVariable):
+    """A function that torch keeps out of graphs, and that has a meaning in one all the same."""
+
+    @classmethod
+    def retrack(cls, stock: VariableTracker) -> VariableTracker:
+        return cls(stock.value, stock.reason, source=stock.source) if isinstance(stock, SkipFunctionVariable) else stock
+
+
+class BreakAroundStep(_Untraced):
+    """``torch._dynamo.graph_break``: does nothing where the wrapper of an optimizer's ``step()`` calls it."""
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if tx.f_code is _STEP_CODE:
+            return ConstantVariable.create(None)
+        return super().call_function(tx, list(args), kwargs)
+
+
+def step_count(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """How many steps an optimizer made: eager reads a number of double precision out of a tensor on the CPU.
+
+    torch keeps the tensor of single precision, and what corrects the averages of a step with it.
+    """
+    if len(args) == 1 and isinstance(args[0].realize(), TensorVariable) and args[0].device == torch.device("cpu"):
+        return args[0].call_method(tx, "double", [], {})
+    return stock.call_function(tx, args, kwargs)
+
+
+def traced(stock: VariableTracker) -> VariableTracker:
+    """A function that torch takes for an operator, and that is code like other code: of the dict that it makes, torch loses
+    what is written to it.
+    """
+    return UserFunctionVariable(stock.value, source=stock.source)
+
+
+class FusedStep(_Untraced):
+    """A fused step, which torch keeps out of graphs: the step over lists, which computes the same, takes its place.
+
+    It cannot take the scale of a `GradScaler`, which a fused step undoes itself; that one stays out of the graph.
+    """
+
+    def call_function(
+        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        bound = inspect.signature(self.value).bind(*args, **kwargs).arguments
+        if any(not bound[name].is_constant_none() for name in ("grad_scale", "found_inf")):
+            return super().call_function(tx, list(args), kwargs)
+        function = inspect.unwrap(self.value)
+        twin = function.__globals__[function.__name__.replace("_fused_", "_multi_tensor_")]
+        return UserFunctionVariable(twin).call_function(tx, list(args), kwargs)
+
+
+class TracedOptimizerVariable(OptimizerVariable):
+    """An optimizer whose steps belong to the region that they are in."""
+
+    #: As of 2.14 this table is asked before `tp_getattro_impl`, and torch's entry prepares parameters for a region of the step alone:
+    #: it makes them attributes of the graph, and steps capturable.
+    tp_getset = {"param_groups": None}
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        if name in _TRACEABLE and name not in vars(self.value):
+            method = getattr(type(self.value), name)
+            return UserMethodVariable(getattr(method, "__wrapped__", method), self)
+        if name == "param_groups":
+            for group in self.value.param_groups:
+                _mark_static(group["params"])
+            if not self._steps_as_in_eager():
+                self._set_capturable(tx)
+            return read_attribute(super(OptimizerVariable, self), tx, name)
+        return read_attribute(super(), tx, name)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name == "_init_group" and hasattr(self.value, "_init_group"):
+            with contextlib.suppress(ArgMappingException):
+                return self._prepare_step(tx, args, kwargs)
+        return super().call_method(tx, name, args, kwargs)
+
+    def _steps_as_in_eager(self) -> bool:
+        """Whether a step can be traced by eager's formulas. torch traces those for ``capturable=True``, which round otherwise."""
+        return isinstance(self.value, torch.optim.Adam) and not any(
+            group["foreach"] or group["fused"] or group["amsgrad"] or any(p.device.type != "cpu" for p in group["params"])
+            for group in self.value.param_groups
+        )
+
+    def _prepare_step(self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+        """Runs `_init_group` for real, on the gradients that the program has at this point.
+
+        It makes the state that is missing, as the first step in eager does, and appends parameters, gradients and state to lists.
+        Each tensor in these lists is looked up by identity and becomes the tracker of its place.
+        """
+        real_args, real_kwargs = self.get_python_args(*args, **kwargs)
+        self.move_step_if_cpu()
+        known: dict[int, VariableTracker] = {}
+        kept: list[Any] = []  # holds what `known` refers to by id
+        with contextlib.ExitStack() as restore, guarded_together(self.source) as together:
+            for parameter, variable, source in self._parameters(tx):
+                together.add(variable, source, parameter)
+                gradient = read_attribute(variable, tx, "grad").realize()
+                if variable.source == source and not _has_pending_gradient(tx, variable):
+                    together.add(gradient, AttrSource(source, "grad"), parameter.grad)
+                known[id(parameter)] = variable
+                kept.append(_show_gradient(tx, parameter, variable, gradient, restore))
+                known[id(kept[-1])] = gradient
+            for parameter, entry in self.value.state.items():
+                known.update(_show_state(tx, parameter, entry, kept, restore))
+            for group in self.value.param_groups:  # the other groups too, before the state gets its tracker
+                self.value._init_group(*[_instead(arg, group) for arg in real_args], **real_kwargs)
+            result = self.value._init_group(*real_args, **real_kwargs)
+        with guarded_together(self.source) as together:
+            known.update(self._state(tx, together))
+        for arg, real in zip(args, real_args):
+            if isinstance(arg, ListVariable):
+                tx.output.side_effects.mutation(arg)
+                arg.items.extend(known[id(value)] if id(value) in known else VariableTracker.build(tx, value) for value in real)
+        return ConstantVariable.create(result)
+
+    def written_by_a_step(self, tx: Translator) -> list[VariableTracker] | None:
+        """Trackers of all tensors that a step writes to; None where it does something else.
+
+        State that is missing is made: zeros, from which the first step computes what it does without.
+        """
+        if not _only_writes(self.value):
+            return None
+        self.move_step_if_cpu()
+        effects, written = tx.output.side_effects, []
+        with contextlib.ExitStack() as restore, guarded_together(self.source) as together:
+            parameters = list(self._parameters(tx))
+            for parameter, variable, source in parameters:
+                together.add(variable, source, parameter)
+                gradient = read_attribute(variable, tx, "grad").realize()
+                if variable.source == source and not _has_pending_gradient(tx, variable):
+                    together.add(gradient, AttrSource(source, "grad"), parameter.grad)
+                _show_gradient(tx, parameter, variable, gradient, restore)
+                if not gradient.is_constant_none():
+                    # the step over lists writes to gradients with Nesterov's momentum
+                    written += [variable, gradient] if any(g.get("nesterov") for g in self.value.param_groups) else [variable]
+            for group in self.value.param_groups:
+                _make_state(self.value, group)
+            entries = [self.value.state.get(parameter, {}) for parameter, *_ in parameters if parameter.grad is not None]
+        if any(entry in effects and effects.is_modified(effects[entry]) for entry in entries):
+            return None
+        with guarded_together(self.source) as together:
+            return [*written, *self._state(tx, together).values()]
+
+    def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable, Source]]:
+        """Every parameter, its tracker, and where it is in the optimizer."""
+        groups = read_attribute(self, tx, "param_groups").realize()
+        for group, variable, source in zip(self.value.param_groups, _items(tx, groups), self._groups()):
+            parameters = variable.realize().getitem_const(tx, ConstantVariable.create("params")).realize()
+            for i, (parameter, tracker) in enumerate(zip(group["params"], _items(tx, parameters))):
+                yield parameter, tracker.realize(), GetItemSource(source, i)
+
+    def _groups(self) -> list[Source]:
+        """Where the parameters of each group are."""
+        groups = AttrSource(self.source, "param_groups")
+        return [DictGetItemSource(GetItemSource(groups, i), "params") for i in range(len(self.value.param_groups))]
+
+    def _state(self, tx: Translator, together: Together) -> dict[int, VariableTracker]:
+        """Trackers of all tensors in the state as it is outside of the region, by identity.
+
+        Entries are known by position, and a guard says which parameter each is of: `load_state_dict` may bring another order.
+        """
+        state, found = read_attribute(self, tx, "state").realize(), {}
+        tx.output.guard_on_key_order.add(state.source)
+        _same_length(self.source)
+        owners = _owners(self.value)
+        if None in owners or not together.guards:
+            _same_owners(self.source)
+        groups = zip(self.value.param_groups, self._groups())
+        parameters = [GetItemSource(source, i) for group, source in groups for i in range(len(group["params"]))]
+        for position, entry in enumerate(self.value.state.values()):
+            source = DictGetItemSource(state.source, KeySource(state.source, position))
+            VariableTracker.build(tx, entry, source).realize()
+            if type(entry) is dict:
+                together.types[source] = dict
+            if owners[position] is not None:
+                together.same.append((KeySource(state.source, position), parameters[owners[position]]))
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    _mark_static([value])
+                    place = DictGetItemSource(source, name)
+                    found[id(value)] = VariableTracker.build(tx, value, place).realize()
+                    together.add(found[id(value)], place, value)
+        return found
+
+
+def _only_writes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of an optimizer, whose state is made, does nothing but write to tensors."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks += (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
+    step = vars(optimizer).get("step")  # a scheduler puts its own there, which notes on the first step that there was one
+    stepped = step is None or getattr(step, "_wrapped_by_lr_sched", False) and getattr(optimizer, "_opt_called", False)
+    known = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    damped = any(group.get("momentum") and group["dampening"] for group in optimizer.param_groups)
+    return known and stepped and not damped and not any(hooks)
+
+
+def _make_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """The state of parameters that have a gradient and none yet, of an optimizer that `_only_writes`."""
+    if isinstance(optimizer, torch.optim.Adam):
+        optimizer._init_group(group, *([] for _ in range(6)))
+        return
+    for parameter in group["params"] if group["momentum"] else ():
+        if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def step_where_finite(
+    tx: Translator, stock: UserFunctionVariable, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """A step that a `GradScaler` leaves out where gradients are infinite: it is made, and what it wrote is taken back there.
+
+    eager reads whether they are, which ends a graph. Compiled, each value is chosen where it is written. Where a step does
+    more than write to tensors, eager's way stands.
+    """
+    optimizer = args[1].realize()
+    written = optimizer.written_by_a_step(tx) if isinstance(optimizer, TracedOptimizerVariable) and len(args) == 3 else None
+    if written is None or kwargs:
+        return tx.inline_user_function_return(stock, args, kwargs)
+    return UserFunctionVariable(_step_where_finite).call_function(tx, [*args[1:], ListVariable(written)], {})
+
+
+def _step_where_finite(optimizer: torch.optim.Optimizer, of_scaler: dict[str, Any], written: list[torch.Tensor]) -> Any:
+    with torch.no_grad():
+        infinite = sum(of_scaler["found_inf_per_device"].values()) != 0
+        before = [tensor.clone() for tensor in written]
+    result = optimizer.step()
+    with torch.no_grad():
+        for tensor, old in zip(written, before):
+            tensor.copy_(torch.where(infinite.to(tensor.device), old, tensor))
+    return result
+
+
+def steps_of_scalers(function: UserFunctionVariable) -> Call | None:
+    """What calls of a function become that is the one by which a `GradScaler` steps."""
+    return step_where_finite if function.get_function() is _step_if_finite else None
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> list[int | None]:
+    """Of each entry of the state, the position of its parameter among all parameters."""
+    position = {id(parameter): i for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    return [position.get(id(parameter)) for parameter in optimizer.state]
+
+
+_same_owners = fact_guard("STATE_OWNERS_MATCH", _owners)
+_same_length = fact_guard("STATE_LENGTH_MATCH", lambda optimizer: len(optimizer.state))
+
+
+@dataclass(frozen=True)
+class _KeysSource(ChainedSource):
+    """All keys of a dict, in a tuple."""
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen.add_push_null(lambda: codegen.load_import_from("builtins", "tuple"))
+        codegen(self.base)
+        codegen.extend_output(create_call_function(1, False))
+
+    @property
+    def _name_template(self) -> str:
+        return "tuple({0})"
+
+
+@dataclass(frozen=True)
+class KeySource(ConstDictKeySource):
+    """A key of a dict by its position. torch walks to that position each time: quadratic where all entries are read."""
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        keys = _KeysSource(self.base)
+        codegen.mark_source_temp(keys)
+        codegen(keys)
+        codegen.append_output(codegen.create_load_const(self.index))
+        codegen.append_output(create_binary_subscr())
+
+
+def _mark_static(tensors: Sequence[torch.Tensor]) -> None:
+    """Sizes and addresses stay. torch marks these tensors so that they become attributes of the graph; they stay inputs here,
+    because torch collects the leaves of a backward pass among the inputs.
+    """
+    for tensor in tensors:
+        if get_static_address_type(tensor) is None:
+            mark_static_address(tensor, guard=False)
+
+
+def _has_pending_gradient(tx: Translator, variable: TensorVariable) -> bool:
+    return tx.output.side_effects.has_pending_mutation_of_attr(variable, "grad")
+
+
+def _show_gradient(
+    tx: Translator, parameter: torch.Tensor, variable: TensorVariable, gradient: VariableTracker, restore: contextlib.ExitStack
+) -> Any:
+    """Lets the real parameter have a gradient just where the program has one at this point; returns what it is."""
+    if _has_pending_gradient(tx, variable):
+        restore.callback(setattr, parameter, "grad", parameter.grad)
+        parameter.grad = parameter.detach() if isinstance(gradient, TensorVariable) else None
+    return parameter.grad
+
+
+def _show_state(
+    tx: Translator, parameter: torch.Tensor, entry: dict[str, Any], kept: list[Any], restore: contextlib.ExitStack
+) -> dict[int, VariableTracker]:
+    """Lets the real state of a parameter hold what the region put there so far (the first step of many optimizers does); returns
+    the trackers by the identity of what stands for them.
+    """
+    effects, shown = tx.output.side_effects, {}
+    if entry not in effects or not effects.is_modified(effects[entry]):
+        return shown
+    restore.callback(entry.update, dict(entry))
+    restore.callback(entry.clear)
+    for key, value in effects[entry].items.items():
+        value = value.realize()
+        if isinstance(value, TensorVariable):
+            kept.append(parameter.detach())
+            entry[key.vt.as_python_constant()] = kept[-1]
+            shown[id(kept[-1])] = value
+        else:
+            entry[key.vt.as_python_constant()] = value.as_python_constant()
+    return shown
+
+
+def _instead(argument: Any, group: dict[str, Any]) -> Any:
+    """An argument of `_init_group` for a call that makes the state of another group, and whose lists nobody reads."""
+    return group if isinstance(argument, dict) else [] if isinstance(argument, list) else argument
+
+
+def _is_learning_rate(source: Source | None) -> bool:
+    return isinstance(source, DictGetItemSource) and source.index == "lr" and is_from_optimizer_source(source)
+
+
+def _without_value(builder: VariableBuilder, number: VariableTracker) -> VariableTracker:
+    """`number`, an input that torch has made symbolic, as a number that only the data decides.
+
+    As a symbol with a value it is fixed to it wherever it is more than a factor (``add(p, grad, alpha=-lr)``): torch multiplies
+    tensors by such a symbol, and can do nothing else with it. A number without a value is computed with as in eager.
+    """
+    made = builder.tx.output.unspec_variable_map.get(builder.name)
+    if made is None or not config.capture_scalar_outputs or not isinstance(number, SymNodeVariable):
+        return number
+    copy = made.call_method(builder.tx, "clone", [], {})  # of the input itself torch knows what the number is
+    return copy.call_method(builder.tx, "item", [], {})
+
+
+@needs(
+    "optimizer steps inside of the region",
+    hook("torch._dynamo.variables.builder:OptimizerVariable"),
+    hook("torch._dynamo.trace_rules:check_file", "filename is_inlined_call"),
+    hook("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "self value"),
+    without="a step breaks the graph, as in torch",
+)
+@contextlib.contextmanager
+def optimizers_in_the_region() -> Iterator[None]:
+    """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.
+
+    Their schedulers and the scaler of gradients are code like other code then, and a learning rate that has changed between calls
+    is a number of the graph.
+    """
+    stock_track, stock_check = _builder.OptimizerVariable, trace_rules.check_file
+    stock_wrap = VariableBuilder.wrap_symfloat
+
+    def track(value: torch.optim.Optimizer, **options: Any) -> OptimizerVariable:
+        if not traces_for_us():
+            return stock_track(value, **options)
+        variable = TracedOptimizerVariable(value, **options)  # torch forgets what the program sets on an optimizer
+        return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, variable)
+
+    def check_file(filename: str | None, is_inlined_call: bool = False) -> trace_rules.SkipResult:
+        if is_inlined_call and filename in _TRACED_FILES and traces_for_us():
+            return trace_rules.SkipResult(False, "traced by backend='dtensor'")
+        return stock_check(filename, is_inlined_call)
+
+    def wrap_symfloat(self: VariableBuilder, value: float) -> VariableTracker:
+        number = stock_wrap(self, value)
+        return _without_value(self, number) if traces_for_us(self.tx) and _is_learning_rate(self.source) else number
+
+    with (
+        mock.patch.object(_builder, "OptimizerVariable", track),
+        mock.patch.object(trace_rules, "check_file", check_file),
+        mock.patch.object(VariableBuilder, "wrap_symfloat", wrap_symfloat),
+    ):
+        yield
+
+
+def fused_steps() -> tuple[Any, ...]:
+    """The functions for fused steps, which torch keeps out of graphs (from its first compilation on, which is under way)."""
+    TorchPatcher.patch()
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
+    found = [getattr(module, name) for module in modules for name in vars(module) if name.startswith("_fused_")]
+    return tuple({id(function): function for function in found if hasattr(function, "_torchdynamo_disable")}.values())

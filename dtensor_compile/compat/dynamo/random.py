@@ -1,0 +1,138 @@
+"""Generators, as Dynamo sees them while it traces for our backend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.misc import LambdaVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.distributed.tensor._ops import _math_ops
+from torch.nn import init
+
+from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
+from dtensor_compile.compat.dynamo.tracing import Translator, graph_break, read_attribute, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
+
+#: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.
+trunc_normal_function: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_
+
+#: Whether eager's ``trunc_normal_`` of shards draws on every rank until all ranks have what they need. As of 2.14 DTensor gathers a
+#: tensor before it asks for ``any`` of it; up to 2.13 each rank asks its own shard.
+DRAWS_TOGETHER = hasattr(_math_ops, "NON_LINEAR_BOOL_REDUCTION_OPS")
+
+
+def generator_of_state(state: torch.Tensor) -> torch.Generator:
+    """A generator in that state."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator
+
+
+class GeneratorVariable(UserDefinedObjectVariable):
+    """A generator whose state is a tensor of the graph; one that the program was given gets its new state when the graph has run.
+
+    Attributes:
+        state: None until it is asked for.
+    """
+
+    def __init__(self, value: torch.Generator, state: VariableTracker | None = None, **options: Any) -> None:
+        super().__init__(value, **options)
+        self.state = state
+        self.leaving: list[VariableTracker] | None = None
+
+    @classmethod
+    def track(cls, builder: VariableBuilder, value: torch.Generator) -> VariableTracker:
+        """The tracker of a generator that the program was given."""
+        builder.install_guards(GuardBuilder.TYPE_MATCH)
+        return builder.tx.output.side_effects.track_object_existing(value, cls(value, source=builder.source))
+
+    def is_default(self) -> bool:
+        """Whether it is the one that torch draws from where none is given."""
+        return self.value is torch.default_generator
+
+    def read(self, tx: Translator) -> VariableTracker:
+        """The state at this point of the program."""
+        if tx.output.current_tracer.parent is not None:
+            graph_break("generator-inner", str(self.source))
+        if self.state is None:
+            source = CallFunctionNoArgsSource(AttrSource(self.source, "get_state"))
+            self.state = VariableBuilder(tx, source)(self.value.get_state())
+        return self.state
+
+    def write(self, tx: Translator, state: VariableTracker) -> None:
+        """From this point of the program on the state is another."""
+        if tx.output.current_tracer.parent is not None:
+            graph_break("generator-inner", str(self.source))
+        self.state = state
+        if self.source is None or is_export(tx):
+            return
+        if self.leaving is None:
+            self.leaving = call_after_graph(tx, torch.Generator.set_state, [self, state])
+        self.leaving[1] = state
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        if name in _methods:
+            return LambdaVariable(lambda *args, **kwargs: self.call_method(tx, name, list(args), kwargs))
+        return read_attribute(super(), tx, name)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
+
+    def call_method(
+        self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if name in _methods:
+            return _methods[name](tx, self, args, kwargs)
+        return super().call_method(tx, name, args, kwargs)
+
+    def reconstruct(self, codegen: Any) -> None:
+        if self.source is not None:
+            return super().reconstruct(codegen)
+        codegen.add_push_null(lambda: codegen.load_import_from(__name__, "generator_of_state"))
+        codegen(self.state)
+        codegen.extend_output(create_call_function(1, False))
+
+
+#: ``(tx, generator, args, kwargs)``
+Method = Callable[[Translator, GeneratorVariable, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
+_methods: dict[str, Method] = {}
+
+
+def handle_generator_methods(methods: Mapping[str, Method]) -> None:
+    """Methods of generators that go to ours."""
+    _methods.update(methods)
+
+
+#: ``(tx, tensor, method, args, kwargs)``, where the keyword arguments name a generator.
+DrawCall = Callable[
+    [Translator, TensorVariable, str, list[VariableTracker], dict[str, VariableTracker]], "VariableTracker | None"
+]
+
+
+@needs(
+    "random numbers of a generator that is given",
+    hook("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs"),
+    without="they break the graph",
+)
+@contextlib.contextmanager
+def handle_draws(call: DrawCall) -> Iterator[None]:
+    """While it is entered, methods of tensors that are called with a generator go to `call`; None leaves the call to torch."""
+    stock = TensorVariable.call_method
+
+    def call_method(
+        self: TensorVariable, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        result = call(tx, self, name, args, kwargs) if "generator" in kwargs and traces_for_us(tx) else None
+        return stock(self, tx, name, args, kwargs) if result is None else result
+
+    with mock.patch.object(TensorVariable, "call_method", call_method):
+        yield

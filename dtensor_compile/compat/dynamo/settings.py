@@ -1,0 +1,131 @@
+"""Settings of torch that a program changes around a piece of code, through functions in C++ that torch does not trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss
+from torch.fx.node import has_side_effect
+
+from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, VariableTracker, build, constant_argument, constant_source, fact_guard
+from dtensor_compile.compat.dynamo.calls import Call, handle_calls
+
+_c10d = torch._C._distributed_c10d
+
+
+def allow_implicit_replication(allowed: bool) -> None:
+    """Whether operators take plain tensors for replicated DTensors."""
+    torch._C._set_dtensor_allow_implicit_replication(allowed)
+
+
+def implicit_replication_is_allowed() -> bool:
+    """Whether operators take plain tensors for replicated DTensors now, on this thread."""
+    return torch._C._get_dtensor_allow_implicit_replication()
+
+
+_still_allowed = fact_guard("IMPLICIT_REPLICATION", lambda read: read())
+
+
+def guard_implicit_replication() -> None:
+    """The code that is being compiled holds while operators go on taking plain tensors, if they do now."""
+    if implicit_replication_is_allowed():
+        _still_allowed(constant_source(InstructionTranslator.current_tx(), "setting", implicit_replication_is_allowed))
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """While it is entered, operators take plain tensors for replicated DTensors; afterwards as before (torch's own: no more)."""
+    before = implicit_replication_is_allowed()
+    allow_implicit_replication(True)
+    try:
+        yield
+    finally:
+        allow_implicit_replication(before)
+
+
+def start_loss_parallel() -> None:
+    """From now on losses over DTensors are computed in parallel."""
+    loss._enable_custom_loss_ops()
+
+
+def end_loss_parallel() -> None:
+    """Undoes `start_loss_parallel`."""
+    loss._disable_custom_loss_ops()
+
+
+def _remember() -> Callable[[], None]:
+    """Returns what makes the settings what they are now."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    allowed, handled = implicit_replication_is_allowed(), dict(handlers)
+
+    def restore() -> None:
+        allow_implicit_replication(allowed)
+        handlers.clear()
+        handlers.update(handled)
+
+    return restore
+
+
+def _set(setter: Callable[..., None]) -> Call:
+    """The setting holds for what is traced now, and a node of the graph makes it hold when the graph is traced once more."""
+    has_side_effect(setter)
+
+    def call(
+        tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        values = tuple(map(constant_argument, args))
+        tx.output.add_cleanup_hook(_remember())  # tracing may end, and start over, before the program undoes it
+        setter(*values)
+        tx.output.create_proxy("call_function", setter, values, {})
+        return build(tx, None)
+
+    return call
+
+
+def _read(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    return build(tx, stock.as_python_constant()())
+
+
+def _nothing(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """For settings that say nothing about what is in a graph: names of collectives in a profile, works in flight outside."""
+    return build(tx, None)
+
+
+def _functions() -> Iterator[tuple[Any, Retrack]]:
+    handlers: dict[tuple[Any, str], Call] = {
+        (torch._C, "_set_dtensor_allow_implicit_replication"): _set(allow_implicit_replication),
+        (torch._C, "_get_dtensor_allow_implicit_replication"): _read,
+        (loss, "_enable_custom_loss_ops"): _set(start_loss_parallel),
+        (loss, "_disable_custom_loss_ops"): _set(end_loss_parallel),
+        (_c10d, "_set_comm_profiling_name"): _nothing,
+        (_c10d, "_get_comm_profiling_name"): _read,
+        (_c10d, "_set_allow_inflight_collective_as_graph_input"): _nothing,
+        (_c10d, "_allow_inflight_collective_as_graph_input"): _read,
+    }
+    for (module, name), handler in handlers.items():
+        if hasattr(module, name):
+            yield getattr(module, name), handle_calls(handler)
+
+
+@contextlib.contextmanager
+def _settings_as_before() -> Iterator[None]:
+    """A compilation that fails leaves no setting behind."""
+    restore = _remember()
+    try:
+        yield
+    finally:
+        restore()
+
+
+#: Entries for `compat.dynamo.tracing.Entries`.
+OBJECTS: tuple[tuple[Any, Retrack], ...] = tuple(_functions())
+CONTEXTS = (_settings_as_before,)

@@ -1,0 +1,104 @@
+"""Keys of torch's caches of compiled graphs, the same in every process, and the guards of what is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dtensor_compile.compat.hooks import feature, hook, needs
+from dtensor_compile.compat.distributed.mesh import mesh_dims, rank_map
+
+
+@needs(
+    "graphs kept in caches from process to process",
+    hook("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t"),
+    without="programs with a mesh compile anew in each process",
+)
+@contextlib.contextmanager
+def meshes_by_layout() -> Iterator[None]:
+    """While it is entered, keys of caches name a device mesh by its layout.
+
+    Torch pickles the object, and with it Python's hash of its names, which is another one in every process: no program with a
+    mesh among its inputs would ever be found.
+    """
+    from torch._inductor.codecache import FxGraphCachePickler, _ident
+
+    stock = FxGraphCachePickler._reduce_fake_script_object
+
+    def reduce(self: FxGraphCachePickler, value: FakeScriptObject) -> tuple[Any, ...]:
+        mesh = value.real_obj
+        if not isinstance(mesh, DeviceMesh):
+            return stock(self, value)
+        layout = (mesh.device_type, mesh.mesh_dim_names, mesh_dims(mesh), rank_map(mesh))
+        return _ident, ((value.script_class_name, repr(layout)),)
+
+    with mock.patch.object(FxGraphCachePickler, "_reduce_fake_script_object", reduce):
+        yield
+
+
+#: Where it does not work, no graph is kept: it could be found by a program of other sizes.
+GUARDS_LOCAL_SIZES = feature(
+    "graphs over dynamic local sizes in caches",
+    hook("torch._inductor.codecache:GuardedCache._filter_backed_symints", "cls inputs"),
+    hook("torch.fx.experimental.symbolic_shapes:ShapeEnv.create_symintnode", "self sym hint ..."),
+    without="graphs are compiled again in each process",
+)
+
+
+@contextlib.contextmanager
+def guards_of_local_sizes() -> Iterator[None]:
+    """While it is entered, caches that this thread asks guard graphs by every symbol of their inputs.
+
+    Torch guards by the SymInts among the inputs, for it takes each symbol for one of them. Of a DTensor the global size is an input, and
+    may be an expression (``2*s3``) of a symbol that only the size of the local tensor is: guards on ``s3`` are then left out, and those
+    that compare such an expression name where Dynamo found ``s3`` and cannot be evaluated.
+
+    Upstream: `_filter_backed_symints` and `get_pruned_guards`. Can go once they look into sizes of tensors.
+    """
+    if not GUARDS_LOCAL_SIZES.works():
+        yield
+        return
+    from torch._inductor.codecache import GuardedCache
+
+    owner, stock = threading.get_ident(), GuardedCache._filter_backed_symints
+
+    def backed_symints(cls: type[GuardedCache[Any]], inputs: Sequence[Any]) -> list[torch.SymInt]:
+        found = stock.__func__(cls, inputs)
+        return [*found, *_left_out(found, inputs)] if threading.get_ident() == owner else found
+
+    with mock.patch.object(GuardedCache, "_filter_backed_symints", classmethod(backed_symints)):
+        yield
+
+
+def _left_out(found: Sequence[torch.SymInt], inputs: Sequence[Any]) -> list[torch.SymInt]:
+    """A SymInt for each backed symbol of `inputs` that is none of `found` itself, in an order that every process has."""
+    envs = {id(size.node.shape_env): size.node.shape_env for value in inputs for size in _sizes(value) if isinstance(size, torch.SymInt)}
+    symbols: set[sympy.Symbol] = set().union(*(free_symbols(size) for value in inputs for size in _sizes(value)))
+    missing = symbols - {size.node.expr for size in found}
+    return [
+        env.create_symintnode(symbol, hint=int(env.backed_var_to_val[symbol]))
+        for env in envs.values()
+        for symbol in sorted(missing, key=str)
+        if symbol in env.backed_var_to_val
+    ]
+
+
+def _sizes(value: Any) -> Iterable[Any]:
+    """Integers that are an input, or sizes and strides of one and of what it holds."""
+    if isinstance(value, torch.SymInt):
+        yield value
+    elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        yield from (*value.size(), *value.stride(), value.storage_offset())
+        if is_traceable_wrapper_subclass(value):
+            for name in value.__tensor_flatten__()[0]:
+                yield from _sizes(getattr(value, name))

@@ -1,0 +1,286 @@
+"""Compiling a graph with Inductor and passes of ours."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import logging
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, meshes_by_layout
+from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
+from dtensor_compile.compat.hooks import feature, hook, if_there
+from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
+from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
+from dtensor_compile.compat.aot.partition import Held
+from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_uncompiled
+
+GraphFunction = Callable[[torch.fx.Graph], None]
+
+#: Inductor's settings under which it computes eager's numbers, where it does not by default: a rounding that the program asks for
+#: (``x.bfloat16().float()``) and those between fused operators happen, and random values are those of eager's generators.
+EAGER_NUMBERS: Mapping[str, Any] = {"emulate_precision_casts": True, "fallback_random": True}
+
+log = logging.getLogger("dtensor_compile")
+
+_PASSES = feature(
+    "passes of ours inside of Inductor",
+    hook("torch._inductor.config:joint_custom_pre_pass"),
+    hook("torch._inductor.config:joint_custom_post_pass"),
+    hook("torch._inductor.config:post_grad_custom_pre_pass"),
+    hook("torch._inductor.config:emulate_precision_casts"),
+    hook("torch._inductor.config:fallback_random"),
+    hook("torch._inductor.compile_fx:compile_fx", "model_ example_inputs_ inner_compile config_patches ..."),
+    without='redistributions would stay in the graph; `options={"kernels": "aten"}` does without Inductor',
+    essential=True,
+)
+_CACHEABLE = feature(
+    "functions of ours in graphs that caches keep",
+    hook("torch._inductor.config:unsafe_marked_cacheable_functions"),
+    without="graphs that call them are compiled again in each process",
+)
+_DRAWS = feature(
+    "random numbers in the order of the program",
+    hook("torch._inductor.fx_passes.control_dependencies:preserve_node_ordering", "graph additional_deps_map ..."),
+    without="a graph could draw other numbers than eager",
+    essential=True,
+)
+#: As of 2.13 Inductor ties a draw to the one before it itself.
+_TIES_DRAWS = if_there("torch._inductor.fx_passes.post_grad:_chain_random_ops_for_ordering") is not None
+_REFUSALS = feature(
+    "why a graph is not kept in caches, in the report",
+    hook("torch._functorch._aot_autograd.autograd_cache:BypassAOTAutogradCache"),
+    hook("torch._functorch._aot_autograd.autograd_cache:check_cacheable", "gm"),
+    without="the report does not tell",
+)
+
+
+@functools.cache
+def package_digest() -> str:
+    """Digest of the package's own source: a changed pass must not find what its predecessor left in a cache."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class GraphPass(CustomGraphPass):
+    """A graph function that Inductor calls, with the key under which it may cache what comes out.
+
+    Args:
+        run: changes a graph in place.
+        key: everything besides the graph that decides what `run` does; None keeps the graph out of the caches.
+        then: a pass of the user's own for the same place, which runs after ours.
+    """
+
+    def __init__(self, run: GraphFunction, key: tuple[Any, ...] | None, then: Any = None) -> None:
+        self.run = run
+        self.key = key
+        self.then = tuple(then) if isinstance(then, (list, tuple)) else (then,) if then is not None else ()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.run(graph)
+        for follower in self.then:
+            follower(graph)
+
+    def uuid(self) -> Any:
+        ids = [follower.uuid() if hasattr(follower, "uuid") else None for follower in self.then]
+        return None if self.key is None or None in ids else (package_digest(), self.key, tuple(ids))
+
+
+@functools.cache
+def inductor_keys() -> frozenset[str]:
+    """Every key of Inductor's configuration."""
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def inductor_config_error(key: str, value: Any) -> str | None:
+    """What is wrong with a value for a key of Inductor's configuration; None where nothing is."""
+    from torch._inductor import config
+
+    expected = config.get_type(key)
+    if isinstance(expected, type) and not isinstance(value, expected):
+        return f"takes {expected.__name__}, not {value!r}"
+    return None
+
+
+def mode_options(mode: str) -> Mapping[str, Any]:
+    """Inductor's settings for a ``mode`` of ``torch.compile``.
+
+    Raises:
+        OptionError: torch knows no such mode.
+    """
+    from dtensor_compile.errors import OptionError
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    if mode not in modes:
+        raise OptionError(f"unknown mode {mode!r}; modes: {', '.join(['default', *modes])}")
+    return modes[mode]
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    joint_pass: GraphFunction,
+    post_grad_pass: GraphFunction,
+    kernel_pass: Callable[[list[Any]], list[Any]] | None,
+    key: tuple[Any, ...] | None,
+    settings: Mapping[str, Any],
+    cacheable: Sequence[Callable[..., Any]] = (),
+    uncompiled: Callable[[str, str], None] | None = None,
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
+
+    Args:
+        joint_pass: runs on the joint graph (on the forward graph where there is no backward).
+        post_grad_pass: runs on the forward and on the backward graph before Inductor's own post-grad passes.
+        kernel_pass: puts Inductor's kernels in order after fusion (`compat/inductor/scheduler.py`); None leaves it to Inductor.
+        key: what decides the work of the passes besides the graph; part of the cache keys. None: no cache is used.
+        settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
+        cacheable: functions whose calls in the graph are all that they depend on, so that caches may keep it.
+        uncompiled: is told of a graph (``"forward"``, ``"backward"``) with a kernel that does not compile, and what the compiler said;
+            the graph runs operator by operator. None: that is an error.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    from dtensor_compile.compat.inductor.scheduler import ORDER, TIES, SchedulerPass, tie_draws, tie_draws_and_starts, waits_are_kept
+
+    _PASSES.works()
+    lowered, held = LoweredGraph(), Held()
+
+    def plan(graph: torch.fx.Graph) -> None:
+        joint_pass(graph)
+        held.remember(graph)
+
+    def lower(graph: torch.fx.Graph) -> None:
+        post_grad_pass(graph)
+        if uncompiled is not None:
+            lowered.keep(graph)
+        _spell_out_alpha(graph)
+        _keep_draws_in_order(graph)
+
+    key = key if GUARDS_LOCAL_SIZES.works() else None
+    patches = {**EAGER_NUMBERS, **settings}
+    if _CACHEABLE.works():
+        patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
+    patches["joint_custom_pre_pass"] = GraphPass(plan, key, _configured(patches, "joint_custom_pre_pass"))
+    patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
+    patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
+    kernel_passes = {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
+    if kernel_pass is not None and ORDER.works():
+        kernel_passes |= {"_pre_fusion_custom_pass": tie_draws_and_starts, "_post_fusion_custom_pass": kernel_pass}
+        patches["reorder_for_peak_memory"] = False  # part of the kernel pass
+    for place, run in kernel_passes.items():
+        patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
+    inner = masks_are_sent_as_they_are()(compile_fx_inner)  # which also compiles a backward graph when it first runs
+    inner = waits_are_kept()(inputs_checked_at_once()(inner))
+    if uncompiled is not None:
+        inner = run_uncompiled(inner, lowered, uncompiled)
+    inner = guards_of_local_sizes()(inner)
+    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():
+        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+
+
+def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, str]:
+    """The setting that lets calls of `functions` into AOTAutograd's cache: their names, and a key that changes with their source."""
+    ours = {f"{function.__module__}.{function.__name__}": package_digest() for function in functions}
+    return {**_configured(settings, "unsafe_marked_cacheable_functions"), **ours}
+
+
+def _spell_out_alpha(graph: torch.fx.Graph) -> None:
+    """``add(a, b, alpha=c)`` becomes ``add(a, mul(b, c))``.
+
+    Inductor 2.13 makes one ``addmm`` of an addition to a matrix product, without asking for its ``alpha``: the SGD step
+    ``weight.add_(mm(x, y), alpha=-lr)`` would add the whole gradient. Narrow types are added in float32, as eager's kernels do, of
+    which those for the CPU round the factor first (and where a row ends each product too, which no one formula follows).
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        alpha, value = node.kwargs.get("alpha", 1), node.meta["val"]
+        if alpha == 1 or not value.is_floating_point():
+            continue
+        narrow = value.dtype in (torch.bfloat16, torch.float16)
+        computed = torch.float32 if narrow else value.dtype
+        if narrow and value.device.type == "cpu" and isinstance(alpha, (int, float)):
+            with unset_fake_temporarily():
+                alpha = torch.tensor(alpha, dtype=value.dtype).item()
+        with graph.inserting_before(node):
+
+            def call(target: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:
+                made = graph.call_function(target, args)
+                made.meta = {**node.meta, "val": target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))}
+                return made
+
+            def cast(term: Any, dtype: torch.dtype) -> torch.fx.Node:
+                return term if term.meta["val"].dtype == dtype else call(torch.ops.prims.convert_element_type.default, term, dtype)
+
+            left, right = (cast(term, computed) for term in node.args)
+            result = cast(call(aten.add.Tensor, left, call(aten.mul.Tensor, right, alpha)), value.dtype)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
+    """What draws from torch's generator runs in the order of the graph; before 2.13 Inductor takes it for independent."""
+    draws = [n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    if len(draws) > 1 and not _TIES_DRAWS and _DRAWS.works():
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+        from torch.utils._ordered_set import OrderedSet
+
+        preserve_node_ordering(graph, {later: OrderedSet([node]) for node, later in itertools.pairwise(draws)})
+
+
+def compile_as_stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """What ``backend="inductor"`` does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, config_patches=dict(settings))
+
+
+def _configured(settings: Mapping[str, Any], key: str) -> Any:
+    from torch._inductor import config
+
+    return settings.get(key, getattr(config, key))
+
+
+def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., Any]] = ()) -> str:
+    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk, calls of `cacheable` aside; empty where it does not."""
+    if not _REFUSALS.works():
+        return ""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+    from torch._inductor import config
+
+    known = {"unsafe_marked_cacheable_functions": _cacheable(cacheable, {})} if _CACHEABLE.works() else {}
+    try:
+        with config.patch(known):
+            check_cacheable(gm)
+    except BypassAOTAutogradCache as refusal:
+        return " ".join(str(refusal).split())
+    return ""
+
+
+def fresh_caches() -> AbstractContextManager[None]:
+    """While it is entered, Inductor's caches on disk are an empty folder, so that compile times compare."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
+def trace_local(function: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.fx.GraphModule:
+    """The graph of aten operators that `function` runs on fake `args` (tensors, symbolic and plain integers)."""
+    with enable_python_dispatcher():
+        return make_fx(function, tracing_mode="real")(*args)

@@ -1,0 +1,150 @@
+"""How compiled code reads the inputs of its graph: all in one walk, in C++ (`native.loader`).
+
+    torch:  a chain of Python instructions for each input; ``state[key]`` calls ``Tensor.__hash__``, a Python function
+    here:   tmp_1, tmp_2, ... = fetch(optimizer, parameters)
+
+Read are the same attributes and items, before the first graph of the compiled code runs, each of them once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from torch._dynamo.bytecode_transformation import create_call_function, create_instruction
+from torch._dynamo.codegen import PyCodegen
+from torch._dynamo.source import (
+    AttrSource,
+    ChainedSource,
+    ConstDictKeySource,
+    DictGetItemSource,
+    GetItemSource,
+    GradSource,
+    NNModuleSource,
+    OptimizerSource,
+)
+
+from dtensor_compile.compat.dynamo.tracing import Source, constant_source, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.native.loader import READS, native
+
+#: For fewer inputs a call costs more than it saves.
+FEWEST = 8
+
+
+@needs(
+    "inputs of a graph read in one walk in C++",
+    hook("torch._dynamo.codegen:PyCodegen.make_call_generated_code", "self fn_name"),
+    without="calls cost what they cost under torch",
+)
+@contextlib.contextmanager
+def inputs_in_one_walk() -> Iterator[None]:
+    """While it is entered, code that Dynamo writes for our backend reads inputs of graphs in one walk."""
+    stock = PyCodegen.make_call_generated_code
+
+    def call_graph(self: PyCodegen, name: str) -> None:
+        if traces_for_us(self.tx) and not self.tx.export and native() is not None:
+            _fetch(self, [arg.source for arg in self.tx.output.graphargs if arg.source is not None])
+        stock(self, name)
+
+    with mock.patch.object(PyCodegen, "make_call_generated_code", call_graph):
+        yield
+
+
+def _fetch(codegen: PyCodegen, sources: Sequence[Source]) -> None:
+    """Writes the code that reads `sources`, and tells `codegen` in which variables they are from then on."""
+    wanted = [source for source in dict.fromkeys(sources) if _last_read(source) is not None]
+    if len(wanted) < FEWEST:
+        return
+    plan = Plan(wanted)
+    fetch = native().Fetch(len(plan.roots), plan.reads())
+    codegen.add_push_null(lambda: codegen(constant_source(codegen.tx, "fetch", fetch)))
+    codegen.foreach(plan.roots)
+    codegen.extend_output(create_call_function(len(plan.roots), False))
+    codegen.append_output(create_instruction("UNPACK_SEQUENCE", arg=len(wanted)))
+    for source in plan.order():
+        codegen.add_cache(source)
+    codegen.clear_tos()
+
+
+class Plan:
+    """Reads that give `wanted`, without a read twice.
+
+    Attributes:
+        roots: what is read from; more than those that are given where it takes more.
+    """
+
+    def __init__(self, wanted: Sequence[Source], roots: Sequence[Source] = ()) -> None:
+        self.roots = list(map(without_wrappers, roots))
+        self._wanted = set(wanted)
+        self._depth: dict[Source, int] = {}
+        for source in wanted:
+            self._add(source)
+        # What is read by position from one dict stands together, in order, so that the dict is walked over once.
+        dicts = {base: i for i, base in enumerate(dict.fromkeys(_last_read(source)[0] for source in self._depth))}
+
+        def order(source: Source) -> tuple[int, int, int]:
+            base, step, key = _last_read(source)
+            return (self._depth[source], dicts[base], key) if step in ("value_at", "key_at") else (self._depth[source], -1, -1)
+
+        self._reads = sorted(self._depth, key=order)
+
+    def order(self) -> list[Source]:
+        """`wanted`, in the order in which they come."""
+        return [source for source in self._reads if source in self._wanted]
+
+    def reads(self) -> list[tuple[int, int, Any, bool]]:
+        """The plan for ``Fetch``."""
+        places, plan = self.places(), []
+        for source in self._reads:
+            base, step, key = _last_read(source)
+            plan.append((places[base], READS[step], key, source in self._wanted))
+        return plan
+
+    def places(self) -> dict[Source, int]:
+        """Of each root and read."""
+        return {root: -1 - i for i, root in enumerate(self.roots)} | {source: i for i, source in enumerate(self._reads)}
+
+    def _add(self, source: Source) -> int:
+        """How many reads it takes from a root."""
+        if source in self.roots:
+            return 0
+        last = _last_read(source)
+        if last is None:
+            self.roots.append(source)
+            return 0
+        if source not in self._depth:
+            self._depth[source] = self._add(last[0]) + 1
+        return self._depth[source]
+
+
+def _last_read(source: Source) -> tuple[Source, str, Any] | None:
+    """What is read, how, and with which key, to come to `source`; None for what is no attribute, item or gradient."""
+    if not isinstance(source, ChainedSource):
+        return None
+    base = without_wrappers(source.base)
+    written_by = type(source).reconstruct  # subclasses differ in their guards
+    if written_by is GradSource.reconstruct or written_by is AttrSource.reconstruct:
+        return base, "gradient" if source.member == "grad" else "attribute", source.member
+    if written_by is GetItemSource.reconstruct and not source.index_is_slice:
+        return base, "item", source.index
+    if written_by is DictGetItemSource.reconstruct:
+        if not isinstance(source.index, ConstDictKeySource):
+            return base, "item", source.index
+        if source.index.base == source.base:
+            return base, "value_at", source.index.index
+    if isinstance(source, ConstDictKeySource):
+        return base, "key_at", source.index
+    return None
+
+
+def without_wrappers(source: Source) -> Source:
+    """What `source` is read from: torch marks the sources of modules and optimizers with ones that read nothing."""
+    while getattr(type(source), "reconstruct", None) in _TRANSPARENT:
+        source = source.base
+    return source
+
+
+_TRANSPARENT = (NNModuleSource.reconstruct, OptimizerSource.reconstruct)

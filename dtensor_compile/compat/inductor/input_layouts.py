@@ -1,0 +1,66 @@
+"""Sizes and strides of a graph's inputs, which the code that Inductor writes makes sure of: in one call for all of them.
+
+    torch:  assert_size_stride(primals_1, (4, ), (1, ), 'input') ... and so for each input
+    here:   input_layouts((primals_1, primals_2, ...))
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.native import layouts
+
+if TYPE_CHECKING:
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+#: For fewer inputs a call costs more than it saves.
+FEWEST = 4
+
+
+@needs(
+    "layouts of inputs checked in one call",
+    hook("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_input_size_asserts", "self"),
+    hook("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_deferred_input_asserts", "self input_names"),
+    without="inputs are checked one by one, as in torch",
+)
+@contextlib.contextmanager
+def inputs_checked_at_once() -> Iterator[None]:
+    """While it is entered, code that Inductor writes on this thread checks inputs of constant sizes and strides in one call."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    owner, stock = threading.get_ident(), PythonWrapperCodegen.codegen_input_size_asserts
+
+    def write(self: PythonWrapperCodegen) -> None:
+        stock(self)
+        if threading.get_ident() == owner and type(self) is PythonWrapperCodegen:
+            _at_once(self)
+
+    with mock.patch.object(PythonWrapperCodegen, "codegen_input_size_asserts", write):
+        yield
+
+
+def _at_once(code: PythonWrapperCodegen) -> None:
+    waiting = code._pending_input_asserts
+    constant = {name: layout for name, texts in waiting.items() if (layout := _numbers(texts)) is not None}
+    if len(constant) < FEWEST:
+        return
+    for name in constant:
+        del waiting[name]
+    code.header.writeline(f"from {layouts.__name__} import layouts")
+    code.header.writeline(f"input_layouts = layouts({list(constant.values())!r}, assert_size_stride)")
+    code.prefix.writeline(f"input_layouts(({', '.join(constant)},))")
+
+
+def _numbers(texts: tuple[str, str]) -> layouts.Layout | None:
+    """Sizes and strides as Inductor writes them; None where some are computed."""
+    try:
+        sizes, strides = (ast.literal_eval(text) for text in texts)
+    except ValueError:
+        return None
+    return sizes, strides

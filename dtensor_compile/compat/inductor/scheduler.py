@@ -1,0 +1,459 @@
+"""Inductor's kernels after fusion, in the order that `dtensor_compile.schedule.list_scheduler` finds for them.
+
+Inductor ties every collective to the one before it, so that their order stays; where a wait stood between the two it ties it to
+that wait, because the wait renames the buffer that is meant. A collective could then never start before the wait of the one
+before it. `loosen` runs before fusion and ties starts to starts only; `rearrange` runs after fusion and puts kernels in order. What
+draws random numbers keeps its order by `tie_draws`, which runs before fusion too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import custom_graph_pass
+
+from dtensor_compile.compat.hooks import feature, hook, needs
+from dtensor_compile.schedule.least_time import least_seconds
+from dtensor_compile.graph.measured_kernels import measured_seconds
+from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
+from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped
+from dtensor_compile.schedule.wrapper_order import wrapper_peak
+from dtensor_compile.graph.nodes import REDISTRIBUTES, communicates, is_wait, source_line
+from dtensor_compile.graph.costs import Collective, Operation, collective_of, flops_of, itemsize_of, module_path
+from dtensor_compile.topology.backends import host_seconds
+from dtensor_compile.topology.links import Cluster, compute_seconds
+
+Nodes = list[Any]
+
+ORDER = feature(
+    "an order of Inductor's kernels in which collectives run beside compute",
+    hook("torch._inductor.custom_graph_pass:CustomSchedulerPass"),
+    hook("torch._inductor.config:_pre_fusion_custom_pass"),
+    hook("torch._inductor.config:_post_fusion_custom_pass"),
+    hook("torch._inductor.config:reorder_for_peak_memory"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    hook("torch._inductor.memory:reorder_for_peak_memory", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs ..."),
+    hook("torch._inductor.memory:prepare_planning_info", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs"),
+    hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
+    hook("torch._inductor.utils:contains_collective", "snode ..."),
+    hook("torch._inductor.utils:contains_wait", "snode"),
+    without="Inductor's own order stays",
+)
+
+TIES = feature(
+    "random numbers in the order of the program, beside some that nothing reads",
+    hook("torch._inductor.config:_pre_fusion_custom_pass"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
+    without="what is drawn after a value that nothing reads can be another number than in eager",
+)
+
+
+@needs(
+    "fused kernels that wait for all that they read",
+    hook("torch._inductor.scheduler:SchedulerNode.recompute_size_and_body", "self ..."),
+    hook("torch._inductor.scheduler:SchedulerNode.set_read_writes", "self ..."),
+    hook("torch._inductor.dependencies:StarDep"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    without="one could run before the wait for a collective whose result it reads",
+    essential=True,
+)
+@contextlib.contextmanager
+def waits_are_kept() -> Iterator[None]:
+    """While it is entered, kernels that Inductor schedules on this thread depend on the last write to what they read.
+
+    A collective and its wait write to a buffer that was there before, and what reads it afterwards names the write. Before 2.14
+    Inductor loses that name where it brings the loops of two kernels into one shape in order to fuse them, and has the fused kernel
+    run when the buffer is there, with what this rank alone put into it.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    owner = threading.get_ident()
+
+    def keeping(stock: Callable[..., None]) -> Callable[..., None]:
+        def compute_again(self: Any, *args: Any, **kwargs: Any) -> None:
+            tied = OrderedSet(dep for dep in self.read_writes.reads if isinstance(dep, (StarDep, WeakDep)))  # lost on 2.11
+            stock(self, *args, **kwargs)
+            if threading.get_ident() == owner:
+                self.set_read_writes(self.read_writes.with_read(tied).rename(self.mutation_renames))
+
+        return compute_again
+
+    with contextlib.ExitStack() as stack:
+        for name in ("recompute_size_and_body", "cancel_reduction_split"):
+            if hasattr(SchedulerNode, name):  # the second since 2.13, on GPUs
+                stack.enter_context(mock.patch.object(SchedulerNode, name, keeping(getattr(SchedulerNode, name))))
+        yield
+
+
+class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)):  # type: ignore[misc]
+    """A function on scheduler nodes that Inductor calls. Before 2.13 its caches know a pass by the class of those on graphs.
+
+    Args:
+        run: returns the nodes in another order.
+        key: everything besides the graph that decides what `run` does; None keeps the graph out of the caches.
+        then: a pass of the user's own for the same place, which runs after ours.
+    """
+
+    def __init__(self, run: Callable[[Nodes], Nodes], key: Any, then: Any = None) -> None:
+        self.run, self.key, self.then = run, key, then
+
+    def __call__(self, nodes: Nodes) -> Nodes:
+        nodes = self.run(nodes)
+        return nodes if self.then is None else self.then(nodes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keys of caches are pickled settings, and this is one of them; what it calls is no part of a key."""
+        return SchedulerPass, (None, self.uuid())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerPass:
+        return self
+
+    def uuid(self) -> Any:
+        follower = self.then.uuid() if hasattr(self.then, "uuid") else None
+        return None if self.key is None or self.then is not None and follower is None else (self.key, follower)
+
+
+def tie_draws(nodes: Nodes) -> Nodes:
+    """Ties what draws from torch's generator to what draws before it.
+
+    Inductor ties them by their results (as of 2.13), and drops each part of a result that nothing reads, with the tie. A draw of
+    which nothing reads any part was then tied to nothing that comes after it.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.virtualized import V
+
+    draws = [node for node in nodes if _is_draw(node)]
+    for before, node in itertools.pairwise(draws):
+        own = next(iter(node.get_buffer_names()))
+        node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
+    if len(draws) > 1:
+        V.graph.scheduler.compute_ancestors()
+    return nodes
+
+
+def _is_draw(node: Any) -> bool:
+    """Whether a kernel, before fusion, runs an operator that draws. What takes its result apart has the same origin, and draws not."""
+    return torch.Tag.nondeterministic_seeded in getattr(getattr(node.node, "op_overload", None), "tags", ())
+
+
+def tie_draws_and_starts(nodes: Nodes) -> Nodes:
+    """Both of `tie_draws` and `loosen`."""
+    return loosen(tie_draws(nodes))
+
+
+def loosen(nodes: Nodes) -> Nodes:
+    """Ties each collective, and what communicates where it stands, to the one before it and to no wait."""
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import contains_collective
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    starts = [node for node in nodes if contains_collective(node) or _sends_where_it_stands(node)]
+    for before, node in itertools.pairwise(starts):
+        own = next(iter(node.get_buffer_names()))
+        if any(buffer.get_name() == own and buffer.get_mutations() for buffer in node.get_outputs()):
+            continue  # the same kind of dependency says what it writes over
+        kept = OrderedSet(
+            dep for dep in node.read_writes.reads if not (isinstance(dep, WeakDep) and dep.is_fake and dep.mutating_buf == own)
+        )
+        node.set_read_writes(dataclasses.replace(node.read_writes, reads=kept))
+        node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
+    if len(starts) > 1:
+        V.graph.scheduler.compute_ancestors()
+    return nodes
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOrder:
+    """The order in which the kernels of a graph run.
+
+    Attributes:
+        tasks, order: what was put in order, and the order; inputs that can be freed among them.
+        before, after: what is predicted for Inductor's order and for this one.
+        least: seconds that every order takes (`dtensor_compile.schedule.least_time`).
+        starts: the collectives that are known, by task.
+        wrapped: those of a wrapper of the program, by task, and whether they reduce.
+        operations: the kernels, starts and waits in order, for the report.
+        own: tasks that start collectives of the program itself.
+        unknown: number of kernels that start or wait for a collective of which the node of the graph is not known.
+        standing: number of kernels that communicate where they stand.
+    """
+
+    tasks: list[Task]
+    order: list[int]
+    before: Simulation
+    after: Simulation
+    least: float
+    starts: dict[int, Collective]
+    wrapped: dict[int, bool]
+    operations: list[Operation]
+    own: tuple[int, ...] = ()
+    unknown: int = 0
+    standing: int = 0
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """In the order in which they start."""
+        return [self.starts[index] for index in self.order if index in self.starts]
+
+
+def orders_kernels() -> bool:
+    """Whether this torch lets us put kernels in order."""
+    return ORDER.works()
+
+
+def rearrange(
+    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, measured: bool, told: Callable[[KernelOrder], None]
+) -> Nodes:
+    """The kernels in an order in which collectives run beside compute.
+
+    Args:
+        nodes: scheduler nodes after fusion, in an order in which they may run.
+        topology: what the seconds are of; None for the default of the device.
+        overlap_memory: part of the peak of Inductor's own order that may be added to it; what ``fully_shard``'s own order holds may always
+            be held.
+        measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are estimated.
+        told: is told what was found; of a graph that another one calls, nothing.
+    """
+    from torch._inductor.graph import SubgraphLowering
+    from torch._inductor.utils import contains_collective
+    from torch._inductor.virtualized import V
+
+    nodes, buffers = _order_for_memory(nodes)
+    starts = [node for node in nodes if contains_collective(node)]
+    if not starts:
+        return nodes
+    cluster = topology or default_cluster(next(iter(starts[0].get_outputs())).node.get_device().type)
+    each = [_role(node) for node in nodes]
+    tasks = _tasks(nodes, each, buffers, cluster, measured)
+    given = len(tasks) - len(nodes)
+    roles = dict(enumerate(each, given))
+    before = simulate(tasks, range(len(tasks)))
+    wrapped = {index: reduces for index, role in roles.items() if (reduces := is_wrapped(role.origin)) is not None}
+    order = arrange(tasks, max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped)))
+    if not isinstance(V.graph, SubgraphLowering):
+        found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}
+        operations = _operations(nodes, given, tasks, order, found)
+        told(
+            KernelOrder(
+                tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, wrapped, operations,
+                own=tuple(index for index in found if not roles[index].redistributes),
+                unknown=sum(
+                    role.starts and role.origin is None or role.waits and tasks[index].waits_for is None for index, role in roles.items()
+                ),
+                standing=sum(role.stays for role in roles.values()),
+            )
+        )  # fmt: skip
+    return [nodes[index - given] for index in order if index >= given]
+
+
+def _operations(nodes: Nodes, given: int, tasks: list[Task], order: list[int], starts: Mapping[int, Collective]) -> list[Operation]:
+    """Kernels in `order` as a report has them; collectives count in the order in which they start, those that are known."""
+    numbers = {index: number for number, index in enumerate(index for index in order if index in starts)}
+    operations = []
+    for index in order:
+        task, node = tasks[index], nodes[index - given] if index >= given else None
+        if node is None or task.link is not None and index not in starts:
+            continue
+        if index in starts:
+            this = starts[index]
+            operations.append(Operation(this.kind, this.where, this.module, starts=numbers[index]))
+        elif task.waits_for is not None:
+            if task.waits_for in starts:
+                this = starts[task.waits_for]
+                operations.append(Operation("wait_tensor", this.where, this.module, waits_for=numbers[task.waits_for]))
+        elif task.seconds:
+            operations.append(_operation(node))
+    return operations
+
+
+def _operation(node: Any) -> Operation:
+    """What a kernel that computes does."""
+    parts = node.get_nodes()
+    origins = [origin for part in parts if part.node is not None for origin in part.node.get_origins() if origin.op == "call_function"]
+    names = dict.fromkeys(origin.target.__name__.split(".")[0] for origin in sorted(origins, key=lambda o: o.name))
+    called = _called(parts)
+    source = (called or origins or [None])[0]
+    return Operation(
+        name=called[0].target._schema.name.replace("::", ".") if called and hasattr(called[0].target, "_schema") else "fused " + " ".join(names),
+        where=source_line(source) if source is not None else "",
+        module=module_path(source) if source is not None else "",
+        flops=sum(map(flops_of, called)),
+        bytes=node.get_read_write_buffers_sizes(),
+        itemsize=next((itemsize_of(origin) for origin in called or origins), 4),
+    )
+
+
+def _order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
+    """Inductor's own last pass, which would otherwise run after ours, and what it found out about inputs that can be freed."""
+    from torch._inductor import memory
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    scheduler = V.graph.scheduler
+    inputs = OrderedSet(V.graph.graph_inputs.keys())
+    outputs = OrderedSet(V.graph.get_output_names())
+    named = {name: node for node in nodes for name in (node.get_name(), *(part.get_name() for part in node.get_nodes()))}
+    nodes = memory.reorder_for_peak_memory(nodes, scheduler.name_to_buf, named, inputs, outputs)
+    _, freeable = memory.prepare_planning_info(nodes, scheduler.name_to_buf, named, inputs, outputs)
+    return nodes, freeable
+
+
+def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster: Cluster, measured: bool) -> list[Task]:
+    """One task for each input that can be freed, then one for each kernel."""
+    from torch._inductor.virtualized import V
+
+    outputs = set(V.graph.get_output_names())
+    memory: dict[str, Buffer] = {}
+    tasks: list[Task] = []
+    for name, buffer in inputs.items():
+        memory[name] = Buffer(buffer.mpi_buffer.size_free, buffer.mpi_buffer.size_free)
+        tasks.append(Task(makes=(memory[name],), given=True))
+    made_by: dict[str, int] = {}
+    started: dict[torch.fx.Node, int] = {}
+    # Where ranks may run other programs, a wait stays behind the collectives that it is behind (`schedule_graph`).
+    own_sends = any(role.starts and not role.redistributes for role in roles)
+    fixed, last_start, first = -1, -1, len(tasks)
+    for index, node in enumerate(nodes, len(tasks)):
+        for buffer in node.get_outputs():
+            name, size = buffer.get_name(), buffer.mpi_buffer
+            made_by[name] = index
+            memory[name] = Buffer(size.size_alloc, size.size_free, name in outputs)
+    for index, (node, role) in enumerate(zip(nodes, roles), len(tasks)):
+        after = {made_by[dep.name] for dep in node.unmet_dependencies if dep.name in made_by} - {index}
+        about: dict[str, Any] = {}
+        if fixed >= 0:
+            after.add(fixed)
+        start = started.get(_start_of(role.origin)) if role.waits and role.origin is not None else None
+        if role.stays or role.waits and start is None:
+            after.update(range(max(fixed, first), index))
+            fixed = index
+        if role.starts:
+            about["link"], about["seconds"] = _cost(role.origin, cluster)
+            about["host"] = host_seconds(cluster.backend)
+            if role.origin is not None:
+                started[role.origin] = index
+            after.update({last_start} if last_start >= 0 else ())
+            last_start = index
+        elif start is not None:
+            about["waits_for"] = start
+            after.add(start)
+            after.update({last_start} if own_sends else ())
+        elif not role.waits:
+            about["seconds"] = _seconds(node, cluster, measured)
+        makes = tuple(memory[buffer.get_name()] for buffer in node.get_outputs())
+        reads = tuple(memory[buffer.get_name()] for buffer in node.mpi_node.pred_buffers)
+        tasks.append(Task(after=tuple(sorted(after)), makes=makes, reads=reads, **about))
+    return tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Role:
+    """What a kernel does for the order of the others.
+
+    Attributes:
+        origin: the node of the graph that a collective or a wait was lowered from; None where that is not known.
+        starts, waits: it starts a collective, or waits for one.
+        stays: it communicates where it stands, so that everything keeps its side of it.
+    """
+
+    origin: torch.fx.Node | None = None
+    starts: bool = False
+    waits: bool = False
+    stays: bool = False
+
+    @property
+    def redistributes(self) -> bool:
+        """Whether all ranks of the group run it alike."""
+        return self.origin is not None and REDISTRIBUTES in self.origin.meta
+
+
+def _role(node: Any) -> _Role:
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    if contains_wait(node):
+        return _Role(_collective_origin(node), waits=True)
+    if contains_collective(node):
+        return _Role(_collective_origin(node), starts=True)
+    return _Role(stays=_sends_where_it_stands(node))
+
+
+def _collective_origin(node: Any) -> torch.fx.Node | None:
+    """The node of the graph that a kernel starts or waits for a collective for.
+
+    Inductor may have made a collective one that writes over its input, and counts among the origins of a kernel also those of what
+    it computes for its input; what was lowered itself comes last in the graph.
+    """
+    operator_name = _functional_name(getattr(node.node, "op_overload", None))
+    found = [origin for origin in node.node.get_origins() if _functional_name(origin.target) == operator_name]
+    if operator_name is None or not found:
+        return None
+    if len(found) > 1:
+        wanted = set(found)
+        found = [origin for origin in found[0].graph.nodes if origin in wanted]
+    return found[-1]
+
+
+def _functional_name(target: Any) -> str | None:
+    """``_c10d_functional::all_reduce`` for that operator and those that write over their input or to ``out``; None for others."""
+    if not isinstance(target, torch._ops.OpOverload) or not communicates(target):
+        return None
+    name = target._schema.name
+    return name.removesuffix("_").removesuffix("_out") if target._schema.is_mutable else name
+
+
+def _sends_where_it_stands(node: Any) -> bool:
+    """Whether a kernel communicates, and not as a start with a wait of its own."""
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    return communicates(getattr(node.node, "op_overload", None)) and not contains_collective(node) and not contains_wait(node)
+
+
+def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float]:
+    """Link and seconds of a collective; nothing is known of one without an origin."""
+    return ("unknown", 0.0) if origin is None else cost_of(cluster, collective_of(origin))
+
+
+def _start_of(wait: torch.fx.Node) -> torch.fx.Node:
+    source = wait.args[0] if is_wait(wait) else wait
+    return source.args[0] if source.target is operator.getitem else source  # type: ignore[union-attr, return-value]
+
+
+def _called(parts: Nodes) -> list[torch.fx.Node]:
+    """The nodes of the graph whose operators kernels that are not generated, or made from a template, run."""
+    return [origin for part in parts if part.is_extern() or part.is_template() if (origin := _origin(part.node)) is not None]
+
+
+def _origin(node: Any) -> torch.fx.Node | None:
+    """The node of an operator. Inductor does not say it of one with several results: that of its origins that calls the same then."""
+    known = node.get_origin_node()
+    operator_called = getattr(node, "op_overload", None)
+    if known is not None or operator_called is None:
+        return known
+    return next((origin for origin in sorted(node.get_origins()) if origin.target is operator_called), None)
+
+
+def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
+    from torch._inductor.ir import MultiOutput
+
+    parts = node.get_nodes()
+    if all(isinstance(part.node, MultiOutput) for part in parts):  # an item of a list
+        return 0.0
+    origins = _called(parts)
+    found = [measured_seconds(origin) for origin in origins] if measured else []
+    if found and None not in found:
+        return sum(found)
+    flops = sum(map(flops_of, origins))
+    itemsize = next((itemsize_of(origin) for origin in origins), 4)
+    return compute_seconds(cluster.device, flops, node.get_read_write_buffers_sizes(), itemsize)

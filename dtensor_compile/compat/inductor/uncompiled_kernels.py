@@ -1,0 +1,107 @@
+"""Inductor: where a kernel does not compile, the graph runs operator by operator.
+
+What compilers raise is told apart from errors in passes and in Inductor itself, which end the compilation: it is C++'s error, one
+of Triton's, or one that went through Triton. The graph that runs instead is the one after our lowering, before Inductor changes
+it: what ``kernels="aten"`` runs. Its collectives are those that the ranks agreed on.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch._inductor.output_code import OutputCode
+
+from dtensor_compile.compat.aot.fx import run_boxed
+
+#: Lines at the end of what a compiler said that are told.
+LAST_LINES = 3
+
+
+class LoweredGraph:
+    """The graph that is being compiled, as our lowering left it."""
+
+    def __init__(self) -> None:
+        self.module: torch.fx.GraphModule | None = None
+
+    def keep(self, graph: torch.fx.Graph) -> None:
+        copy = torch.fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        self.module = torch.fx.GraphModule(graph.owning_module, copy)
+
+
+@dataclass
+class _Operators(OutputCode):
+    """The compiled form of a graph whose kernels did not compile."""
+
+    run: Any = None
+    _boxed_call: bool = True
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        return self.run(inputs)
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        pass
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        pass
+
+
+def run_uncompiled(
+    compile_graph: Callable[..., Any], lowered: LoweredGraph, told: Callable[[str, str], None]
+) -> Callable[..., Any]:
+    """`compile_graph` (Inductor's), whose result runs operator by operator where a kernel does not compile.
+
+    Args:
+        lowered: keeps each graph once it is lowered.
+        told: is told which graph (``"forward"``, ``"backward"``) and the last lines of what the compiler said.
+    """
+
+    def compile_or_run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        lowered.module = None
+        try:
+            return compile_graph(gm, example_inputs, **kwargs)
+        except Exception as error:
+            said = compiler_said(getattr(error, "inner_exception", error))
+            if said is None or lowered.module is None:
+                raise
+            told("backward" if kwargs.get("is_backward") else "forward", said)
+            context = TracingContext.try_get()
+            if context is not None and context.output_strides:
+                context.output_strides.clear()  # those of the kernels; operators have the strides of the graph
+            return _Operators(run=run_boxed(lowered.module))
+        finally:
+            lowered.module = None
+
+    return compile_or_run
+
+
+def compiler_said(error: BaseException) -> str | None:
+    """The last lines of what a compiler of kernels said; None where the error is not one of theirs."""
+    from torch._inductor.compile_worker.subproc_pool import SubprocException
+    from torch._inductor.exc import CppCompileError
+    from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
+
+    if isinstance(error, CppCompileError):
+        text = error.output
+    elif isinstance(error, (NoTritonConfigsError, SubprocException)) or _went_through_triton(error):
+        text = str(error)
+    else:
+        return None
+    lines = [" ".join(line.split()) for line in text.splitlines() if any(c.isalnum() for c in line)]
+    return " / ".join(lines[-LAST_LINES:]) or "the compiler ended without a word"
+
+
+def _went_through_triton(error: BaseException) -> bool:
+    try:
+        import triton
+    except ImportError:
+        return False
+    folder = str(pathlib.Path(triton.__file__).parent) + os.sep
+    return any(frame.filename.startswith(folder) for frame in traceback.extract_tb(error.__traceback__))

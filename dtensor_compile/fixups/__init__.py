@@ -1,0 +1,1 @@
+"""Mends of torch's graphs, one symptom each."""

@@ -1,0 +1,130 @@
+"""Inputs that share memory through a DTensor: programs that write to them run operator by operator.
+
+AOTAutograd finds out which inputs share memory by their storages, and a DTensor does not show that of its local tensor (nor does an
+AsyncCollectiveTensor that of its own). Two DTensors over one local tensor, or a DTensor and its local tensor, then count as two values, and
+a write to one does not reach the other:
+
+    x, y over one local tensor: x.add_(1); return x + y      # compiled alone: y is still what it was
+
+Whether inputs share memory may change from call to call, so the compiled code of a program that writes asks each time, and hands over
+to the traced program itself where it is so; the first such call is a decision. Programs that write to nothing are not asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat.aot.async_inputs import async_inputs
+from dtensor_compile.compat.dtensor.specs import in_storages_of_their_own, memory_of, writes_to_arguments
+from dtensor_compile.decisions import Decision
+
+#: Python's operators that write to their first argument: ``x += y``, ``x[i] = y``.
+_WRITING = {
+    operator.setitem,
+    *(operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv, operator.ifloordiv, operator.imod),
+    *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+}
+
+
+def may_write(gm: torch.fx.GraphModule) -> bool:
+    """Whether some node of a Dynamo graph may write to a tensor in place: by its name, its schema or its arguments."""
+    return any(writes_in_place(node) for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
+
+
+def writes_in_place(node: torch.fx.Node) -> bool:
+    """Whether a node of a Dynamo graph may write to a tensor in place."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return writes_to_arguments(node.target)
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or _says_in_place(node)
+
+
+def _says_in_place(node: torch.fx.Node) -> bool:
+    """Whether the argument ``inplace`` of a function is given as true, by its name or its place."""
+    place = _place_of_inplace(node.target) if callable(node.target) else None
+    return bool(node.kwargs.get("inplace", place is not None and place < len(node.args) and node.args[place]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # not a function of Python
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def shares_memory(values: tuple[Any, ...], asynchronous: bool = False) -> bool:
+    """Whether two of `values` are one tensor, or share memory that at least one of them holds in another tensor, as a DTensor does.
+
+    Args:
+        asynchronous: AsyncCollectiveTensors are among them, which do not show the storage of the tensor that they hold.
+    """
+    if not asynchronous and in_storages_of_their_own(values):
+        return False
+    tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
+    if len(set(tensors)) < len(tensors):
+        return True  # torch hands over each tensor once; one of an optimizer's state may have become another one since
+    spans: dict[int, list[tuple[int, int, bool]]] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            memory = memory_of(value)
+            if memory is not None:
+                spans.setdefault(memory.storage, []).append((memory.start, memory.end, memory.held))
+    return any(_overlap(sorted(shared)) for shared in spans.values() if len(shared) > 1)
+
+
+def _overlap(spans: Sequence[tuple[int, int, bool]]) -> bool:
+    """Whether two of these spans (in order of where they start) overlap, one of them of a tensor that another one holds."""
+    return any(
+        a_held or b_held
+        for i, (_, a_end, a_held) in enumerate(spans)
+        for b_start, _, b_held in spans[i + 1 :]
+        if b_start < a_end
+    )
+
+
+def heed_aliases(
+    gm: torch.fx.GraphModule,
+    compiled: Callable[..., Any],
+    decided: Callable[[list[Decision]], None],
+    communication: Callable[[], float],
+) -> Callable[..., Any]:
+    """`compiled` for inputs that share no memory through a DTensor, `gm` for others.
+
+    Args:
+        decided: receives a decision at the first call of `gm`.
+        communication: gives the estimated seconds of the collectives of a step, all of which eager waits for.
+    """
+    if not may_write(gm):
+        return compiled
+    inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    asynchronous = bool(async_inputs(inputs))
+
+    said = False
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        nonlocal said
+        if not shares_memory(args, asynchronous):
+            return compiled(*args)
+        if not said:
+            said = True
+            decided([_runs_in_eager(communication())])
+        return gm(*args)
+
+    return run
+
+
+def _runs_in_eager(seconds: float) -> Decision:
+    reason = "inputs share memory through a DTensor and the program writes to one: calls with such inputs run operator by operator"
+    return Decision("aliased_inputs", "", reason, "compiled graph", "eager", left_alone=True, seconds=seconds)

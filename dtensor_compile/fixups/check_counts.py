@@ -1,0 +1,56 @@
+"""A ``bincount`` whose length the program took for known checks it.
+
+    before   n: "i64[4]" = torch.bincount(ids, minlength=4)              the program read the counts as a list of 4
+    after    n: "i64[4]" = dtensor_compile.bincount(ids, None, 4)        raises where an id is 4 or more
+
+The same for ids below the length. For others eager's result is longer, and the program that was traced would leave counts out: an
+error says so. (While it is traced, a length that the program asks for is ``minlength``, see ``compat/dynamo/data_dependent.py``; torch's
+own check of that is folded away as soon as the length is a number.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from dtensor_compile.compat.distributed.collectives import keep_in_place
+
+_library = torch.library.Library("dtensor_compile", "FRAGMENT")
+_library.define("bincount(Tensor ids, Tensor? weights, int length) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+counts_op = torch.ops.dtensor_compile.bincount.default
+
+
+def _bincount(ids: torch.Tensor, weights: torch.Tensor | None, length: int) -> torch.Tensor:
+    counts = torch.bincount(ids, weights, length)
+    if counts.shape[0] != length:
+        raise RuntimeError(
+            f"torch.bincount(..., minlength={length}) met the value {counts.shape[0] - 1}. The compiled program reads the counts "
+            f"as a list of {length}: give a larger minlength, or call it outside of the compiled function."
+        )
+    return counts
+
+
+def _fake_bincount(ids: torch.Tensor, weights: torch.Tensor | None, length: int) -> torch.Tensor:
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    return ids.new_empty(length, dtype=dtype)
+
+
+_library.impl("bincount", _bincount, "CompositeExplicitAutograd")
+_library._register_fake("bincount", _fake_bincount)
+keep_in_place(counts_op)
+
+
+def check_counts(gm: torch.fx.GraphModule) -> None:
+    """Replaces, in a graph as Dynamo hands it over, every ``bincount`` whose length was taken for its ``minlength``.
+
+    Here, because later a count that nobody reads is gone, and the length that was taken is a number.
+    """
+    for node in gm.graph.nodes:
+        if node.target not in (torch.bincount, "bincount"):
+            continue
+        given = dict(zip(("input", "weights", "minlength"), node.args)) | node.kwargs
+        counts, minlength = node.meta["example_value"], given.get("minlength", 0)
+        if isinstance(minlength, int) and statically_known_true(counts.shape[0] == minlength):
+            node.op, node.target = "call_function", counts_op
+            node.args, node.kwargs = (given["input"], given.get("weights"), minlength), {}
+    gm.recompile()

@@ -1,0 +1,42 @@
+"""Inputs that a program writes to in ``torch.autograd._unsafe_preserve_version_counter`` and nowhere else keep their versions.
+
+    with torch.autograd._unsafe_preserve_version_counter(x):
+        x.mul_(2)                                             # eager: x._version is what it was
+
+A compiled call writes the new values into `x` once, when its graph has run, which counts as one more version.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtensor_compile.fixups.aliased_inputs import writes_in_place
+from dtensor_compile.compat.dynamo.version_counters import memory_named, preserved_by, set_versions
+
+
+def keep_versions(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, the code of `gm`, which leaves versions of inputs as they were where all writes of `gm` do."""
+    preserved: set[int | None] = set()
+    counted: set[int | None] = {None}
+    for node in filter(writes_in_place, gm.graph.nodes):
+        memory = {memory_named(argument.meta.get("example_value")) for argument in node.all_input_nodes}
+        preserved |= memory & preserved_by(node)
+        counted |= memory - preserved_by(node)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    kept = [i for i, node in enumerate(inputs) if memory_named(node.meta.get("example_value")) in preserved - counted]
+    if not kept:
+        return compiled
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        tensors = [args[i] for i in kept if not args[i].is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        results = compiled(*args)
+        set_versions(tensors, versions)
+        return results
+
+    return run

@@ -1,0 +1,203 @@
+"""Copies in place of nodes that go away.
+
+A redistribution gives a new tensor. Where its reader gets another node of the graph instead, it gets a copy of that, or an output
+of the graph would be an input or another output, and a change of the one would change the other. Inductor drops the copies that
+nobody can tell from the original.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from dtensor_compile.graph.global_annotations import MARK
+from dtensor_compile.graph.rank_uniformity import equal, may_use_sizes, mark_of
+
+_clone = torch.ops.aten.clone.default
+_permute = torch.ops.aten.permute.default
+_SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.unbind.int)
+_VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "alias", "detach"))
+
+
+def behind_copies(node: Any) -> Any:
+    """The node whose values and shape `node` has: itself, or what it is a copy or a view of the same shape of."""
+    while isinstance(node, torch.fx.Node) and (node.target is _clone or is_same_view(node)):
+        node = node.args[0]
+    return node
+
+
+def is_same_view(node: Any) -> bool:
+    """Whether a node is a view of its input in the same shape and strides."""
+    if not isinstance(node, torch.fx.Node) or node.target not in _VIEWS:
+        return False
+    if not may_use_sizes():
+        mark = mark_of(node)
+        return mark is not None and mark == mark_of(node.args[0])
+    was, now = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    return was is not None and now is not None and equal(was.shape, now.shape) and equal(_wide(was), _wide(now))
+
+
+def _wide(value: torch.Tensor) -> list[Any]:
+    """The strides that say where elements lie: those of dims of more than one."""
+    return [stride for size, stride in zip(value.shape, value.stride()) if not statically_known_true(size == 1)]
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether a node is one view of one tensor, its first argument."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return (target.is_view or target is torch.ops.aten._unsafe_view.default)
+
+
+def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether a copy of `original` can have the strides of `node`, for which its readers were traced.
+
+    Strides of dims of size 1 can be any, so that a rank that holds a single row decides as the others do.
+    """
+    was, now = node.meta.get("val"), original.meta.get("val")
+    return was is None or now is None or equal(was.stride(), torch.clone(now).stride()) or _order_of_dims(was) is not None
+
+
+def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
+    """Readers of `node` read a copy of `original` with the strides of `node`; `node` goes away."""
+    was, now = node.meta.get("val"), original.meta.get("val")
+    graph, like = node.graph, {key: value for key, value in node.meta.items() if key not in ("val", MARK)}
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        with graph.inserting_before(node):
+            made = graph.call_function(target, args, kwargs)
+        made.meta = {**like, "val": target(*torch.fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)}
+        return made
+
+    if was is None or now is None:
+        with graph.inserting_before(node):
+            new = graph.call_function(_clone, (original,))
+        new.meta = dict(node.meta)
+    elif equal(was.stride(), torch.clone(now).stride()):
+        new = call(_clone, original)
+    else:
+        order = _order_of_dims(was)
+        assert order is not None, "see can_copy"
+        if order == sorted(order):
+            new = call(_clone, original, memory_format=torch.contiguous_format)
+        else:
+            copy = call(_clone, call(_permute, original, order), memory_format=torch.contiguous_format)
+            new = call(_permute, copy, [order.index(dim) for dim in range(len(order))])
+        # Symbolic ones are contiguous, both, and not numbers that could be arguments.
+        numbers = all(type(number) is int for number in (*was.shape, *was.stride()))
+        if numbers and not equal(was.stride(), new.meta["val"].stride()):
+            new = call(torch.ops.aten.as_strided.default, new, list(was.shape), list(was.stride()))
+    new.meta[MARK] = mark_of(node)
+    node.replace_all_uses_with(new)
+    erase_dead(node)
+
+
+def _order_of_dims(value: torch.Tensor) -> list[int] | None:
+    """The order of dims in which a tensor is dense; None where there is none.
+
+    Dims of size 1 fit anywhere; without elements, all do.
+    """
+    if not all(type(number) is int for number in (*value.shape, *value.stride())):
+        return list(range(value.dim())) if value.is_contiguous() else None
+    natural = list(range(value.dim()))
+    orders = (natural, sorted(natural, key=lambda dim: (-value.stride(dim), -value.shape[dim])))
+    for fits in (natural, [dim for dim in natural if value.shape[dim] > 1]):
+        for order in orders:
+            step = 1
+            for dim in (dim for dim in reversed(order) if dim in fits):
+                if value.stride(dim) != step and value.numel():
+                    break
+                step *= value.shape[dim]
+            else:
+                return order
+    return None
+
+
+def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) -> bool:
+    """Readers of `node` read `new`, in the strides of `node` or in others that make no difference to them; what nobody reads then
+    goes away.
+
+    Args:
+        shared: `new`, or what it is a view of, has other readers.
+
+    Returns False where the strides cannot be had; then `new` goes away.
+    """
+    was, now = node.meta["val"], new.meta["val"]
+    assert was.dtype == now.dtype and was.dim() == now.dim(), f"{new} does not stand for {node}"
+    if not shared and equal(was.stride(), now.stride()):
+        node.replace_all_uses_with(new)
+        erase_dead(node)
+        return True
+    if can_copy(new, node):
+        replace_by_copy(node, new)
+        return True
+    changed = None if shared else _with_other_strides(node, now)
+    if changed is None:
+        erase_dead(new)
+        return False
+    for reader, value in changed.items():
+        reader.meta["val"] = value
+    node.replace_all_uses_with(new)
+    erase_dead(node)
+    return True
+
+
+def can_be_dense(node: torch.fx.Node) -> bool:
+    """Whether `replace` can put a contiguous tensor in the place of `node`."""
+    value = node.meta["val"]
+    return _order_of_dims(value) is not None or _with_other_strides(node, torch.empty_like(value, memory_format=torch.contiguous_format)) is not None
+
+
+def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.fx.Node, Any] | None:
+    """Fake values of `node` and of views of it where it has the strides of `value`; None where a reader would notice."""
+    changed: dict[torch.fx.Node, Any] = {node: value}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if not _may_run_again(user):
+                return None
+            args, kwargs = map_arg((user.args, user.kwargs), lambda n: changed.get(n, n.meta.get("val")))
+            try:
+                now = user.target(*args, **kwargs)  # type: ignore[operator]
+            except RuntimeError:
+                return None  # a view that there is not in other strides
+            if _is_laid_out_as(user.meta["val"], now):
+                continue
+            if not is_view(user) and user.target is not operator.getitem and user.target not in _SPLITS:
+                return None
+            changed[user] = now
+            pending.append(user)
+    return changed
+
+
+#: What a fake run of an operator would change, or cannot know.
+_ONCE = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def _may_run_again(node: torch.fx.Node) -> bool:
+    """Whether a fake run of a node says what its result looks like, whatever the strides of what it reads."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return node.target is not torch.ops.aten.as_strided.default and not any(tag in node.target.tags for tag in _ONCE)
+
+
+def _is_laid_out_as(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)):
+        return all(map(_is_laid_out_as, a, b))
+    return not isinstance(a, torch.Tensor) or equal(a.shape, b.shape) and equal(a.stride(), b.stride())
+
+
+def erase_dead(node: torch.fx.Node) -> None:
+    """Erases a node that nobody reads and those that it alone was made of; not inputs, nor what acts on more than its result."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node.users or node.op != "call_function" or node._erased or node.is_impure():
+            continue
+        pending += node.all_input_nodes
+        node.graph.erase_node(node)

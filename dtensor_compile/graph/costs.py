@@ -1,0 +1,264 @@
+"""What a lowered graph sends and computes: its collectives and operators in order, with sizes, lines and modules.
+
+In: a forward or backward graph after lowering, of this backend or of another. Out: plain records, so that nothing of torch is
+held.
+Works are counted from the fake values of the nodes: floating-point operations by torch's own formulas, bytes read and written
+from shapes. A compiler makes one kernel of an elementwise operator and what feeds it, so that such an operator only writes its
+result.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import flop_registry
+
+from dtensor_compile.ir.mesh import group_dim_name
+from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.aot.shapes import size_hint, size_hints
+from dtensor_compile.planner.search import StepKind, elements_sent
+from dtensor_compile.graph.nodes import RECORDED_AS, source_line, starts_collective
+
+_KINDS: dict[str, StepKind] = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+_LISTS: dict[str, StepKind] = {
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+}
+
+#: Operators that are matrix products.
+MATMULS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One functional collective of a graph.
+
+    Attributes:
+        kind: as in `dtensor_compile.planner.search`; the operator's name where that has no kind of its own.
+        bytes: bytes that this rank sends (0 for a kind whose cost is not known).
+        where: the user's line, ``file:line: code``.
+        module: path of the module.
+        mesh_dim: name of the mesh dim that the group belongs to, or the name of the group.
+        ranks: global ranks of the group.
+        shape, dtype: of the local input; symbolic sizes by their hints.
+        carries: of each `CapturedRedistribution` that it carries, the number, and the bytes that it sends of it; several where
+            collectives were merged.
+    """
+
+    kind: str
+    bytes: int
+    where: str
+    module: str = ""
+    mesh_dim: str = ""
+    ranks: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    carries: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One node that takes time, or that starts or waits for a collective.
+
+    Attributes:
+        name: of the operator (``aten.mm``).
+        where, module: the user's line, the path of the module.
+        flops: floating-point operations.
+        bytes: bytes read and written.
+        itemsize: bytes of an element.
+        fused: whether it is part of the kernel that feeds it.
+        starts, waits_for: index of a collective of the graph; None for an operator that computes.
+    """
+
+    name: str
+    where: str
+    module: str
+    flops: int = 0
+    bytes: int = 0
+    itemsize: int = 4
+    fused: bool = False
+    starts: int | None = None
+    waits_for: int | None = None
+
+
+def operations_of(graph: torch.fx.Graph) -> tuple[list[Collective], list[Operation]]:
+    """The collectives of a graph in order, and everything that takes time in order."""
+    collectives: list[Collective] = []
+    operations: list[Operation] = []
+    started: dict[torch.fx.Node, int] = {}
+    computed: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            of = next(iter(node.all_input_nodes), None)
+            if of in started:  # an item of a list
+                started[node] = started[of]
+            continue
+        namespace, name = node.target._schema.name.split("::")
+        here = {"name": f"{namespace}.{name}", "where": source_line(node), "module": module_path(node)}
+        if name == "wait_tensor":
+            index = started.get(node.args[0])
+            if index is not None:
+                operations.append(Operation(**here, waits_for=index))
+        elif starts_collective(node) or namespace == "dtensor_compile" and name.startswith("c10d_"):
+            collectives.append(_collective(node, name))
+            started[node] = len(collectives) - 1
+            operations.append(Operation(**here, starts=len(collectives) - 1))
+            if not starts_collective(node) and name != "c10d_exchange":  # runs to its end where it stands
+                operations.append(Operation(**here, waits_for=len(collectives) - 1))
+        elif (work := work_of(node, computed)) is not None:
+            operations.append(Operation(**here, **work._asdict()))
+    return collectives, operations
+
+
+class Work(NamedTuple):
+    """What an operator does; as in `Operation`."""
+
+    flops: int
+    bytes: int
+    itemsize: int
+    fused: bool
+
+
+def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> Work | None:
+    """What an operator does; None for one that takes no time (a view, a size).
+
+    Args:
+        computed: the operators before it that take time; it is added to them.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.is_view:
+        return None
+    fused = torch.Tag.pointwise in node.target.tags and not computed.isdisjoint(node.all_input_nodes)
+    moved = result_bytes(node)
+    if not fused:
+        moved += sum(map(result_bytes, node.all_input_nodes))
+    if not moved:
+        return None
+    computed.add(node)
+    return Work(flops_of(node), moved, itemsize_of(node), fused)
+
+
+def result_bytes(node: torch.fx.Node) -> int:
+    """Bytes of the tensors that a node returns; symbolic sizes by their hints."""
+    return sum(map(_bytes, _values(node.meta.get("val"))))
+
+
+def device_of(graph: torch.fx.Graph) -> str:
+    """Type of the device that a graph computes on: an accelerator's where it has a tensor there."""
+    types = [value.device.type for node in graph.nodes for value in _values(node.meta.get("val"))]
+    return next((device for device in types if device not in ("cpu", "meta")), "cpu")
+
+
+def collective_of(node: torch.fx.Node) -> Collective:
+    """The record of a node that starts a functional collective."""
+    return _collective(node, node.target._schema.name.split("::")[1])  # type: ignore[union-attr]
+
+
+def _values(value: Any) -> Iterator[torch.Tensor]:
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(item, torch.Tensor):
+            yield item
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return math.prod(size_hints(value.shape)) * value.element_size()
+
+
+def itemsize_of(node: torch.fx.Node) -> int:
+    """Bytes of an element of what a node returns."""
+    return next((value.element_size() for value in _values(node.meta.get("val"))), 4)
+
+
+#: Operators without a formula in torch, and those with the same arguments that have one.
+_COUNTED_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: torch.ops.aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+def flops_of(node: torch.fx.Node) -> int:
+    """Floating-point operations of a node, by torch's formulas; 0 where it has none."""
+    packet = getattr(node.target, "overloadpacket", None)  # operators of higher order have none
+    formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
+    if formula is None:
+        return 0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    return size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _collective(node: torch.fx.Node, name: str) -> Collective:
+    inputs = [value for source in node.all_input_nodes for value in _values(source.meta.get("val"))]
+    kind = _KINDS.get(name) or _LISTS.get(name)
+    group = group_of(node)
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+    sent = 0
+    if kind is not None:
+        counted = inputs if name in _LISTS else inputs[-1:] if name.endswith("_out") else inputs[:1]
+        sent = sum(elements_sent(kind, len(ranks), math.prod(size_hints(x.shape))) * x.element_size() for x in counted)
+        if kind == "all_to_all" and ranks:
+            splits = size_hints(torch.fx.map_arg(node.args[2], lambda size: size.meta["val"]))
+            away = sum(splits) - splits[ranks.index(dist.get_rank())]
+            sent = math.prod(size_hints(inputs[0].shape)) * inputs[0].element_size() * away // max(1, sum(splits))
+    return Collective(
+        kind=kind or name.removeprefix("c10d_"),
+        bytes=sent,
+        where=source_line(node),
+        module=module_path(node),
+        mesh_dim=group_dim_name(group) if group is not None else "",
+        ranks=ranks,
+        shape=size_hints(inputs[0].shape) if inputs else (),
+        dtype=str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+        carries=_carried(node.meta.get(RECORDED_AS), sent),
+    )
+
+
+def _carried(recorded: int | tuple[tuple[int, int], ...] | None, sent: int) -> tuple[tuple[int, int], ...]:
+    if recorded is None:
+        return ()
+    return ((recorded, sent),) if isinstance(recorded, int) else recorded
+
+
+#: Arguments of operators that name a process group.
+GROUP_ARGUMENTS = ("group", "group_name", "groups")
+
+
+def group_of(node: torch.fx.Node) -> dist.ProcessGroup | None:
+    """The process group of a collective: the argument that its schema calls so."""
+    for argument, value in zip(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
+        if argument.name in GROUP_ARGUMENTS:
+            return compat_mesh.group_named(str(value[0] if isinstance(value, (list, tuple)) else value))
+    return None
+
+
+_ROOT = re.compile(r"^[LG](?:\[['\"](?P<name>\w+)['\"]\]|__self___?)\.?")
+#: What Dynamo calls the module that is compiled: in a method of it, and in torch's own call of it.
+_SELF = ("self", "fn", None)
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """Path of the innermost module whose forward a node belongs to; for a node of the backward that of its forward operator."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    root = _ROOT.match(path)
+    if root is not None:
+        path = ("" if root["name"] in _SELF else root["name"]) + "." + path[root.end() :]
+    path = re.sub(r"\.?(?:_modules)?\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path)
+    return path.strip(".").replace("..", ".")

@@ -1,0 +1,111 @@
+"""Copies that are a kernel of their own: bytes that are written only to have another layout.
+
+In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot make part of
+another kernel: what they read comes from outside of generated code (a matrix product, a collective, an input) or is written for
+such a reader anyway, and what reads them is outside of it too (or an output). A copy beside an elementwise operator or a reduction
+is part of that operator's kernel and costs nothing more.
+
+    wait_tensor -> permute -> clone -> mm      a kernel of its own
+    wait_tensor -> permute -> clone -> mul     part of the multiplication
+    mul -> permute -> clone -> all_gather      the same
+    mul -> mm, mul -> permute -> clone -> mm   a kernel of its own: the product is in memory in another order
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+
+import torch
+
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ops.redistribute import plan_of
+from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.graph.nodes import communicates, is_redistribution, read
+
+aten = torch.ops.aten
+
+#: Operators that give another view of the same memory.
+VIEWS = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
+        aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default,
+        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.detach.default, aten.alias.default,
+        aten.view_as_real.default, aten.view_as_complex.default, operator.getitem,
+    }
+)  # fmt: skip
+
+COPIES = frozenset({aten.clone.default, aten.cat.default, aten.constant_pad_nd.default})
+
+#: Operators that run a kernel which a compiler does not write, by the beginning of their names.
+_OUTSIDE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_scaled_mm", "_grouped_mm", "sort", "topk")
+
+
+def is_outside(node: torch.fx.Node) -> bool:
+    """Whether what the node gives, or reads, is not part of a kernel that a compiler writes."""
+    if node.op != "call_function":
+        return True
+    if node.target in VIEWS or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if is_redistribution(node):
+        return sends(node)  # else it is a copy of a slice
+    namespace, name = node.target._schema.name.split("::")
+    return namespace not in ("aten", "prims") or name.startswith(_OUTSIDE)
+
+
+def sends(node: torch.fx.Node) -> bool:
+    """Whether a redistribute node turns into a collective."""
+    this, value = read(node), node.meta["val"]
+    shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
+    return any(step.sends for step in plan_of(this.source, this.target, parse_mesh(this.mesh), shape, value.element_size()))
+
+
+def sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What the memory that a node reads was written by, behind views, and behind clones that only it reads: they are one copy."""
+    for source in node.all_input_nodes:
+        if source.target in VIEWS or source.target is aten.clone.default and not _is_read_outside(source, node):
+            yield from sources(source)
+        elif isinstance(source.meta.get("val"), (torch.Tensor, list, tuple)):
+            yield source
+
+
+def _is_read_outside(node: torch.fx.Node, but: torch.fx.Node) -> bool:
+    """Whether what the node writes is in memory for a reader that a compiler does not write, other than `but`."""
+    return any(reader is not but and is_outside(reader) for reader in readers(node))
+
+
+def readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What reads the memory that a node writes, behind views."""
+    for user in node.users:
+        if user.target in VIEWS:
+            yield from readers(user)
+        else:
+            yield user
+
+
+def is_standalone(node: torch.fx.Node) -> bool:
+    """Whether a node copies in a kernel of its own."""
+    if node.target not in COPIES or not any(map(is_outside, readers(node))):
+        return False
+    return all(is_outside(source) or _is_read_outside(source, node) for source in sources(node))
+
+
+def standalone_copies(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes that copy in a kernel of their own."""
+    return list(filter(is_standalone, graph.nodes))
+
+
+def touches_collective(node: torch.fx.Node) -> bool:
+    """Whether a copy is one of what a collective takes or gives."""
+    return any(communicates(other.target) for other in (*sources(node), *readers(node)))
+
+
+def extra_copies(graph: torch.fx.Graph) -> int:
+    """Bytes written by copies of inputs and outputs of collectives that are a kernel of their own."""
+    return sum(bytes_of(node) for node in standalone_copies(graph) if touches_collective(node))
+
+
+def bytes_of(node: torch.fx.Node) -> int:
+    value = node.meta["val"]
+    return math.prod(size_hints(value.shape)) * value.element_size()

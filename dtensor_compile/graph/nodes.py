@@ -1,0 +1,222 @@
+"""Reading and making redistribute nodes: the one place that knows the order of their arguments and what they send."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.node import map_arg
+
+from dtensor_compile.ops.redistribute_across import redistribute_across_op
+from dtensor_compile.ops.groups import REDISTRIBUTES as REDISTRIBUTES
+from dtensor_compile.ops.held_gradients import HOLDS
+from dtensor_compile.graph.global_annotations import MARK, Mark
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ops.messages import STARTS
+from dtensor_compile.ops.redistribute import plan_of, redistribute_op
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.aot.fx import as_fake_as
+from dtensor_compile.compat.dynamo.observe import FRAME
+from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.distributed.collectives import wait_tensor
+from dtensor_compile.errors import MemoryBudgetError
+from dtensor_compile.planner.search import bytes_sent, collectives
+from dtensor_compile.planner.shard_intervals import cuts_evenly
+
+#: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives. Of a
+#: collective that was merged of several: pairs of the number and the bytes that are sent for it.
+RECORDED_AS = "dtensor_compile_recorded_as"
+
+#: Key of a node's ``meta``: it starts a part of what was one collective, and stays by itself.
+PART = "dtensor_compile_part"
+
+#: Key of a node's ``meta``: it and the products beside it become one operator, and it stays by itself.
+FUSED = "dtensor_compile_fused"
+
+#: Key of a node's ``meta``: it is part of a redistribution from one mesh to another, and of which.
+ACROSS = "dtensor_compile_across"
+
+
+#: Namespaces of operators that communicate.
+COMMUNICATES = frozenset(("dtensor_compile", "_c10d_functional", "_dtensor"))
+
+
+class Redistribution(NamedTuple):
+    """Arguments of a redistribute node."""
+
+    local: torch.fx.Node
+    source: str
+    target: str
+    mesh: str
+    shape: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source}->{self.target}"
+
+
+def redistributions(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """The redistribute nodes of a graph in order."""
+    return iter([node for node in graph.nodes if is_redistribution(node)])
+
+
+def is_redistribution(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and node.op == "call_function" and node.target is redistribute_op
+
+
+def across(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes of a graph that redistribute from one mesh to another, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target is redistribute_across_op]
+
+
+def describe(node: torch.fx.Node) -> str:
+    """``S(0)->R`` for a redistribute node, ``S(0)->R from cpu[2:1]@2 to cpu[2:1]@2.3`` for one between meshes."""
+    source, target, *meshes = node.args[1 : -1 if node.target is redistribute_op else -2]
+    return f"{source}->{target}" + (f" from {meshes[0]} to {meshes[1]}" if len(meshes) > 1 else "")
+
+
+def is_start(node: torch.fx.Node) -> bool:
+    """Whether a node of a lowered graph starts a functional collective, for whose result a `wait_tensor` waits."""
+    return starts_collective(node) and not node.target._schema.is_mutable  # type: ignore[union-attr]
+
+
+def starts_collective(node: torch.fx.Node) -> bool:
+    """The same, also of a collective that Inductor has made one that writes over its input."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target is wait_tensor:
+        return False
+    return target.namespace == "_c10d_functional" or target in STARTS
+
+
+def is_wait(node: torch.fx.Node) -> bool:
+    return node.target is wait_tensor
+
+
+def is_fixed(node: torch.fx.Node) -> bool:
+    """Whether a node of a lowered graph stays where it is: it writes to memory, has effects, or communicates where it stands."""
+    if node.op != "call_function" or is_start(node) or is_wait(node) or node.target in HOLDS:
+        return False
+    return communicates(node.target) or node.is_impure(impure_random=False)
+
+
+def communicates(target: Any) -> bool:
+    """Whether an operator sends, or waits for what is sent. What holds gradients has an effect on those of one parameter alone."""
+    return getattr(target, "namespace", None) in COMMUNICATES and target not in HOLDS
+
+
+def read(node: torch.fx.Node) -> Redistribution:
+    """Arguments of a redistribute node."""
+    local, source, target, mesh, shape = node.args
+    return Redistribution(local, source, target, mesh, tuple(shape))  # type: ignore[arg-type]
+
+
+class Cost(NamedTuple):
+    """What one rank sends: number of collectives, bytes."""
+
+    collectives: int
+    bytes: int
+
+    def __str__(self) -> str:
+        if self.bytes >= OVER_BUDGET.bytes:
+            return "more than the memory allows"
+        return f"{self.bytes:,} bytes in {self.collectives}"
+
+    def is_less(self, other: Cost) -> bool:
+        """Whether this is at most as many bytes in at most as many collectives, and not both the same."""
+        return self.collectives <= other.collectives and self.bytes <= other.bytes and self != other
+
+
+#: Of what no plan within the bound of memory leads to: more than anything else.
+OVER_BUDGET = Cost(1 << 40, 1 << 60)
+
+
+def cost(this: Redistribution, itemsize: int) -> Cost:
+    """What a redistribution of elements of `itemsize` bytes sends; symbolic sizes count with their hints.
+
+    Raises:
+        PlanError: nothing leads from the one spec to the other.
+    """
+    shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
+    try:
+        steps = plan_of(this.source, this.target, parse_mesh(this.mesh), shape, itemsize)
+    except MemoryBudgetError:
+        return OVER_BUDGET
+    return Cost(collectives(steps), bytes_sent(steps, itemsize))
+
+
+def cost_of(nodes: Iterable[torch.fx.Node]) -> Cost:
+    """What redistribute nodes send together."""
+    each = [cost(read(node), node.meta["val"].element_size()) for node in nodes]
+    return Cost(sum(c.collectives for c in each), sum(c.bytes for c in each))
+
+
+def has_even_shards(node: torch.fx.Node) -> bool:
+    """Whether the local tensors of a redistribute node, before and after, have the same sizes on every rank of the mesh.
+
+    A symbolic size counts with its hint: that is what a rank sees of it while it compiles.
+    """
+    this = read(node)
+    shape = size_hints([size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape])
+    mesh_shape = parse_mesh(this.mesh).shape
+    return all(cuts_evenly(parse_spec(spec), mesh_shape, shape) for spec in (this.source, this.target))
+
+
+#: Keys of a node's ``meta`` that say in which graph of the two it runs, and whether it runs again.
+_WHEN = ("partitioner_tag", "recompute", "ac_graph_id")
+
+
+def when(node: torch.fx.Node) -> tuple[Any, ...]:
+    """In which graph a node runs, and whether it runs again: nodes that become one have to agree about it."""
+    return tuple(node.meta.get(key) for key in _WHEN)
+
+
+def call(
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: torch.fx.Node,
+    before: torch.fx.Node,
+    mark: Mark | None = None,
+) -> torch.fx.Node:
+    """A new node in front of `before`, with the origin of `like`, in the graph of `before`, and the fake value of its own.
+
+    Args:
+        mark: what it is globally.
+    """
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, dict(kwargs or {}))
+    node.meta = {key: value for key, value in like.meta.items() if key not in ("tensor_meta", *_WHEN)}
+    node.meta[MARK] = mark
+    node.meta |= {key: before.meta[key] for key in _WHEN if key in before.meta}
+    values, named = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    with as_fake_as(like.meta["val"]):
+        node.meta["val"] = target(*values, **named)
+    return node
+
+
+def zeros(shape: list[int], value: torch.Tensor, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+    """A new node in front of `before` of zeros with the dtype and device of `value`; a number for the shape ``[]``."""
+    options = {"dtype": value.dtype, "layout": value.layout, "device": value.device, "pin_memory": False}
+    return call(torch.ops.aten.full.default, (shape, 0), options, like=like, before=before)
+
+
+def redistribute(this: Redistribution, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+    """A new redistribute node in front of `before`, that stands for `like`."""
+    return call(redistribute_op, (this.local, *this[1:4], list(this.shape)), like=like, before=before)
+
+
+#: Frames that stand between the user's line and a node: torch's, and those of annotations (`spmd`).
+_BETWEEN = (os.path.dirname(torch.__file__) + os.sep, str(pathlib.Path(__file__).parents[1] / "spmd") + os.sep)
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """The user's line that caused a node, ``file:line: code``; for a node of the backward that of its forward operator."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame[0].startswith(_BETWEEN)]
+    file, line, code = (own or frames)[-1]
+    return f"{file}:{line}: {code.strip()}"

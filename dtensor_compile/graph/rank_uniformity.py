@@ -1,0 +1,122 @@
+"""What ranks know alike of a node.
+
+Every rank runs the passes on a graph of its own and has to come to the same end, or ranks would call other collectives. Where
+all shards are even, ranks see the same sizes. Where some are not, a size of 1 on the one rank looks like what is broadcast, and a
+view like none; there a pass asks for marks (``graph/global_annotations.py``), and what has none stays where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from dtensor_compile.graph.global_annotations import MARK, Mark
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.planner.shard_intervals import cuts_evenly
+from dtensor_compile.graph.nodes import is_redistribution, read
+
+aten = torch.ops.aten
+
+#: What gives back what it gets, and what adds; their results are what their arguments are globally, also where these owe a sum.
+COPIES = (aten.clone.default, aten.detach.default, aten.alias.default)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
+
+#: What gives, for operands of the same sizes on every rank, a result of the same sizes on every rank.
+_SIZES_FOLLOW = frozenset(
+    {
+        *COPIES, aten.mm.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
+        aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,
+    }
+)  # fmt: skip
+
+_uneven: ContextVar[bool] = ContextVar("uneven", default=False)
+
+
+@contextlib.contextmanager
+def sizes_differ(differ: bool) -> Iterator[None]:
+    """While it is entered, sizes of local tensors differ between ranks, or do not."""
+    token = _uneven.set(differ)
+    try:
+        yield
+    finally:
+        _uneven.reset(token)
+
+
+def may_use_sizes() -> bool:
+    """Whether a rank may decide by the sizes of its local tensors: all ranks have the same."""
+    return not _uneven.get()
+
+
+def nodes_of_equal_sizes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes of `graph` whose local tensors have the same sizes on every rank: all, or where shards are uneven those of which a
+    mark says so, and what is computed of such ones alone.
+    """
+    if may_use_sizes():
+        return set(graph.nodes)
+    found: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        mark = mark_of(node)
+        if mark is not None:
+            even = cuts_evenly(parse_spec(mark.spec), parse_mesh(mark.mesh).shape, mark.shape)
+        else:
+            follows = node.target in _SIZES_FOLLOW or torch.Tag.pointwise in getattr(node.target, "tags", ())
+            even = follows and bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
+        if even:
+            found.add(node)
+    return found
+
+
+def equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether sizes or strides are equal for all values of their symbols; asks for no guard."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
+
+
+def mark_of(node: Any) -> Mark | None:
+    """What a node is globally; None where nothing says."""
+    if is_redistribution(node):
+        this = read(node)
+        return Mark(this.target, this.mesh, this.shape) if all(type(size) is int for size in this.shape) else None
+    return node.meta.get(MARK) if isinstance(node, torch.fx.Node) else None
+
+
+def spread_marks(graph: torch.fx.Graph) -> None:
+    """Marks what is made as something marked was: by the same operators from arguments with the same marks.
+
+    Tracing marks the arguments of an operator the first time only (`compat.aot.dtensor_observer`); later layers of a model repeat the first.
+    Sums and copies of what is marked are marked too: a program may add local tensors that it took out of DTensors.
+    """
+    made: dict[str, Mark | None] = {}
+    names: dict[torch.fx.Node, str] = {}
+    numbers: dict[Mark | str, int] = {}
+    for node in graph.nodes:
+        expression = node.name
+        if node.op == "call_function":
+            expression = repr((node.target, map_arg((node.args, node.kwargs), names.__getitem__)))
+            marks = {mark_of(argument) for argument in node.all_input_nodes}
+            if MARK not in node.meta and expression in made:
+                node.meta[MARK] = made[expression]
+            elif MARK not in node.meta and _repeats(node) and len(marks) == 1:
+                node.meta[MARK] = marks.pop()
+            elif MARK in node.meta:
+                made[expression] = node.meta[MARK] if made.get(expression, node.meta[MARK]) == node.meta[MARK] else None
+        names[node] = f"%{numbers.setdefault(mark_of(node) or expression, len(numbers))}"
+
+
+def _repeats(node: torch.fx.Node) -> bool:
+    """Whether what a node gives is globally what its arguments are, if these are the same."""
+    return node.target in COPIES or node.target in _SUMS and all(isinstance(x, torch.fx.Node) for x in node.args)
+
+
+def has_same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+    """Whether two local tensors have the same shape on every rank."""
+    if _uneven.get():
+        mark = mark_of(a)
+        return mark is not None and mark == mark_of(b)
+    return equal(a.meta["val"].shape, b.meta["val"].shape)

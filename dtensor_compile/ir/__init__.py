@@ -1,0 +1,1 @@
+"""Specs and meshes as text that parses back: pure data."""

@@ -1,0 +1,150 @@
+"""The C++ part of a compiled call, built once per machine and torch release; where it cannot be built, torch's own way stands.
+
+What is in it (`native_code/`, a subject a file). Callable objects, each made once at compile time:
+
+- ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a tensor is what the graph was
+  compiled for. It compares what a plain tensor's guard compares, of the DTensor and of its local tensor, and the spec: its
+  identity first; mesh, placements, order of shards and dtype where that differs.
+- ``Unwrap(plan)(arguments)``: the inputs of the graph, local tensors and meshes in place of DTensors.
+- ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are made again only for another mesh or other
+  sizes. With `accumulate`, a gradient goes right into ``.grad`` of its parameter where autograd would do nothing but that.
+
+- ``Fetch(roots, plan)(*objects)``: what the inputs of a graph are read from `objects`, in a tuple. The plan is a list of reads
+  ``(from, step, key, wanted)``: `from` is the place of an earlier read, or ``-1 - i`` for object `i`; the step `READS` of an
+  attribute, an item, a gradient, or the value or key at a position of a dict.
+- ``GuardAll(roots, plan, checks)(*objects)``: whether all that one such walk finds is what the graph was compiled for. A check
+  ``(place, expected)`` says of a read that a `Guard` accepts it, that it has a type, or that it is what another read finds.
+
+- ``Layouts(expected, complain)(tensors)``: that tensors have the sizes and strides of `expected`, a tuple of ``(sizes, strides)``;
+  ``complain(tensor, sizes, strides, "input")`` is asked about one that has not.
+- ``Arguments(values, hold)()``: the arguments of a call as long as they are what they were: a list of them, or None once a tensor
+  is gone or was written to. With `hold`, tensors do not go.
+
+And functions of a tuple of values: ``own_storages``, whether surely no two tensors in it, or local tensors of DTensors, have one
+storage; ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does; ``detached_views``, a list of
+its tensors with views detached; ``without_wrappers``, whether none is a tensor that ``torch.func`` wraps.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import types
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
+from dtensor_compile.decisions import Decision
+
+log = logging.getLogger("dtensor_compile")
+
+#: Steps of a plan of ``Fetch``.
+READS = {"attribute": 0, "item": 1, "gradient": 2, "value_at": 3, "key_at": 4}
+
+_NAME = "dtensor_compile_native"
+_SOURCES = pathlib.Path(__file__).with_name("native_code")
+#: Of torch, what the module needs.
+_LIBRARIES = ("torch_python", "torch_cpu", "c10")
+
+
+@functools.cache
+def native() -> types.ModuleType | None:
+    """The C++ module; None, with a warning, where there is no compiler or it fails. The first call on a machine builds it (20 s).
+
+    None before torch 2.13 as well: what it reads of tensors is not what these have, and its guards would let through what they should not.
+    ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler, with options where there are some.
+    """
+    if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0" or not OPAQUE:
+        return None
+    try:
+        module = _load(built_library(_NAME, _SOURCES / "module.cpp", _LIBRARIES))
+        module.configure(DTensor, torch.Tensor._dtensor__new__)
+    except (OSError, ImportError, AttributeError, TypeError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        _refused.append(str(reason))
+        log.warning("calls cost what they cost under torch: the C++ part of dtensor_compile could not be built (%s)", reason)
+        return None
+    return module
+
+
+#: Why the module could not be built, once it could not.
+_refused: list[str] = []
+
+
+def without_native() -> list[Decision]:
+    """The decision that calls cost as much as under torch, where the C++ module is not there."""
+    if native() is not None:
+        return []
+    why = _refused[0] if _refused else "DTENSOR_COMPILE_NATIVE=0, or a release of torch before 2.13"
+    reason = f"guards, arguments and results of DTensors are handled in Python, as under torch: {why}"
+    return [Decision("native_calls", "", reason, left_alone=True)]
+
+
+def built_library(name: str, main: pathlib.Path, libraries: Sequence[str]) -> pathlib.Path:
+    """The library that `main` is compiled to, now if there is none for the files beside it, this torch and this Python.
+
+    Args:
+        libraries: of torch, those that it is linked with.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no compiler, or it fails.
+    """
+    command = _command(main, libraries)
+    source = b"".join(path.read_bytes() for path in sorted(main.parent.iterdir()) if path.is_file())
+    key = hashlib.sha256(source + repr((command, torch.__version__, sys.version)).encode()).hexdigest()[:16]
+    folder = _folder()
+    target = folder / f"{name}-{key}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of ranks that start together one builds
+        if not target.exists():
+            log.info("building %s", target)
+            made = pathlib.Path(scratch) / target.name
+            subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True)
+            made.replace(target)
+    return target
+
+
+def _folder() -> pathlib.Path:
+    """Where torch keeps compiled extensions."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return pathlib.Path(root) if root else pathlib.Path.home() / ".cache" / "torch_extensions" / "dtensor_compile"
+
+
+def _command(main: pathlib.Path, libraries: Sequence[str]) -> list[str]:
+    from torch.utils import cpp_extension  # takes a while: it imports setuptools
+
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler: set CXX, or install g++")
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    folders = [f"-L{path}" for path in cpp_extension.library_paths()]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return [
+        *shlex.split(compiler), "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(main),
+        *folders, *(f"-l{library}" for library in libraries),
+    ]  # fmt: skip
+
+
+def _load(path: pathlib.Path) -> types.ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,125 @@
+"""``dtensor_compile::redistribute``: one change of placement, as an operator over local tensors.
+
+    redistribute(Tensor local, str source, str target, str mesh, SymInt[] shape) -> Tensor
+
+`source` and `target` are specs in text form (``ir/spec.py``), `mesh` is a mesh in text form (``ir/mesh.py``), `shape`
+is the global shape. All of it is text and integers, the same on every rank: graphs with this node read well, go through
+caches, and can be planned as a whole. The result never aliases the input. It is contiguous where something was sent; a slice or a
+copy keeps the order of strides of the input. (So does torch, except that it leaves some uneven shards as views of a padded
+buffer, with strides that depend on the device and on the rank.)
+
+Its kernels run the plan of ``lowering/``: the eager one with collectives, so that every captured graph runs, the fake one from
+plain integers. There is no gradient formula: DTensor redistributes below autograd, so the backward redistribution is a node of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.ir.mesh import MeshLayout, merged_group_name, parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.compat.distributed.mesh import my_rank
+from dtensor_compile.compat.aot.shapes import divisors, size_hints
+from dtensor_compile.errors import NoProcessGroupError, PlanError
+from dtensor_compile.ops.expand import Place, canonical, expand, local_shape
+from dtensor_compile.planner.search import Step, plan
+from dtensor_compile.topology.network import current_memory, network_of
+
+_library = torch.library.Library("dtensor_compile", "DEF")
+_library.define(
+    "redistribute(Tensor local, str source, str target, str mesh, SymInt[] shape) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+redistribute_op = torch.ops.dtensor_compile.redistribute.default
+
+
+def plan_of(
+    source: str, target: str, layout: MeshLayout, shape: Sequence[Any], itemsize: int, *, bounded: bool = True
+) -> tuple[Step, ...]:
+    """The plan for a node, in the topology and within the memory for which this thread plans.
+
+    Symbolic sizes count with their hints, which are the same on every rank; the plan is right for all sizes.
+
+    Args:
+        bounded: whether the bound of memory counts. It does not where passes may still change what is to be planned.
+    """
+    sizes, memory = size_hints(shape), current_memory() if bounded else None
+    about = {"network": network_of(layout), "divisors": divisors(shape), "memory": memory}
+    return plan(source, target, layout.shape, sizes, itemsize, **about)
+
+
+def _my_rank() -> int:
+    if not dist.is_initialized():
+        raise NoProcessGroupError(
+            "dtensor_compile::redistribute needs torch.distributed: call torch.distributed.init_process_group() first "
+            "(torchrun sets the environment for it)"
+        )
+    return my_rank()
+
+
+def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
+    """Redistributes `local` with functional collectives; what the eager kernel does and the lowering traces."""
+    layout, rank = parse_mesh(mesh), _my_rank()
+    coordinate = layout.coordinate(rank)
+    if coordinate is None:  # this rank is not part of the mesh: its local tensor is empty and stays so
+        return local.clone()
+    check_local(local, source, layout, coordinate, shape)
+    return _carry_out(local, plan_of(source, target, layout, shape, local.element_size()), mesh, shape)
+
+
+def _carry_out(local: torch.Tensor, steps: Sequence[Step], mesh: str, shape: Sequence[Any]) -> torch.Tensor:
+    layout, rank = parse_mesh(mesh), _my_rank()
+    out = expand(local, steps, Place(layout, rank, lambda dims: merged_group_name(mesh, dims, rank)), shape)
+    if _sends(steps) or any(isinstance(size, int) and size == 0 for size in out.shape):
+        out = canonical(out)
+    return local.clone() if out is local else out
+
+
+def decided_by(source: str, target: str, mesh: str, shape: Sequence[int], itemsize: int) -> tuple[Any, ...]:
+    """What, besides its arguments and the local tensor, decides what `carry_out` calls: the rank, the plan, and its process groups.
+
+    Groups that the plan needs and that are not there are made.
+    """
+    layout, rank = parse_mesh(mesh), _my_rank()
+    if layout.coordinate(rank) is None:
+        return (rank,)
+    steps = plan_of(source, target, layout, shape, itemsize)
+    return (rank, steps, *(merged_group_name(mesh, step.mesh_dims, rank) for step in steps if step.sends))
+
+
+def _sends(steps: Sequence[Step]) -> bool:
+    return any(step.sends for step in steps)
+
+
+def check_local(local: torch.Tensor, source: str, layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> None:
+    """Raises `PlanError` where the shape of `local` is not what the spec makes of the global shape; symbolic sizes pass."""
+    wanted = local_shape(parse_spec(source), layout, coordinate, shape) if len(parse_spec(source)) == len(coordinate) else None
+    if wanted is None or not all(isinstance(size, int) for size in (*local.shape, *wanted)):
+        return
+    if list(local.shape) != wanted:
+        raise PlanError(
+            f"local tensor of shape {list(local.shape)} does not fit {source} of {list(shape)} on {layout}: "
+            f"at {list(coordinate)} it has the shape {wanted}"
+        )
+
+
+def _fake(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
+    layout = parse_mesh(mesh)
+    coordinate = layout.coordinate(_my_rank())
+    if coordinate is None:
+        return torch.empty_like(local)
+    steps = plan_of(source, target, layout, shape, local.element_size(), bounded=False)
+    check_local(local, source, layout, coordinate, shape)
+    if _sends(steps):
+        return local.new_empty(local_shape(parse_spec(target), layout, coordinate, shape))
+    return _carry_out(local, steps, mesh, shape)
+
+
+_library.impl("redistribute", carry_out, "CompositeExplicitAutograd")
+_library._register_fake("redistribute", _fake)

@@ -1,0 +1,87 @@
+"""Operators on one tensor behind a redistribution, and what becomes of them in front of it.
+
+    f(redistribute(x, A -> B))  =  redistribute(f'(x), A' -> B')
+
+Right by the algebra of ``algebra.py``, for operators that mean the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
+from dtensor_compile.passes.algebra import VIEWS, Global, form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.graph.rank_uniformity import may_use_sizes, mark_of
+from dtensor_compile.graph.nodes import Redistribution
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Operators on one tensor behind a redistribution, and what they give where they run in front of it.
+
+    Attributes:
+        forms: what each gives on the local tensor before the redistribution; the last is what is redistributed then.
+        wanted: what the last of them gives in the graph.
+    """
+
+    operators: tuple[torch.fx.Node, ...]
+    forms: tuple[Global, ...]
+    wanted: Global
+    layout: MeshLayout
+    coordinate: Sequence[int]
+
+    @property
+    def held(self) -> Global:
+        return self.forms[-1]
+
+    def apply(self, local: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+        """The operators on the local tensor before the redistribution, as new nodes in front of `before`."""
+        for operator, made in zip(self.operators, self.forms):
+            local = run(operator, [local], [made], self.layout, self.coordinate, before)
+        return local
+
+
+def chain(this: Redistribution, operators: Sequence[torch.fx.Node]) -> Chain | None:
+    """What becomes of operators that move in front of the redistribution that they follow; None where one of them cannot."""
+    layout = parse_mesh(this.mesh)
+    coordinate = layout.coordinate(dist.get_rank())
+    forms: list[Global] | None = [g for spec in (this.source, this.target) if (g := Global.of(spec, this.shape))]
+    if coordinate is None or len(forms) < 2:
+        return None
+    moved = []
+    for operator in operators:
+        forms = carry(operator, forms, layout, coordinate)
+        if forms is None or may_round(operator, forms[0]):
+            return None
+        moved.append(forms[0])
+    return Chain(tuple(operators), tuple(moved), forms[1], layout, coordinate)
+
+
+def carry(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coordinate: Sequence[int]) -> list[Global] | None:
+    """What the result of a node is globally, for each of several forms of its input; None where nothing says.
+
+    Args:
+        given: forms of one global tensor; the last is the one that the node reads in the graph.
+        coordinate: of this rank in the mesh.
+    """
+    mark, value = mark_of(node), node.meta.get("val")
+    operands = tensors_of(node)
+    if operands is None or len(operands) != 1 or not isinstance(value, torch.Tensor) or has_numbers(node) and mark is None:
+        return None
+    shapes = (mark.shape,) if mark is not None and mark.mesh == str(layout) else None
+    read = form(node, given[-1:], layout, shapes)
+    if read is None:
+        return None
+    result = read.gives[0]
+    if may_use_sizes() and result.local_shape(layout, coordinate) != list(value.shape):
+        return None
+    if (mark is None and not may_use_sizes() and node.target in VIEWS) or mark not in (None, result.mark(layout)):
+        return None
+    forms = [form(node, (other,), layout, (result.shape,)) for other in given[:-1]]
+    if any(made is None for made in forms):
+        return None
+    return [*(made.gives[0] for made in forms if made is not None), result]

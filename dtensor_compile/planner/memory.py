@@ -1,0 +1,89 @@
+"""What the steps of a plan hold at once besides the plan's input: results, buffers, what lies between two steps.
+
+Elements of a step, with n ranks, a local input of L elements, A of the result, B that the busiest rank sends:
+
+    all_reduce       A
+    reduce_scatter   2 n A               in the order of ranks, and received where that is how gloo reduces (`reduce_by_exchange.py`);
+                                         (n+1) A where chunks of the input that lie behind each other are sent
+    all_gather       2 n L               as it comes, and in order; A where chunks that lie behind each other are the result
+    all_to_all       2 L, padded         sent and received, received and in order
+    exchange         max(B, t A) + t A   of each of t terms: sent and received, received and put together
+    others           A
+
+A step holds the result of the step before it as well, which may lie in what was padded for a gather. Sizes are those of the largest
+shards, so that all ranks count the same; symbolic ones count with their hints.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dtensor_compile.compat.dtensor.specs import Partial, Shard
+from dtensor_compile.planner.costs import local_elements, local_sizes
+from dtensor_compile.planner.exchange import changed_dims
+from dtensor_compile.planner.steps import State, Step
+from dtensor_compile.planner.shard_intervals import cutting
+
+Sizes = tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """Elements that a step holds at once besides its input, and those of the memory that its result lies in."""
+
+    most: int
+    kept: int
+
+
+#: Before the first step: its input is that of the plan.
+NOTHING = Held(0, 0)
+
+
+def peak(steps: Sequence[Step], mesh_shape: Sizes, shape: Sizes) -> Held:
+    """The most elements that one rank holds at once besides the input of the first of `steps`, and what the last one leaves."""
+    most, kept = NOTHING
+    for step in steps:
+        held = held_by(step, mesh_shape, shape)
+        most, kept = max(most, kept + held.most), held.kept
+    return Held(most, kept)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def held_by(step: Step, mesh_shape: Sizes, shape: Sizes) -> Held:
+    """What one step of a tensor of `shape` holds."""
+    n = math.prod(mesh_shape[i] for i in step.mesh_dims)
+    result = local_elements(step.after, mesh_shape, shape)
+    if step.kind == "reduce_scatter":
+        return Held((n + 1) * result if _is_in_order(step, step.after, mesh_shape, shape) else 2 * n * result, result)
+    if step.kind == "all_gather":
+        if _is_in_order(step, step.before, mesh_shape, shape):
+            return Held(result, result)
+        gathered = n * local_elements(step.before, mesh_shape, shape)
+        return Held(2 * gathered, gathered)
+    if step.kind == "all_to_all":
+        sizes, target = local_sizes(step.before, mesh_shape, shape), step.after[step.mesh_dims[0]]
+        assert isinstance(target, Shard)
+        sizes[target.dim] = -(-sizes[target.dim] // n) * n
+        return Held(2 * math.prod(sizes), math.prod(sizes))
+    if step.kind == "exchange":
+        summed = [mesh_shape[i] for i in step.mesh_dims if isinstance(step.before[i], Partial) and step.before[i] != step.after[i]]
+        return exchanged(step.elements, math.prod(summed), result)
+    return Held(result, result)
+
+
+def exchanged(sent: int, terms: int, result: int) -> Held:
+    """What an exchange holds."""
+    return Held(max(sent, terms * result) + terms * result, result)
+
+
+def _is_in_order(step: Step, cut: State, mesh_shape: Sizes, shape: Sizes) -> bool:
+    """Whether the shards of `cut`, one rank behind the other, are the tensor that the ranks of `step` hold together."""
+    around = cutting(cut, 0)
+    return (
+        changed_dims(step.before, step.after, mesh_shape) == (0,)
+        and step.mesh_dims == around[-len(step.mesh_dims) :]
+        and all(type(cut[i]) is Shard for i in around)
+        and shape[0] % math.prod(mesh_shape[i] for i in around) == 0
+    )

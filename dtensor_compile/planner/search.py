@@ -1,0 +1,314 @@
+"""Which collectives lead from one spec to another.
+
+In: two specs on one mesh, the global shape, the links along the mesh dims. Out: a tuple of `Step` (`planner/steps.py` lists the
+kinds): the cheapest path over the specs that a tensor can have, found with Dijkstra's algorithm.
+
+    S(0)S(0) -> RR on dp=2,tp=4        all_gather[dp,tp] S(0)S(0)->RR         one collective over both mesh dims
+    P(sum)S(0) -> S(0)S(1)             exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
+    S(0)R -> RS(0)                     exchange[0,1] S(0)R->RS(0)             everybody fetches the shard that it lacks
+
+Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a topology says how
+they differ the fewest seconds, then the fewest bytes (`planner/costs.py`).
+
+Tried are steps towards start's and goal's placements. Where two mesh dims cut unevenly, a path over a spec that neither has can send
+less, because the busiest rank counts; it is taken where it saves more than a hundredth.
+
+With a bound of memory, plans that hold more at once (their input aside) are left out.
+
+Why a plan is never worse than torch's own: cheapest in time may mean a collective more for fewer bytes, or bytes more for one
+collective less. torch's greedy path is one of the paths here, so paths that have more collectives or more bytes than that one are
+left out, and at least that one remains. What torch's other planner finds is a path here too, and the fewest bytes are not more. Where torch's
+path holds too much memory, it is no limit.
+
+Plans depend on specs, sizes, the mesh and the topology alone, never on the rank, so that all ranks choose the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dtensor_compile.ir.spec import parse_spec, placement_text, spec_text
+from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
+from dtensor_compile.errors import MemoryBudgetError, PlanError
+from dtensor_compile.planner.costs import COLLECTIVES, StepKind, elements_sent
+from dtensor_compile.planner.memory import Held, peak
+from dtensor_compile.planner.steps import Problem, State, Step, moves
+from dtensor_compile.planner.shard_intervals import CUTS
+from dtensor_compile.planner.torch_greedy import torch_steps
+from dtensor_compile.topology.network import Network
+
+#: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the others.
+_PARTITIONS = ("sum", "avg", "min", "max")
+
+
+#: Share of the elements that a way over specs that neither end has must save.
+WORTH_A_DETOUR = 0.01
+
+#: Targets among which an error looks for one that is within the bound of memory.
+MOST_TARGETS = 512
+
+
+def _commute(placements: Sequence[Placement]) -> bool:
+    """Whether the reductions that `placements` wait for may be done in any order: one kind, or sums and averages."""
+    ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    return len(ops) <= 1 or ops <= {"sum", "avg"}
+
+
+def plan(
+    source: str,
+    target: str,
+    mesh_shape: Sequence[int],
+    shape: Sequence[int],
+    itemsize: int = 4,
+    *,
+    network: Network = Network(),
+    divisors: Sequence[int] | None = None,
+    memory: int | None = None,
+) -> tuple[Step, ...]:
+    """The cheapest steps from spec `source` to spec `target` for a global tensor of `shape` (elements per dim).
+
+    An empty tuple means that the local tensor already is what the target spec asks for.
+
+    Args:
+        itemsize: bytes of an element.
+        network: links along the mesh dims.
+        divisors: for sizes that are hints of symbolic ones, what they are known to be multiples of. The plan is right for all sizes
+            that are, and the cheapest for the range around the hint that `lowering/size_ranges.py` finds.
+        memory: bytes that one rank may hold at once besides its input: result, buffers, what lies between steps.
+
+    Raises:
+        MemoryBudgetError: every plan holds more than `memory`.
+        PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing leads
+            from the one to the other (one kind of partial to another; nor does torch do that).
+    """
+    known = tuple(shape if divisors is None else divisors)
+    return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize, network, known, memory)
+
+
+@functools.lru_cache(maxsize=65536)
+def _plan(
+    source: str,
+    target: str,
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    network: Network,
+    divisors: tuple[int, ...],
+    memory: int | None,
+) -> tuple[Step, ...]:
+    start, goal = checked(source, mesh_shape, shape), checked(target, mesh_shape, shape)
+    if start == goal:
+        return ()
+    for a, b in zip(start, goal):
+        if isinstance(b, Partial) and a != b:
+            _check_partial(source, target, a, b)
+    most = math.inf if memory is None else memory // itemsize
+    return cheapest(Problem(start, goal, mesh_shape, shape, divisors, itemsize, network, most))
+
+
+def checked(text: str, mesh_shape: Sequence[int], shape: Sequence[int]) -> State:
+    """The placements of a spec that a tensor of `shape` can have; on a mesh dim of size 1 all mean the same."""
+    placements = parse_spec(text)
+    if len(placements) != len(mesh_shape):
+        raise PlanError(f"spec {text} has {len(placements)} placements, but the mesh has {len(mesh_shape)} dims")
+    for p in placements:
+        if isinstance(p, CUTS) and p.dim >= len(shape):
+            near = f"the nearest that it can have: {spec_text([_nearest(q, len(shape)) for q in placements])}"
+            raise PlanError(f"{placement_text(p)} in spec {text}: the tensor has {len(shape)} dims, {tuple(shape)}; {near}")
+    state = tuple(Replicate() if n == 1 else p for p, n in zip(placements, mesh_shape))
+    if not _commute(state):
+        raise PlanError(
+            f"spec {text} mixes reductions whose order matters: reduce the one before the other becomes partial, "
+            f"as in {spec_text(_one_reduction(state))}"
+        )
+    return state
+
+
+def _nearest(placement: Placement, ndim: int) -> Placement:
+    if isinstance(placement, CUTS) and placement.dim >= ndim:
+        return Replicate() if ndim == 0 else type(placement)(ndim - 1, **_factor(placement))
+    return placement
+
+
+def _factor(placement: Placement) -> dict[str, int]:
+    return {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+
+
+def _one_reduction(state: State) -> list[Placement]:
+    first = next(p for p in state if isinstance(p, Partial))
+    return [Replicate() if isinstance(p, Partial) and p != first else p for p in state]
+
+
+def _check_partial(source: str, target: str, a: Placement, b: Partial) -> None:
+    """Raises where nothing leads from placement `a` to the partial `b`."""
+    if isinstance(a, Partial):
+        again = f" and R->{placement_text(b)} as two" if b.reduce_op in _PARTITIONS else " is the nearest legal one"
+        legal = f"{placement_text(a)}->R{again}"
+    elif b.reduce_op not in _PARTITIONS:
+        legal = f"{placement_text(a)}->R is the nearest legal one"
+    else:
+        return
+    raise PlanError(
+        f"redistribute from {source} to {target} not supported: "
+        f"nothing leads from {placement_text(a)} to {placement_text(b)}; {legal}"
+    )
+
+
+def cheapest(problem: Problem) -> tuple[Step, ...]:
+    """The cheapest path. Raises `PlanError` where there is none."""
+    free = _free(replace(problem, memory=math.inf))
+    if free is None:
+        change = f"{spec_text(problem.start)} to {spec_text(problem.goal)}"
+        raise PlanError(f"redistribute from {change}: no sequence of collectives found; go by {'R' * len(problem.goal)}")
+    if problem.memory == math.inf or _peak(problem, free).most <= problem.memory:
+        return free
+    steps = _search(problem)
+    if steps is None:
+        raise _over_budget(problem, free)
+    return steps
+
+
+def _free(problem: Problem) -> tuple[Step, ...] | None:
+    """The cheapest path without a bound of memory; over specs that neither end has where that saves enough for its messages."""
+    direct = _search(problem)
+    sent = sum(step.elements for step in direct or ())
+    if not sent or not problem.may_detour:
+        return direct
+    detour = replace(problem, detours=True, most=sent - WORTH_A_DETOUR * sent)
+    if not detour.may_end(problem.start, 0, math.inf):
+        return direct
+    # Where messages count, the way of the fewest seconds decides, also where it sends too much.
+    other = _search(detour if problem.network.uniform else replace(detour, most=math.inf))
+    return other if other and sum(step.elements for step in other) < detour.most else direct
+
+
+def _search(problem: Problem) -> tuple[Step, ...] | None:
+    """Dijkstra's algorithm within torch's limits, and within the memory of the problem; None where nothing leads to the goal.
+
+    A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many elements.
+    Ties are broken by order of discovery, which is the same on every rank.
+    """
+    theirs = torch_steps(problem)
+    bounded = problem.memory < math.inf
+    if bounded and theirs is not None and _peak(problem, theirs).most > problem.memory:
+        theirs = None
+    most_collectives = math.inf if theirs is None else collectives(theirs)
+    most_elements = math.inf if theirs is None else sum(step.elements for step in theirs)
+    order = itertools.count()
+    bytes_first = problem.network.uniform
+
+    def key(elements: int, seconds: float) -> tuple[float, float]:
+        return (elements, seconds) if bytes_first else (seconds, elements)
+
+    queue: list[tuple[tuple[float, float], int, State, tuple[Step, ...], int, int, float]]
+    queue = [((0.0, 0.0), next(order), problem.start, (), 0, 0, 0.0)]
+    done: dict[State, list[tuple[int, int, int]]] = {}
+    while queue:
+        cost, _, state, steps, count, elements, seconds = heapq.heappop(queue)
+        if state == problem.goal:
+            if theirs is not None and not problem.free and key(most_elements, sum(s.seconds for s in theirs)) <= cost:
+                return theirs
+            return steps
+        kept, lies_in = done.setdefault(state, []), _peak(problem, steps[-1:]).kept if bounded else 0
+        if any(c <= count and e <= elements and m <= lies_in for c, e, m in kept):
+            continue
+        kept.append((count, elements, lies_in))
+        for step in moves(problem, state, elements, most_collectives - count):
+            if step.sends and len(step.mesh_dims) > 1 and not problem.network.merges:
+                continue
+            after = count + step.sends, elements + step.elements
+            if after[0] > most_collectives or after[1] > most_elements:
+                continue
+            if problem.detours and not problem.may_end(step.after, after[1], most_collectives - after[0]):
+                continue
+            if bounded and _peak(problem, (*steps[-1:], step)).most > problem.memory:
+                continue
+            time = seconds + step.seconds
+            heapq.heappush(queue, (key(after[1], time), next(order), step.after, (*steps, step), *after, time))
+    return theirs
+
+
+def _peak(problem: Problem, steps: Sequence[Step]) -> Held:
+    return peak(steps, problem.mesh_shape, problem.shape)
+
+
+def _over_budget(problem: Problem, steps: Sequence[Step]) -> MemoryBudgetError:
+    """What to say where no plan is within the memory of `problem`; `steps` is the cheapest."""
+    change, size = f"from {spec_text(problem.start)} to {spec_text(problem.goal)}", problem.itemsize
+    found = largest_target(
+        problem.goal, problem.start, len(problem.shape), problem.local, lambda goal: _search(replace(problem, goal=goal)) is not None
+    )
+    legal = f"redistribute to {spec_text(found)}, the largest within the bound" if found else f"leave it {spec_text(problem.start)}"
+    memory, held, least = (size * n for n in (int(problem.memory), _peak(problem, steps).most, _least_memory(problem)))
+    return over_budget(change, "; ".join(map(str, steps)), memory, held, least, legal)
+
+
+def over_budget(change: str, text: str, memory: int, held: int, least: int, legal: str) -> MemoryBudgetError:
+    """The error where every plan holds too much.
+
+    Args:
+        change, text: what is redistributed, and its cheapest plan.
+        memory, held, least: bytes of the bound, of the cheapest plan, and of the one that holds the fewest.
+        legal: what to do instead.
+    """
+    return MemoryBudgetError(
+        f"redistribute {change}: the cheapest plan ({text}) holds {held:,} bytes at once besides its input, and "
+        f"redistribution_memory allows {memory:,}: allow {least:,}, or {legal}"
+    )
+
+
+def largest_target(
+    goal: State, start: State | None, ndim: int, local: Callable[[State], int], leads: Callable[[State], bool]
+) -> State | None:
+    """Of the specs that cut a tensor where `goal` does not, the one with the largest local tensor to which a plan leads.
+
+    Args:
+        start: the spec before, whose placements may stay; None on another mesh.
+        ndim: of the tensor.
+        local: elements of the local tensor.
+        leads: whether there is a plan.
+    """
+    options = []
+    for i, placement in enumerate(goal):
+        cut = map(Shard, range(ndim)) if isinstance(placement, Replicate) else ()
+        options.append(dict.fromkeys([placement, *([start[i]] if start else []), *cut]))
+    targets = [t for t in itertools.islice(itertools.product(*options), MOST_TARGETS) if t not in (start, goal)]
+    legal = [t for t in targets if not any(isinstance(p, Partial) for p in t)]
+    return next((t for t in sorted(legal, key=local, reverse=True) if leads(t)), None)
+
+
+def _least_memory(problem: Problem) -> int:
+    """Elements that the plan holds that holds the fewest at once."""
+    order = itertools.count()
+    queue: list[tuple[int, int, State, int]] = [(0, next(order), problem.start, 0)]  # and the elements that the result lies in
+    done: set[tuple[State, int]] = set()
+    while queue:
+        most, _, state, kept = heapq.heappop(queue)
+        if state == problem.goal:
+            return most
+        if (state, kept) in done:
+            continue
+        done.add((state, kept))
+        for step in moves(problem, state):
+            if problem.network.merges or not step.sends or len(step.mesh_dims) == 1:
+                held = _peak(problem, (step,))
+                heapq.heappush(queue, (max(most, kept + held.most), next(order), step.after, held.kept))
+    raise AssertionError("there is a plan without the bound")
+
+
+def bytes_sent(steps: Sequence[Step], itemsize: int) -> int:
+    """Bytes that one rank sends for the plan."""
+    return sum(step.elements for step in steps) * itemsize
+
+
+def collectives(steps: Sequence[Step]) -> int:
+    """Number of collectives in the plan."""
+    return sum(step.sends for step in steps)
+
+
+__all__ = ["COLLECTIVES", "Step", "StepKind", "bytes_sent", "collectives", "elements_sent", "plan"]

@@ -1,0 +1,1 @@
+"""What happens while programs compile, collected for reports."""

@@ -1,0 +1,345 @@
+"""`record`: what happens to every graph that is compiled while it is entered.
+
+    with dtensor_compile.record() as rec:
+        compiled(x).sum().backward()
+    rec.bytes_sent          # bytes that this rank sends in one forward and backward
+    print(rec.report())     # all of it, with lines, causes and estimated times
+
+Works for this backend, and for others with ``record(others=True)``, so that both are counted by the same code. Graphs are not
+taken from Inductor's caches while a recording is on, because a cached graph has no stages to look at.
+
+The recorder only collects. What is collected becomes a `dtensor_compile.report.model.Report` in ``report/build.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.ops.redistribute_across import across_plan_of, redistribute_across_op
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ops.redistribute import plan_of
+from dtensor_compile.capture.trace import FORCED_BY
+from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.distributed.collectives import traced_in_backward
+from dtensor_compile.compat.inductor.compile import GraphPass
+from dtensor_compile.compat.dynamo.observe import Break, Compilation, current_compilation, watch_dynamo, watch_graphs_of_others
+from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.decisions import Decision
+from dtensor_compile.errors import MemoryBudgetError
+from dtensor_compile.graph.extra_copies import extra_copies
+from dtensor_compile.planner.search import bytes_sent
+from dtensor_compile.lowering.size_ranges import cheapest_for
+from dtensor_compile.graph.nodes import RECORDED_AS, across, describe, read, redistributions, source_line
+from dtensor_compile.graph.costs import Collective, Operation, device_of, module_path, operations_of
+
+if TYPE_CHECKING:
+    from dtensor_compile.compat.inductor.scheduler import KernelOrder
+    from dtensor_compile.report.model import Report
+    from dtensor_compile.topology.links import Cluster
+
+log = logging.getLogger("dtensor_compile")
+
+
+@dataclass
+class GraphRecord:
+    """One lowered graph, ``"forward"`` or ``"backward"``.
+
+    Attributes:
+        collectives: in order.
+        operations: what takes time, in order; starts and waits of collectives among it.
+        nodes: number of nodes.
+        compilation: during which it was made; None for a backward pass that another backend compiled when it first ran.
+        extra_copies: bytes that copies for collectives write in kernels of their own (`graph.extra_copies`).
+        order: of the compiled kernels, from which `collectives` and `operations` are read then; None where there are none.
+        device: type of the device that it computes on.
+    """
+
+    name: str
+    collectives: list[Collective] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    nodes: int = 0
+    compilation: Compilation | None = None
+    extra_copies: int = 0
+    order: KernelOrder | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class CapturedRedistribution:
+    """One redistribute node as it was captured.
+
+    Attributes:
+        number: under which nodes of the recording carry it on (``meta[RECORDED_AS]``).
+        where, module: the user's line, and the path of the module.
+        forced_by: the operator that needed it; empty where the program asked for it.
+        source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints. From one mesh to another `mesh` is the two
+            with an arrow between them.
+        plan, mesh_dims: the steps, and the names of the mesh dims of those that send; of two meshes, what `mesh` says.
+        cheapest_for: the sizes for which the plan is the cheapest, where sizes vary (`lowering/size_ranges.py`).
+        bytes: what the plan sends.
+        backward: whether it belongs to the backward pass.
+        compilation: during which it was captured.
+    """
+
+    number: int
+    where: str
+    module: str
+    forced_by: str
+    source: str
+    target: str
+    mesh: str
+    shape: tuple[int, ...]
+    dtype: str
+    plan: tuple[str, ...]
+    cheapest_for: str
+    mesh_dims: tuple[str, ...]
+    bytes: int
+    backward: bool
+    compilation: Compilation | None
+
+
+@dataclass
+class Outside:
+    """The collectives that ran outside of graphs, in order.
+
+    Attributes:
+        forward, backward: of the two passes of one call.
+    """
+
+    forward: list[Collective] = field(default_factory=list)
+    backward: list[Collective] = field(default_factory=list)
+
+
+@dataclass
+class Recording:
+    """Everything that was compiled while the recording was on.
+
+    Attributes:
+        captured, planned: text of every redistribute node (``S(0)->R file:line: code``), before and after the passes.
+        redistributions: every redistribute node before the passes.
+        kept: numbers of those that the passes left.
+        decisions: what passes and lowering decided.
+        graphs: the lowered graphs, with their collectives.
+        compilations: frames that Dynamo compiled, for whatever backend.
+        breaks: graph breaks and errors, for whatever backend.
+        lazy_seconds: measured, what compiling backward passes took when they first ran.
+        failed: the error that ended the program; empty where none did.
+        topologies: those that the program names in the options of its compilations.
+        outside: collectives that ran outside of graphs; None where nobody looked.
+    """
+
+    captured: list[str] = field(default_factory=list)
+    planned: list[str] = field(default_factory=list)
+    redistributions: list[CapturedRedistribution] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    decisions: list[Decision] = field(default_factory=list)
+    graphs: list[GraphRecord] = field(default_factory=list)
+    compilations: list[Compilation] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
+    lazy_seconds: float = 0.0
+    failed: str = ""
+    topologies: list[Cluster] = field(default_factory=list)
+    outside: Outside | None = None
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [c for graph in self.graphs for c in graph.collectives]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sends when each recorded graph runs once."""
+        return sum(c.bytes for c in self.collectives)
+
+    @property
+    def seconds(self) -> float:
+        """Measured: what compiling took."""
+        return self.lazy_seconds + sum(c.seconds for c in self.compilations if c.outermost)
+
+    def report(self, **about: Any) -> Report:
+        """What was recorded as a report; `about` is as in `dtensor_compile.report.build.build_report`."""
+        from dtensor_compile.report.build import build_report
+
+        return build_report(self, **about)
+
+    def compiling(self, compilation: Compilation) -> None:
+        self.compilations.append(compilation)
+
+    def broke(self, event: Break) -> None:
+        self.breaks.append(event)
+
+    def compiled_backward(self, seconds: float) -> None:
+        self.lazy_seconds += seconds
+
+    def observe(self, graph: torch.fx.Graph) -> None:
+        """Takes in a lowered graph, of whatever backend."""
+        collectives, operations = operations_of(graph)
+        about = len(graph.nodes), current_compilation(), extra_copies(graph)
+        self.graphs.append(GraphRecord(graph_name(graph), collectives, operations, *about, device=device_of(graph)))
+
+
+_active: list[Recording] = []
+_watchers: list[Callable[[str, torch.fx.Graph], None]] = []
+
+
+@contextlib.contextmanager
+def record(*, others: bool = False) -> Iterator[Recording]:
+    """Collects what happens to the graphs compiled meanwhile. Recordings may be nested.
+
+    Args:
+        others: also look at the graphs that other backends compile (graph breaks and recompilations are seen in any case).
+    """
+    recording_ = Recording()
+    _active.append(recording_)
+    try:
+        with watch_dynamo(recording_), watch_graphs_of_others(recording_.observe) if others else contextlib.nullcontext():
+            yield recording_
+    finally:
+        _active.remove(recording_)
+
+
+@contextlib.contextmanager
+def watch_graphs(watcher: Callable[[str, torch.fx.Graph], None]) -> Iterator[None]:
+    """Calls ``watcher(stage, graph)`` for every graph compiled meanwhile: ``"captured"``, ``"planned"``, ``"lowered"``."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def recording() -> bool:
+    """Whether somebody looks at the stages of what is compiled."""
+    return bool(_active or _watchers)
+
+
+class GraphLog:
+    """What one compilation tells the recordings that were on when it began (the backward may be compiled later)."""
+
+    def __init__(self, topology: Cluster | None = None) -> None:
+        self.recordings = list(_active)
+        self.compilation = current_compilation()
+        for recording_ in self.recordings if topology is not None else ():
+            recording_.topologies.append(topology)
+
+    def captured(self, graph: torch.fx.Graph) -> None:
+        _show("captured", graph)
+        if not self.recordings:
+            return
+        for node in (*redistributions(graph), *across(graph)):
+            this = _captured(node, self.compilation)
+            node.meta[RECORDED_AS] = this.number
+            for recording_ in self.recordings:
+                recording_.captured.append(_text(node))
+                recording_.redistributions.append(this)
+
+    def planned(self, graph: torch.fx.Graph) -> None:
+        _show("planned", graph)
+        for node in (*redistributions(graph), *across(graph)) if self.recordings else ():
+            for recording_ in self.recordings:
+                recording_.planned.append(_text(node))
+                recording_.kept.add(node.meta.get(RECORDED_AS, -1))
+
+    def decided(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            log.info("%s", decision)
+        for recording_ in self.recordings:
+            recording_.decisions.extend(decisions)
+
+    def ordered(self, order: KernelOrder) -> None:
+        """Takes in the kernels of the graph that was lowered last: what runs, in the order in which it runs."""
+        for recording_ in self.recordings:
+            this = next((graph for graph in reversed(recording_.graphs) if graph.compilation is self.compilation), None)
+            if this is not None:
+                this.collectives, this.operations, this.order = order.collectives, order.operations, order
+
+    def lowered(self, graph: torch.fx.Graph) -> None:
+        _show("lowered", graph)
+        for recording_ in self.recordings:
+            recording_.observe(graph)
+            recording_.graphs[-1].compilation = self.compilation
+
+
+def _text(node: torch.fx.Node) -> str:
+    return f"{describe(node)} {source_line(node)}".strip()
+
+
+_numbers = iter(range(1, 1 << 62))
+
+
+def _planned(plan: Callable[..., Any], *args: Any) -> Any:
+    """A plan within the memory that is allowed; where there is none, passes may still find another redistribution."""
+    try:
+        return plan(*args)
+    except MemoryBudgetError:
+        return plan(*args, bounded=False)
+
+
+def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedRedistribution:
+    value, sizes = node.meta["val"], ""
+    if node.target is redistribute_across_op:
+        source, target, mesh, other, given = node.args[1:-1]
+        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in given]
+        this = _planned(across_plan_of, source, target, mesh, other, shape, value.element_size())
+        text, plan, sent = f"{mesh}->{other}", this.texts(parse_mesh(mesh)), this.elements * value.element_size()
+        mesh_dims = tuple(dict.fromkeys(f"{mesh}->{other}" for _ in range(this.collectives)))
+    else:
+        _, source, target, text, given = read(node)
+        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in given]
+        layout = parse_mesh(text)
+        steps = _planned(plan_of, source, target, layout, shape, value.element_size())
+        names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
+        plan, sent = tuple(step.text(names) for step in steps), bytes_sent(steps, value.element_size())
+        mesh_dims = tuple(dict.fromkeys(names[dim] for step in steps if step.sends for dim in step.mesh_dims))
+        sizes = cheapest_for(source, target, layout, shape, value.element_size())
+    return CapturedRedistribution(
+        number=next(_numbers),
+        where=source_line(node),
+        module=module_path(node),
+        forced_by=node.meta.get(FORCED_BY, ""),
+        source=source,
+        target=target,
+        mesh=text,
+        shape=size_hints(shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        plan=plan,
+        cheapest_for=sizes,
+        mesh_dims=mesh_dims,
+        bytes=sent,
+        backward=traced_in_backward(node),
+        compilation=compilation,
+    )
+
+
+def _show(stage: str, graph: torch.fx.Graph) -> None:
+    for watcher in _watchers:
+        watcher(stage, graph)
+
+
+def graph_name(graph: torch.fx.Graph) -> str:
+    """``"backward"`` for a graph that takes tangents, else ``"forward"``."""
+    takes_tangents = any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in graph.nodes)
+    return "backward" if takes_tangents else "forward"
+
+
+def collectives_in(graph: torch.fx.Graph) -> list[Collective]:
+    """The functional collectives of a post-grad graph, in order."""
+    return operations_of(graph)[0]
+
+
+def cache_key() -> tuple[Any, ...]:
+    """What a lowered graph depends on besides its nodes: who this rank is, and how its process groups are called, where there are any."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    return (dist.get_rank(), dist.get_world_size(), tuple(compat_mesh.all_groups()))
+
+
+def observe_stock(recording_: Recording) -> dict[str, Any]:
+    """Options for ``torch.compile(..., backend="inductor")`` that count its collectives into `recording_`."""
+    return {"post_grad_custom_post_pass": GraphPass(recording_.observe, None)}

@@ -1,0 +1,198 @@
+"""`look_at`: from the name of a target to its report. The command ``dtensor-compile report`` is this and printing.
+
+In: a target and the job that it is for. Out: a `Report`. The job is simulated, which needs one process and no network, or real,
+under ``torchrun``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor_compile.compat.dynamo import counters
+from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.offline.simulated_job import job as simulated_job
+from dtensor_compile.report.build import build_report
+from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
+from dtensor_compile.report.model import Report
+from dtensor_compile.record.recorder import Recording, record
+from dtensor_compile.report.target import (
+    Program,
+    TargetError,
+    call_target,
+    function_of,
+    is_script,
+    program_of,
+    run_script,
+    users_program,
+)
+
+#: Ranks of a simulated job for which neither a world size nor a mesh is given.
+DEFAULT_WORLD = 2
+
+#: Ranks up to which a program is compared with stock torch unless told otherwise: stock cuts what it gathers into a piece per
+#: rank of a mesh dim, so that its graphs, and the time to trace them, grow with the mesh.
+STOCK_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a target runs on.
+
+    Attributes:
+        mesh: sizes and names of the dims of the mesh that a function gets which takes one.
+        world: number of ranks; None: as many as the mesh has.
+        rank: as which of them this process looks at the program.
+        real: whether the ranks are there, started by ``torchrun``.
+    """
+
+    mesh: tuple[tuple[str, int], ...] = ()
+    world: int | None = None
+    rank: int = 0
+    real: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of a simulated job."""
+        return self.world or (math.prod(size for _, size in self.mesh) if self.mesh else DEFAULT_WORLD)
+
+
+_MESH = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<size>[1-9]\d*)")
+#: Names of mesh dims where none are given, by their number.
+_NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
+
+
+def parse_mesh_argument(text: str) -> tuple[tuple[str, int], ...]:
+    """``4x2`` or ``dp=4,tp=2`` -> names and sizes of the dims.
+
+    Raises:
+        TargetError: it is neither.
+    """
+    parts = [_MESH.fullmatch(part) for part in text.split("," if "=" in text else "x")]
+    if not parts or None in parts:
+        raise TargetError(f"--mesh {text} is no mesh: write 4x2, or with names dp=4,tp=2")
+    names = _NAMES.get(len(parts), tuple(f"dim{i}" for i in range(len(parts))))
+    return tuple((part["name"] or name, int(part["size"])) for part, name in zip(parts, names))  # type: ignore[index]
+
+
+def look_at(
+    target: str,
+    arguments: Sequence[str] = (),
+    *,
+    job: Job = Job(),
+    stock: bool | None = None,
+    backward: bool = True,
+    cluster: str | None = None,
+    kernels: str = "aten",
+) -> Report:
+    """The report of a target.
+
+    Args:
+        target, arguments: as in `dtensor_compile.report.target`; arguments are for scripts.
+        job: the job it is for.
+        stock: also compile a function's model as stock torch does; None: where the job has at most `STOCK_RANKS` ranks. Scripts
+            run once, as they are.
+        backward, cluster, kernels: as in `dtensor_compile.report.explain.explain`.
+
+    Raises:
+        TargetError: the target cannot be looked at.
+    """
+    with running(job):
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if is_script(target):
+            ours, theirs, name = _script(target, arguments), None, "as compiled"
+        else:
+            compared = world <= STOCK_RANKS if stock is None else stock
+            ours, theirs = _function(target, job, stock=compared, backward=backward, kernels=kernels)
+            name = "dtensor"
+        report = build_report(ours, stock=theirs, target=target, cluster=cluster, simulated=not job.real, name=name)
+    return replace(report, world=world, rank=rank)  # a script may have taken its process group down
+
+
+@contextlib.contextmanager
+def running(job: Job) -> Iterator[None]:
+    """While it is entered, the job runs: its default process group is there.
+
+    Raises:
+        TargetError: there is no such job.
+    """
+    if not job.real:
+        if not 0 <= job.rank < job.ranks:
+            raise TargetError(f"--rank {job.rank} is no rank of a job of {job.ranks} ranks: they are 0 to {job.ranks - 1}")
+        if math.prod(size for _, size in job.mesh) > job.ranks:
+            raise TargetError(f"the mesh has more places than --world {job.ranks} has ranks")
+        with simulated_job(job.ranks, job.rank):
+            yield
+        return
+    if "WORLD_SIZE" not in os.environ:
+        raise TargetError("--real needs ranks: torchrun --nproc-per-node N -m dtensor_compile.cli report --real TARGET")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _script(target: str, arguments: Sequence[str]) -> Recording:
+    counters.reset()
+    with record(others=True) as recording, failures_recorded(recording):
+        run_script(target, arguments)
+    if not recording.compilations:
+        raise TargetError(_never(target))
+    return recording
+
+
+def _never(target: str) -> str:
+    return (
+        f"{target} never calls a function that torch.compile made: return the model and its inputs from a function and name "
+        "that, script.py:function, or call torch.compile in it"
+    )
+
+
+def _function(
+    target: str, job: Job, *, stock: bool, backward: bool, kernels: str
+) -> tuple[Recording, Recording | None]:
+    function = function_of(target)
+
+    def mesh() -> Any:
+        dims = job.mesh or (("tp", dist.get_world_size()),)
+        device = "cuda" if torch.cuda.is_available() and job.real else "cpu"
+        return init_device_mesh(device, tuple(size for _, size in dims), mesh_dim_names=tuple(name for name, _ in dims))
+
+    def run(program: Program) -> Callable[[Callable[..., Any]], None]:
+        def call(compiled: Callable[..., Any]) -> None:
+            with users_program(target):
+                out = program.call(compiled)
+                if backward:
+                    run_backward(out)
+
+        return call
+
+    counters.reset()
+    with record(others=True) as recording, failures_recorded(recording):
+        program = program_of(call_target(function, target, mesh))
+        if program is not None and not recording.compilations and uncompiled(program.model) is not program.model:
+            run(program)(program.model)
+    if recording.compilations:  # the function, or what it returned, compiles by itself
+        return recording, None
+    if program is None:
+        raise TargetError(_never(target))
+    ours = recorded(program.model, run(program), kernels=kernels)
+    if not ours.compilations:
+        raise TargetError(_never(target))
+    if not stock:
+        return ours, None
+    again = program_of(call_target(function, target, mesh))
+    assert again is not None
+    return ours, recorded_stock(again.model, run(again))

@@ -1,0 +1,76 @@
+"""Ranks meet before they do together what would block the one that does it alone.
+
+In: what it is about, who has to be there. Out: whether all are. All get the same answer, and nobody waits much longer than
+`PATIENCE` for it, whatever the others do: a rank that compiles something alone, to look at its parameters for instance, must not hang.
+
+Through the store of the process group, in two phases. Each rank says ``here``. The first of them, once it sees that all are, turns each
+``here`` into ``locked``; when it has all, it says ``go``. A rank that is tired of waiting turns its own ``here`` into ``gone``, which fails
+where it is locked: then the answer is on its way. Both are compare-and-set, so that one of the two wins. The first rank asks each of
+n ranks twice, the others ask for one key each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from dtensor_compile.runtime.store_ledger import current_book
+
+#: Seconds that a rank waits for the others.
+PATIENCE = 10.0
+
+_HERE, _LOCKED, _GONE = b"here", b"locked", b"gone"
+
+
+def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) -> bool:
+    """Whether all of `ranks`, of which this is one, ask this about the same topic now; the same answer on each of them.
+
+    Args:
+        topic: names what is to be done together.
+        patience: seconds that a rank waits for the others; None for `PATIENCE`.
+    """
+    seconds = PATIENCE if patience is None else patience
+    book = current_book()
+    if book is None:
+        return True
+    store, ranks, me = book.store, tuple(sorted(ranks)), dist.get_rank()
+    number = book.met.get((ranks, topic), 0)  # of times that all met, which all of them counted
+    keys = {rank: book.key(ranks, "meet", topic, number, rank) for rank in ranks}
+    go = book.key(ranks, "meet", topic, number, "go")
+    store.set(keys[me], _HERE)
+    if me == ranks[0]:
+        if not _until(lambda: _lock_all(store, keys, me), seconds):
+            return False
+        store.set(go, "1")
+    else:
+        while not _until(lambda: store.check([go]), seconds):
+            if store.compare_set(keys[me], _HERE, _GONE) == _GONE:
+                return False
+    book.met[ranks, topic] = number + 1
+    return True
+
+
+def _lock_all(store: dist.Store, keys: dict[int, str], me: int) -> bool:
+    """Locks all ranks but `me`, or none."""
+    others = [key for rank, key in keys.items() if rank != me]
+    if not all(store.check([key]) and store.get(key) == _HERE for key in others):
+        return False
+    for i, key in enumerate(others):
+        if store.compare_set(key, _HERE, _LOCKED) != _LOCKED:
+            for locked in others[:i]:
+                store.set(locked, _HERE)
+            return False
+    return True
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition holds within so many seconds."""
+    deadline, pause = time.monotonic() + seconds, 0.001
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True

@@ -1,0 +1,63 @@
+"""What this rank has said to the others through the store of the process group that is there now."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+from dtensor_compile.compat.distributed.mesh import default_store
+
+
+class Book:
+    """The store, and what this rank wrote to it.
+
+    Attributes:
+        group, store: the default process group and its store.
+        announced: announcements of graphs, by the ranks of a group and the graph's name (`runtime.collective_agreement`).
+        refused: places of announcements with which another rank's did not agree.
+        unanswered: places of announcements that another rank could not answer, for it failed.
+        said: how often this rank has announced the same collectives of a group, for whatever graphs.
+        graphs: how often a graph was compiled, by its name.
+        compilations: how often the compilation of a function began, by its name.
+        met: how often `ranks` have met about a topic (`runtime.rendezvous`).
+        epoch: counts the process groups that this rank had on that store, which may outlive them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.store = group, default_store()
+        self.announced: dict[tuple[tuple[int, ...], str], list[Any]] = {}
+        self.refused: set[tuple[tuple[int, ...], str, int]] = set()
+        self.unanswered: set[tuple[tuple[int, ...], str, int]] = set()
+        self.said: dict[tuple[tuple[int, ...], str], int] = {}
+        self.graphs: dict[str, int] = {}
+        self.compilations: dict[str, int] = {}
+        self.met: dict[tuple[tuple[int, ...], str], int] = {}
+        self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
+
+    def key(self, ranks: tuple[int, ...], *parts: object) -> str:
+        """A key of the store for something that concerns `ranks`."""
+        return "/".join(map(str, ("dtensor_compile", self.epoch, digest(ranks), *parts)))
+
+
+_book: Book | None = None
+
+
+def current_book() -> Book | None:
+    """The book of this process group; None where there is nobody to talk to, or nobody who could answer while this rank waits
+    (ranks that are threads take turns)."""
+    global _book
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ("fake", "threaded"):
+        return None
+    group = dist.group.WORLD
+    if _book is None or _book.group is not group:
+        assert group is not None
+        _book = Book(group)
+    return _book
+
+
+def digest(value: Any) -> str:
+    """A short digest of plain data."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]

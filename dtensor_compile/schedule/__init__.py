@@ -1,0 +1,1 @@
+"""When each operator and each collective of a lowered graph runs."""

@@ -1,0 +1,329 @@
+"""A matrix product beside a collective in parts: one part travels while another is computed.
+
+    before   s = all_gather(x); y = mm(wait(s), w)
+    after    s0 = all_gather(x0); s1 = all_gather(x1); y = interleaved(mm(wait(s0), w), mm(wait(s1), w))
+
+    before   s = reduce_scatter(mm(h, w)); z = wait(s)
+    after    s0 = reduce_scatter(mm(h0, w)); s1 = reduce_scatter(mm(h1, w)); z = joined(wait(s0), wait(s1))
+
+In: a lowered graph and a cluster. Out: the same values, for each collective that feeds or is fed by products a decision. Part i are
+the i-th rows of the shard of every rank, so that no rank's program differs: x0 = x[:R/k], of h the rows that become those. Results are
+put together again where something reads them whole, which is a copy, unless a kernel that runs anyway takes it in.
+
+Chosen by cost. With T_k the seconds of a part on its link and P_k those of the products of a part, a collective of which e of T seconds are
+exposed (the simulation of `schedule_graph.py` says that) exposes in k parts
+
+    max(0, T_k + (k - 1) max(0, T_k - P_k) - (T - e))
+
+and pays where that, with the copies and launches it takes, is less than e. Latency is part of T_k. Products of fewer rows at a time
+are rounded as a product of that size is. All ranks choose alike, since this runs only where all shards are even.
+
+Where the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks and copies
+nothing. The same estimate with k = n decides, and `fuse_products.py` puts the operator in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx.node import map_arg
+
+from dtensor_compile.compat.distributed.collectives import functional, wait_tensor
+from dtensor_compile.compat.inductor.symmetric_memory import has_symmetric_memory
+from dtensor_compile.decisions import Decision
+from dtensor_compile.schedule.list_scheduler import arrange, excess, simulate
+from dtensor_compile.schedule.schedule_graph import cost_of, graph_tasks
+from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
+from dtensor_compile.graph.nodes import FUSED, PART, REDISTRIBUTES, is_start, is_wait, source_line
+from dtensor_compile.graph.costs import collective_of, result_bytes
+from dtensor_compile.topology.backends import host_seconds
+from dtensor_compile.topology.links import Cluster, compute_seconds
+
+aten = torch.ops.aten
+
+_GATHER, _SCATTER = functional("all_gather_into_tensor"), functional("reduce_scatter_tensor")
+
+#: Views that leave elements in their order.
+_RESHAPES = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
+        aten.squeeze.dims, aten.alias.default, aten.detach.default,
+    }
+)  # fmt: skip
+
+#: Parts that are tried.
+PARTS = (2, 3, 4, 6, 8)
+
+
+@dataclass
+class Pair:
+    """A collective and the products beside it.
+
+    Attributes:
+        start, wait: of the collective.
+        products: that read what is gathered, or the one whose result is reduced.
+        rows: of one rank's shard.
+        whole: whether something else reads what is gathered.
+        why_not: why the products cannot be computed in parts; empty where they can.
+    """
+
+    start: torch.fx.Node
+    wait: torch.fx.Node
+    products: tuple[torch.fx.Node, ...]
+    rows: int = 0
+    whole: bool = False
+    why_not: str = ""
+
+    @property
+    def gathers(self) -> bool:
+        return self.start.target is _GATHER
+
+    @property
+    def fuses(self) -> bool:
+        """Whether torch has one operator for it (`fuse_products.py`), which divides it by ranks."""
+        return has_symmetric_memory(self.start.args[2 if self.gathers else 3])  # type: ignore[arg-type]
+
+    @property
+    def ranks(self) -> int:
+        return int(self.start.args[1 if self.gathers else 2])  # type: ignore[arg-type]
+
+
+def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: float) -> list[Decision]:
+    """Divides the products of `graph` that are beside collectives, where that pays.
+
+    Args:
+        overlap_memory: as for `schedule_graph`, by whose order it is judged what is exposed.
+    """
+    found = list(pairs(graph))
+    if not found:
+        return []
+    tasks = graph_tasks(graph, cluster)
+    peak = simulate(tasks, range(len(tasks))).peak
+    exposed = simulate(tasks, arrange(tasks, excess(overlap_memory, peak))).exposed
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    decisions = []
+    divided: set[torch.fx.Node] = set()
+    for pair in found:
+        parts, reason = 1, pair.why_not
+        if not reason and not divided.isdisjoint(pair.products):
+            reason = "its product is in parts already, for another collective"
+        if not reason:
+            products = sum(tasks[number[product]].seconds for product in pair.products)
+            start = number[pair.start]
+            parts, reason = _choose(pair, cluster, tasks[start].seconds - exposed[start], products)
+            if parts > 1 and pair.fuses:
+                pair.start.meta[FUSED] = True
+        what = f"{collective_of(pair.start).kind} and {len(pair.products)} mm"
+        after = "one operator" if FUSED in pair.start.meta else f"{parts} parts" if parts > 1 else what
+        decisions.append(Decision("decompose_products", source_line(pair.start), reason, what, after))
+        if parts > 1:
+            divided.update(pair.products)
+        if parts > 1 and FUSED not in pair.start.meta:
+            _divide_gather(pair, parts) if pair.gathers else _divide_scatter(pair, parts)
+    return decisions
+
+
+# ---- what can be divided -------------------------------------------------------------------------------------------------------
+
+
+def pairs(graph: torch.fx.Graph) -> Iterator[Pair]:
+    for start in graph.nodes:
+        if not is_start(start) or REDISTRIBUTES not in start.meta or start.target not in (_GATHER, _SCATTER):
+            continue
+        waits = [user for user in start.users if is_wait(user)]
+        if len(waits) != 1 or len(start.users) != 1:
+            continue
+        pair = _around_gather(start, waits[0]) if start.target is _GATHER else _around_scatter(start, waits[0])
+        if pair is not None:
+            yield pair
+
+
+def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
+    products: list[torch.fx.Node] = []
+    whole, stack = False, [wait]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user.target in _RESHAPES:
+                stack.append(user)
+            elif user.target is aten.mm.default and user.args[0] is node and user.args[1] is not node:
+                products.append(user)
+            else:
+                whole = True
+    if not products:
+        return None
+    pair = Pair(start, wait, tuple(products), whole=whole)
+    x, n = start.args[0].meta["val"], pair.ranks  # type: ignore[union-attr]
+    lefts = [tuple(product.args[0].meta["val"].shape) for product in products]  # type: ignore[union-attr]
+    if not _fixed(x.shape, *lefts):
+        pair.why_not = "sizes vary"
+    elif len(set(lefts)) > 1 or x.numel() * n != math.prod(shape := lefts.pop()) or shape[0] % n or not x.is_contiguous():
+        pair.why_not = "its rows are no rows of the product"
+    else:
+        pair.rows = shape[0] // n
+    return pair
+
+
+def _around_scatter(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
+    product: torch.fx.Node = start.args[0]  # type: ignore[assignment]
+    alone = True
+    while product.target in _RESHAPES:
+        alone &= len(product.users) == 1
+        product = product.args[0]  # type: ignore[assignment]
+    if product.target is not aten.mm.default:
+        return None
+    pair = Pair(start, wait, (product,))
+    value = product.meta["val"]
+    if not alone or len(product.users) > 1:
+        pair.why_not = "another operator reads the product too"
+    elif not _fixed(value.shape):
+        pair.why_not = "sizes vary"
+    elif value.shape[0] % pair.ranks:
+        pair.why_not = "its rows are no rows of the product"
+    else:
+        pair.rows = value.shape[0] // pair.ranks
+    return pair
+
+
+def _fixed(*shapes: tuple[object, ...]) -> bool:
+    return all(isinstance(size, int) for shape in shapes for size in shape)
+
+
+# ---- what pays -----------------------------------------------------------------------------------------------------------------
+
+
+def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tuple[int, str]:
+    """Number of parts, 1 for none, and why.
+
+    Args:
+        hidden: seconds of the collective, as it is, for which compute does not wait.
+        products: seconds that its products take.
+    """
+    this = collective_of(pair.start)
+    if not pair.gathers and is_exchanged(pair.start, [pair.start.args[0]]):  # type: ignore[list-item]
+        this = replace(this, kind="all_to_all")  # which it becomes, and sends half
+    _, whole = cost_of(cluster, this)
+    exposed = whole - hidden
+    if exposed <= 0:
+        return 1, "nothing of it is exposed"
+    found = []
+    for k in (pair.ranks,) if pair.fuses else PARTS:
+        if pair.rows % k and not pair.fuses:
+            continue
+        _, part = cost_of(cluster, replace(this, bytes=this.bytes // k))
+        left = max(0.0, part + (k - 1) * max(0.0, part - products / k) - hidden)
+        found.append((left + _extra(pair, cluster, k), left, k))
+    if not found:
+        return 1, f"{pair.rows:,} rows of a shard divide by none of {', '.join(map(str, PARTS))}"
+    total, left, k = min(found)
+    if total >= exposed:
+        return 1, f"{exposed * 1e3:.2f} ms are exposed, and {total * 1e3:.2f} ms would be in {k} parts, with the copies that takes"
+    copies = (total - left) * 1e3
+    return k, f"{exposed * 1e3:.2f} of {whole * 1e3:.2f} ms exposed become {left * 1e3:.2f}, copies and launches take {copies:.2f}"
+
+
+def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
+    """Seconds that `k` parts take for copies, launches, and the collectives that are more."""
+    itemsize = pair.start.meta["val"].element_size()
+    launching = (k - 1) * (len(pair.products) * cluster.device.launch + host_seconds(cluster.backend))
+    if pair.fuses:
+        return launching  # parts are read and written where they belong
+    if pair.gathers:
+        copies = [result_bytes(product) for product in pair.products] + ([result_bytes(pair.start)] if pair.whole else [])
+    else:
+        copies = [result_bytes(pair.products[0].args[0]), result_bytes(pair.start)]  # type: ignore[arg-type]
+    copying = sum(compute_seconds(cluster.device, 0, 2 * size, itemsize) for size in copies)
+    return copying + launching
+
+
+# ---- divided -------------------------------------------------------------------------------------------------------------------
+
+
+def _divide_gather(pair: Pair, k: int) -> None:
+    n, rows, start, wait = pair.ranks, pair.rows, pair.start, pair.wait
+    shape = list(wait.meta["val"].shape)
+    columns = math.prod(shape) // (n * rows)
+    make = Maker(start, start)
+    flat = make(aten.view.default, start.args[0], [rows, columns])
+    pieces = [make(aten.slice.Tensor, flat, 0, i * rows // k, (i + 1) * rows // k) for i in range(k)]
+    starts = [make(_GATHER, piece, *start.args[1:], start=True) for piece in pieces]
+    make = Maker(wait, wait)
+    waits = [make(wait_tensor, part) for part in starts]
+    for product in pair.products:
+        make = Maker(product, product)
+        results = [make(aten.mm.default, part, product.args[1]) for part in waits]
+        product.replace_all_uses_with(_interleaved(make, results, n, rows, list(product.meta["val"].shape)))
+        product.graph.erase_node(product)
+    erase_views(wait)
+    if wait.users:
+        wait.replace_all_uses_with(_interleaved(Maker(wait, wait), waits, n, rows, shape))
+    wait.graph.erase_node(wait)
+    start.graph.erase_node(start)
+
+
+def _divide_scatter(pair: Pair, k: int) -> None:
+    n, rows, start, wait = pair.ranks, pair.rows, pair.start, pair.wait
+    (product,) = pair.products
+    left, right = product.args
+    make = Maker(start, product)
+    inner = left.meta["val"].shape[1]  # type: ignore[union-attr]
+    by_part = make(aten.reshape.default, left, [n, k, rows // k, inner])
+    results = []
+    for i in range(k):
+        piece = make(aten.clone.default, make(aten.select.int, by_part, 1, i), memory_format=torch.contiguous_format)
+        results.append(make(aten.mm.default, make(aten.view.default, piece, [n * rows // k, inner]), right))
+    make = Maker(start, start)
+    starts = [make(_SCATTER, part, *start.args[1:], start=True) for part in results]
+    make = Maker(wait, wait)
+    joined = make(aten.cat.default, [make(wait_tensor, part) for part in starts])
+    wait.replace_all_uses_with(make(aten.view.default, joined, list(wait.meta["val"].shape)))
+    wait.graph.erase_node(wait)
+    erase_reduced(start)
+
+
+def erase_reduced(start: torch.fx.Node) -> None:
+    """Erases the start of a reduction that nothing waits for any more, and the product that it reduced."""
+    unused: torch.fx.Node = start.args[0]  # type: ignore[assignment]
+    start.graph.erase_node(start)
+    while unused.target in _RESHAPES:
+        node, unused = unused, unused.args[0]  # type: ignore[assignment]
+        node.graph.erase_node(node)
+    unused.graph.erase_node(unused)
+
+
+def _interleaved(make: Maker, parts: list[torch.fx.Node], n: int, rows: int, shape: list[int]) -> torch.fx.Node:
+    """The rows of all ranks' shards in order, from the parts that hold some of every rank's."""
+    k = len(parts)
+    columns = math.prod(shape) // (n * rows)
+    by_rank = [make(aten.view.default, part, [n, rows // k, columns]) for part in parts]
+    return make(aten.view.default, make(aten.cat.default, by_rank, 1), shape)
+
+
+def erase_views(node: torch.fx.Node) -> None:
+    """Views of `node` that nothing reads any more."""
+    for user in list(node.users):
+        if user.target in _RESHAPES:
+            erase_views(user)
+            if not user.users:
+                user.graph.erase_node(user)
+
+
+class Maker:
+    """Makes nodes in front of `before` with the origin of `like`."""
+
+    def __init__(self, before: torch.fx.Node, like: torch.fx.Node) -> None:
+        self.before, self.like = before, like
+
+    def __call__(self, target: object, *args: object, start: bool = False, **kwargs: object) -> torch.fx.Node:
+        graph = self.before.graph
+        with graph.inserting_before(self.before):
+            node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        node.meta = {key: value for key, value in self.like.meta.items() if key not in ("val", "tensor_meta")}
+        if start:
+            node.meta[PART] = True
+        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = target(*values, **named)  # type: ignore[operator]
+        return node

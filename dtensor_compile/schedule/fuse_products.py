@@ -1,0 +1,76 @@
+"""Products beside collectives as torch's operators for symmetric memory, which compute on a part while the next one travels.
+
+    before   s = all_gather(x); y = mm(wait(s), w)
+    after    y = fused_all_gather_matmul(x, [w])
+
+    before   s = reduce_scatter(mm(h, w)); z = wait(s)
+    after    z = fused_matmul_reduce_scatter(h, w)
+
+In: a lowered graph in its final order, in which `decompose.py` has marked starts. Out: the same values, those collectives and their
+products in one operator where the first product stood. It runs behind everything that reads collectives off the graph (the report,
+the agreement between ranks), which are the same ones afterwards.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from dtensor_compile.decisions import Decision
+from dtensor_compile.schedule.decompose import Maker, Pair, erase_reduced, erase_views, pairs
+from dtensor_compile.graph.nodes import FUSED, source_line
+from dtensor_compile.graph.costs import collective_of
+
+aten = torch.ops.aten
+
+
+def fuse_products(graph: torch.fx.Graph) -> list[Decision]:
+    """Replaces the collectives that `decompose_products` left for it."""
+    decisions = []
+    for pair in list(pairs(graph)):
+        if FUSED in pair.start.meta and not pair.why_not:
+            where, before = source_line(pair.start), f"{collective_of(pair.start).kind} and {len(pair.products)} mm"
+            fused = _fuse_gather(pair) if pair.gathers else _fuse_scatter(pair)
+            reason = "the group has symmetric memory" if fused else "no product's other factor is there when the gather is needed"
+            sent = None if fused else collective_of(pair.start).bytes
+            decisions.append(Decision("fuse_products", where, reason, before, fused or before, left_alone=not fused, bytes=sent))
+    return decisions
+
+
+def _fuse_gather(pair: Pair) -> str:
+    """The name of the operator; empty where it cannot stand."""
+    wait, shape = pair.wait, list(pair.wait.meta["val"].shape)
+    number = {node: index for index, node in enumerate(wait.graph.nodes)}
+    ready = [product for product in pair.products if number[product.args[1]] < number[wait]]  # type: ignore[index]
+    if not ready:
+        return ""
+    left = ready[0].args[0].meta["val"]  # type: ignore[union-attr]
+    make = Maker(wait, pair.start)
+    rows = make(aten.view.default, pair.start.args[0], [pair.rows, left.shape[1]])
+    weights = [product.args[1] for product in ready]
+    whole = pair.whole or len(ready) < len(pair.products)
+    op = torch.ops.symm_mem.fused_all_gather_matmul.default
+    fused = make(op, rows, weights, 0, pair.start.args[2], return_A=whole)
+    results = make(operator.getitem, fused, 1)
+    for index, product in enumerate(ready):
+        product.replace_all_uses_with(Maker(wait, product)(operator.getitem, results, index))
+        product.graph.erase_node(product)
+    erase_views(wait)
+    if wait.users:
+        wait.replace_all_uses_with(make(aten.view.default, make(operator.getitem, fused, 0), shape))
+    wait.graph.erase_node(wait)
+    pair.start.graph.erase_node(pair.start)
+    return op._schema.name.split("::")[1]
+
+
+def _fuse_scatter(pair: Pair) -> str:
+    start, wait = pair.start, pair.wait
+    (product,) = pair.products
+    make = Maker(start, start)
+    op = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
+    reduced = make(op, *product.args, start.args[1], 0, start.args[3])
+    wait.replace_all_uses_with(make(aten.view.default, reduced, list(wait.meta["val"].shape)))
+    wait.graph.erase_node(wait)
+    erase_reduced(start)
+    return op._schema.name.split("::")[1]

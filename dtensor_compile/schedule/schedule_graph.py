@@ -1,0 +1,223 @@
+"""A lowered graph in the order that `dtensor_compile.schedule.list_scheduler` finds for it.
+
+In: a forward or backward graph of functional collectives, and a cluster. Out: the same nodes in another order, and a decision for
+each collective: hidden, or exposed and why.
+
+    before   s = all_gather(w); g = wait(s); y = mm(x, g); t = all_gather(v); h = wait(t); z = mm(y, h)
+    after    s = all_gather(w); t = all_gather(v); g = wait(s); y = mm(x, g); h = wait(t); z = mm(y, h)
+
+What a node needs, besides its arguments: nodes that draw random numbers follow each other; a node that stays where it is
+(`is_fixed`) follows all nodes before it and comes before all after it; and in a graph with collectives of the program's own a
+wait stays behind the starts that it is behind, because ranks that run different programs could otherwise wait for each other.
+
+Inductor puts its kernels in an order of its own afterwards. `compat/inductor/scheduler.py` arranges those again, by the same rules, with
+the kernels as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dtensor_compile.ops.groups import GROUP
+from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.measured_kernels import measured_seconds
+from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
+from dtensor_compile.schedule.start_order import hoist_gathers
+from dtensor_compile.schedule.wrapper_order import wrapper_peak
+from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, starts_collective
+from dtensor_compile.graph.costs import Collective, collective_of, result_bytes, work_of
+from dtensor_compile.topology.backends import host_seconds
+from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
+
+
+#: Kind of the decisions about an order.
+ORDERED = "schedule"
+#: Kind of the decision about an order that holds more than ``overlap_memory`` allows.
+OVER_BOUND = "overlap_memory"
+
+
+def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, measured: bool = False) -> list[Decision]:
+    """Orders `graph` so that collectives run beside compute.
+
+    Args:
+        topology: what the seconds are of; None for the default of the device. They decide what runs between two starts, never the
+            order of starts.
+        overlap_memory: part of the peak of the graph as it is that may be added to it; what ``fully_shard``'s own order holds may always be
+            held.
+        measured: as for `graph_tasks`.
+    """
+    cluster = cluster_for(graph, topology)
+    if cluster is None:
+        return []
+    tasks = graph_tasks(graph, cluster, measured)
+    before = simulate(tasks, range(len(tasks)))
+    wrapped = {i: reduces for i, node in enumerate(graph.nodes) if (reduces := is_wrapped(node)) is not None}
+    bound = max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped))
+    between_meshes = any(ACROSS in node.meta for node in graph.nodes)  # then ranks of a mesh do not all have this graph
+    if not between_meshes and hoist_gathers(graph):
+        tasks = graph_tasks(graph, cluster, measured)
+    order = arrange(tasks, bound)
+    nodes = list(graph.nodes)
+    output = nodes[-1]
+    for index in order:
+        if nodes[index].op not in ("placeholder", "output"):
+            output.prepend(nodes[index])
+    found = simulate(tasks, order)
+    decisions = explain(tasks, order, found, {index: collective_of(node) for index, node in enumerate(nodes) if is_start(node)})
+    return [*decisions, *_over(found.peak, bound, before.peak, overlap_memory)]
+
+
+def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[Decision]:
+    """A decision that says by how much an order exceeds its bound, where it does.
+
+    That happens where gathers start earlier than in the program (`hoist_gathers`), and no order of the same starts holds less. Ranks
+    keep the order of starts, since each of them knows the memory of its own shards alone.
+    """
+    if peak <= bound:
+        return []
+    reason = (
+        f"no order of these starts that was found keeps overlap_memory={overlap_memory:g}: {peak - bound:,.0f} bytes more than the bound of "
+        f"{bound:,.0f}; gathers start earlier than in the program"
+    )
+    return [Decision(OVER_BOUND, "", reason, f"{before:,} bytes", f"{peak:,} bytes")]
+
+
+def is_wrapped(node: torch.fx.Node | None) -> bool | None:
+    """Whether a start reduces for a wrapper of the program (gathers for it: False); None for other nodes."""
+    if node is None or GROUP not in node.meta or not starts_collective(node):
+        return None
+    return "reduce" in node.target._schema.name  # type: ignore[union-attr]
+
+
+def cost_of(cluster: Cluster, this: Collective) -> tuple[str, float]:
+    """The link that carries a collective, and for how many seconds.
+
+    Groups of all mesh dims share what leads to other hosts, since a rank has one way out; a mesh dim whose link the topology
+    names has its own.
+    """
+    named = cluster.mesh_dims.get(this.mesh_dim)
+    if named is not None:
+        link = named.share(len(this.ranks))
+        return this.mesh_dim, seconds_over(link, cluster.backend, this.kind, this.bytes, len(this.ranks))
+    hosts = {rank // cluster.ranks_per_host for rank in this.ranks} if cluster.ranks_per_host else set()
+    name = "between hosts" if len(hosts) > 1 else "inside a host"
+    return name, collective_seconds(cluster, this.kind, this.bytes, this.ranks)
+
+
+def default_cluster(device_type: str) -> Cluster:
+    """What is assumed where the user names no topology: hosts on a 1 Gbit/s network, or those of the preset of a GPU."""
+    return CLUSTERS["cpu-1gbit" if device_type == "cpu" else "h100"]
+
+
+def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | None:
+    """What the seconds of a graph are of; None for a graph that waits for no collective."""
+    first = next((node for node in graph.nodes if is_wait(node)), None)
+    return None if first is None else topology or default_cluster(first.meta["val"].device.type)
+
+
+def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False) -> list[Task]:
+    """The nodes of a graph as tasks, one each, in order.
+
+    Args:
+        measured: operators that can be are measured (`measured_seconds`); ranks then have other seconds.
+    """
+    nodes = list(graph.nodes)
+    number = {node: index for index, node in enumerate(nodes)}
+    own_sends = any(is_start(node) and REDISTRIBUTES not in node.meta for node in nodes)
+    roots: dict[torch.fx.Node, torch.fx.Node] = {}  # whose memory a node is in
+    for node in nodes:
+        roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node
+    kept = {roots[source] for source in nodes[-1].all_input_nodes}
+    kept.update(node for node in nodes if node.op == "get_attr" or node.op == "placeholder" and _is_parameter(node))
+    memory = {node: Buffer(size := result_bytes(node), size, node in kept) for node in nodes if roots[node] is node}
+    started: dict[torch.fx.Node, torch.fx.Node] = {}
+    computed: set[torch.fx.Node] = set()
+    fixed, random, start = -1, -1, -1
+    tasks: list[Task] = []
+    for index, node in enumerate(nodes):
+        after = [number[source] for source in node.all_input_nodes]
+        reads = dict.fromkeys(memory[roots[source]] for source in node.all_input_nodes)
+        makes = (memory[node],) if node in memory else ()
+        if node.op in ("placeholder", "get_attr"):
+            tasks.append(Task(makes=makes, given=True))
+            continue
+        if fixed >= 0:
+            after.append(fixed)
+        if node.op == "output" or is_fixed(node):
+            after.extend(range(fixed + 1, index))
+            fixed = index
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            after += [random] if random >= 0 else []
+            random = index
+        link, waits_for, seconds, host = None, None, 0.0, 0.0
+        if is_start(node):
+            (link, seconds), host = cost_of(cluster, collective_of(node)), host_seconds(cluster.backend)
+            started[node] = node
+            after += [start] if start >= 0 else []
+            start = index
+        elif node.all_input_nodes and node.all_input_nodes[0] in started:
+            started[node] = started[node.all_input_nodes[0]]
+            if is_wait(node):
+                waits_for = number[started[node]]
+                reads.update(dict.fromkeys(tasks[waits_for].reads))
+                after += [start] if own_sends else []
+                del started[node]
+        elif (work := work_of(node, computed)) is not None:
+            known = measured_seconds(node) if measured else None
+            seconds = compute_seconds(cluster.device, work.flops, work.bytes, work.itemsize, work.fused) if known is None else known
+        tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads), host=host))
+    return tasks
+
+
+def _is_parameter(node: torch.fx.Node) -> bool:
+    """An input that the caller holds anyway. What a forward saved for its backward is given back as it is used."""
+    return str(node.target).startswith(("primals", "arg"))
+
+
+def _aliases(node: torch.fx.Node) -> bool:
+    """Whether the result of a node lies in the memory of its first argument."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    return is_wait(node) or bool(getattr(node.target, "is_view", False)) or is_start(node.all_input_nodes[0])
+
+
+def explain(tasks: Sequence[Task], order: Sequence[int], found: Simulation, collectives: Mapping[int, Collective]) -> list[Decision]:
+    """A decision for each collective of an order: hidden, or exposed and why.
+
+    Args:
+        found: what `order` was simulated to take.
+        collectives: the records of the starts among `tasks`; those without one are left out.
+    """
+    place = {index: at for at, index in enumerate(order)}
+    first_wait: dict[int, int] = {}
+    for at, index in enumerate(order):
+        if (start := tasks[index].waits_for) is not None:
+            first_wait.setdefault(start, at)
+    computes = [at for at, index in enumerate(order) if tasks[index].seconds and tasks[index].link is None]
+    decisions = []
+    for index, exposed in found.exposed.items():
+        this, seconds = collectives.get(index), tasks[index].seconds
+        if this is None:
+            continue
+        start, wait = place[index], first_wait.get(index, len(order))
+        beside = any(start < at < wait for at in computes)
+        if exposed > 0:
+            reason = f"{exposed * 1e3:.2f} of {seconds * 1e3:.2f} ms exposed: {_why(start, wait, computes)}"
+        elif beside:
+            reason = f"hidden: {seconds * 1e3:.2f} ms beside compute"
+        else:
+            reason = f"{seconds * 1e3:.2f} ms, over while others are waited for; nothing is computed between its start and its wait"
+        text = f"{this.kind}[{this.mesh_dim}]"
+        decisions.append(Decision(ORDERED, this.where, reason, text, text))
+    return decisions
+
+
+def _why(start: int, wait: int, computes: Sequence[int]) -> str:
+    """Why nothing hides a collective that starts and is waited for at these places of an order."""
+    if not computes or start < computes[0]:
+        return "it starts with the graph, and the first compute needs it"
+    if wait > computes[-1]:
+        return "nothing is left to compute when it starts"
+    return "what it sends is ready too late before its first use, and all else depends on it or has run"

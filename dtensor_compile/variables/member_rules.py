@@ -1,0 +1,262 @@
+"""Tables that say what becomes of each member of an object, and of each function of a module; trackers that follow them.
+
+An object that a guard holds fixed has members that are fixed too. A table has a row per name, with one of these rules:
+
+- `BAKE`: read or called with the real object while tracing; the result is a constant of the graph. Right for members whose
+  result follows from what is guarded, and that change nothing.
+- `ASK`: as `BAKE`, and guarded by its answer: what it says may change between calls of the program.
+- `READ`: data with a source, under guards of its own.
+- `INLINE`: traced like any other Python code.
+- `OPERATOR`: a call becomes operators of the graph, through a twin (``collectives.py``).
+- `MAKE`: makes meshes or groups; called once per place of the program (``factories.py``).
+- `BREAK`: not traceable; an ordinary graph break with a cause (``causes.py``).
+
+`TableVariable` looks a member up in the table of its class. What no table names breaks a graph when it is called, and is read
+under a guard when it is data.
+
+Whatever a member returns that is itself a mesh, a group or a placement gets a tracker with a source
+(`SourcedVariable.track`), so that guards, graph inputs and returned values work for it as they do for an input.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+from dtensor_compile.causes import cause
+from dtensor_compile.compat.dynamo.tracing import (
+    MemberVariable,
+    OpaqueClassVariable,
+    Source,
+    Translator,
+    VariableTracker,
+    build,
+    build_member,
+    build_unguarded,
+    class_of,
+    constant_argument,
+    constant_source,
+    describe_fake,
+    graph_break,
+    inline_member,
+    is_opaque_class,
+    member_function,
+    raise_in_program,
+    read_attribute,
+    remember,
+    tracked,
+)
+
+
+class Rule(enum.Enum):
+    """What becomes of a member of an object."""
+
+    BAKE = enum.auto()
+    ASK = enum.auto()
+    READ = enum.auto()
+    INLINE = enum.auto()
+    OPERATOR = enum.auto()
+    MAKE = enum.auto()
+    BREAK = enum.auto()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: the rule, and for `Rule.BREAK` the code of the cause."""
+
+    rule: Rule
+    cause: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rule is Rule.BREAK:
+            cause(self.cause)  # raises where there is no such cause
+
+
+Table = Mapping[str, Row]
+_UNKNOWN = Row(Rule.BREAK, "member-not-traced")
+
+
+def table(
+    *,
+    bake: str = "",
+    ask: str = "",
+    read: str = "",
+    inline: str = "",
+    operator: str = "",
+    make: str = "",
+    breaks: Mapping[str, str] | None = None,
+) -> Table:
+    """A table from lists of names, separated by white space; `breaks` has one list per code of a cause."""
+    rules = {
+        Rule.BAKE: bake,
+        Rule.ASK: ask,
+        Rule.READ: read,
+        Rule.INLINE: inline,
+        Rule.OPERATOR: operator,
+        Rule.MAKE: make,
+    }
+    rows = {name: Row(rule) for rule, names in rules.items() for name in names.split()}
+    refused = {name: Row(Rule.BREAK, code) for code, names in (breaks or {}).items() for name in names.split()}
+    return {**rows, **refused}
+
+
+def causes_of(rows: Table) -> Mapping[str, str]:
+    """Name -> code of the cause, of the rows that break a graph."""
+    return {name: row.cause for name, row in rows.items() if row.rule is Rule.BREAK}
+
+
+class TableVariable(MemberVariable):
+    """An opaque object whose members follow a table.
+
+    Class attributes:
+        kind: what a message calls such an object.
+        members: row per member.
+        outside: row of all other members.
+        functions: what is called with the object in place of the method of that name, which the class need not have
+            (``copy.copy`` asks for ``__copy__``).
+    """
+
+    kind: ClassVar[str]
+    members: ClassVar[Table]
+    outside: ClassVar[Row] = _UNKNOWN
+    functions: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+
+    def python_type(self) -> type:
+        return type(self.as_python_constant())
+
+    def rule(self, name: str) -> Rule:
+        return self.members.get(name, self.outside).rule
+
+    def read_member(self, tx: Translator, name: str) -> VariableTracker:
+        if name == "__class__":
+            return class_of(self, tx)
+        rule = self.rule(name)
+        if rule is Rule.INLINE:
+            return self._inline(tx, name)
+        try:
+            value = self.functions.get(name) or getattr(self.as_python_constant(), name)
+        except Exception as error:  # noqa: BLE001 - whatever a property raises, the program sees it
+            raise_in_program(tx, error)
+        if callable(value) and rule is not Rule.READ and not isinstance(value, type):
+            return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
+        if rule is Rule.READ:
+            return build_member(self, tx, name, value)
+        if rule is Rule.BAKE:
+            return build(tx, value)
+        return self.refuse(name) if name in self.members else self._inline(tx, name)
+
+    def call_method(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        if name == "__deepcopy__":
+            args = []  # what was copied already is of no concern here
+        rule = self.rule(name)
+        if rule is Rule.BAKE:
+            return self._call_real(tx, name, args, kwargs)
+        if rule is Rule.INLINE:
+            return self._inline(tx, name).call_function(tx, list(args), dict(kwargs))
+        if rule is Rule.OPERATOR:
+            return self.operate(tx, name, args, kwargs)
+        if rule is Rule.MAKE:
+            return self.make(tx, name, args, kwargs)
+        self.refuse(name)
+
+    def operate(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        """A call of a member that becomes operators."""
+        self.refuse(name)
+
+    def make(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        """A call of a member that makes meshes or groups."""
+        self.refuse(name)
+
+    def _inline(self, tx: Translator, name: str) -> VariableTracker:
+        return inline_member(self, tx, name) or self.refuse(name)
+
+    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
+        return build(tx, name in self.functions or hasattr(self.as_python_constant(), name))
+
+    def mp_subscript_impl(self, tx: Translator, key: VariableTracker) -> VariableTracker:
+        return self.call_method(tx, "__getitem__", [key], {})
+
+    def text(self, tx: Translator, method: str) -> VariableTracker:
+        return self._call_real(tx, method, [], {})
+
+    def _call_real(
+        self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    ) -> VariableTracker:
+        try:
+            real_args = [constant_argument(arg) for arg in args]
+            real_kwargs = {key: constant_argument(arg) for key, arg in kwargs.items()}
+        except NotImplementedError:
+            graph_break(
+                "member-argument",
+                f"{self}.{name}({', '.join(map(str, [*args, *kwargs.values()]))})",
+                f"backend='dtensor' evaluates {type(self.as_python_constant()).__name__}.{name} while it traces, and needs the "
+                "values of its arguments then.",
+            )
+        try:
+            result = self.real_function(name)(*real_args, **real_kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever the method raises, the program sees it
+            raise_in_program(tx, error)
+        return build(tx, result)
+
+    def real_function(self, name: str) -> Callable[..., Any]:
+        """What a call of member `name` calls, with the real arguments."""
+        real = self.as_python_constant()
+        return functools.partial(self.functions[name], real) if name in self.functions else getattr(real, name)
+
+    def refuse(self, name: str) -> NoReturn:
+        """The graph break for a member that is not traced."""
+        cls = type(self.as_python_constant()).__name__
+        code = self.members.get(name, _UNKNOWN).cause or _UNKNOWN.cause
+        explanation = f"backend='dtensor' does not trace the member '{name}' of {cls}. {cause(code).why}"
+        graph_break(code, f"{self}.{name}", explanation)
+
+
+class OpaqueClass(OpaqueClassVariable):
+    """The class of such objects, as torch tracks it; its methods in C++ are those of the object that they are called with."""
+
+    @classmethod
+    def retrack(cls, stock: VariableTracker) -> VariableTracker:
+        if not is_opaque_class(stock):
+            return stock
+        return cls(stock.as_python_constant(), source=stock.source)
+
+    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
+        found = inspect.getattr_static(self.as_python_constant(), name, None)
+        if type(found).__name__ == "instancemethod":
+            return member_function(self, name, lambda args, kwargs: args[0].realize().call_method(tx, name, args[1:], kwargs))
+        return read_attribute(super(), tx, name)
+
+    tp_getattro_impl = var_getattr  # as of 2.14
+
+
+class SourcedVariable(TableVariable):
+    """An opaque object with an identity (a mesh, a group): always tracked with a source, and once per frame."""
+
+    @classmethod
+    def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
+        """Makes the tracker; called in place of torch's factory.
+
+        An object without a source was computed by a node of the graph or by a member. While the guards hold it is always this
+        one, so that the tracker of an input serves where it is one, and a constant where it is not.
+        """
+        variable = cls(proxy, value, source=source, **options)
+        real = variable.as_python_constant()
+        if source is None:
+            return tracked(tx, real) or build_unguarded(tx, real, constant_source(tx, cls.kind, real))
+        describe_fake(value)
+        cls.guard(source)
+        return remember(tx, real, variable)
+
+    @classmethod
+    def guard(cls, source: Source) -> None:
+        """Installs what torch's own guards on `source` leave open."""
