@@ -12,7 +12,7 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 """
 
 from dtensor_compile.compat.distributed.gloo import one_gloo_worker
-from dtensor_compile.cross_mesh import redistribute
+from dtensor_compile.capture.cross_mesh import redistribute
 from dtensor_compile.errors import (
     AgreementError,
     DTensorCompileError,

@@ -24,7 +24,7 @@ from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.fixups.freed_autograd_graphs import restore_spent_graphs
 from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.fixups.unread_collectives import calls_collectives, drop_unread_collectives
-from dtensor_compile.checks import check_program, shards_are_even, tensor_meshes
+from dtensor_compile.capture.checks import check_program, shards_are_even, tensor_meshes
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
 from dtensor_compile.compat.aot.aot_backward import dtensor_tangents
 from dtensor_compile.compat.aot.async_inputs import async_inputs, keep_gradients_of_async_inputs
@@ -42,7 +42,7 @@ from dtensor_compile.compat.aot.shapes import sizes_from_expressions, split_nary
 from dtensor_compile.compat.aot.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.aot.unwrap import native_calls
 from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
-from dtensor_compile.cross_mesh import join_groups
+from dtensor_compile.capture.cross_mesh import join_groups
 from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory

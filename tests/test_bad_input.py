@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from dtensor_compile.checks import check_mesh
+from dtensor_compile.capture.checks import check_mesh
 from dtensor_compile.compat.release import minor_release
 from dtensor_compile.errors import MeshError, NoProcessGroupError
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks

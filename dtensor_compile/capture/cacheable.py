@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.inductor.compile import cache_refusal
-from dtensor_compile.cross_mesh import redistribute
+from dtensor_compile.capture.cross_mesh import redistribute
 from dtensor_compile.decisions import Decision
 from dtensor_compile.spmd.barrier import border
 from dtensor_compile.spmd.constraint import agree, constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole

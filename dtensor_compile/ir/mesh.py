@@ -29,7 +29,7 @@ from dtensor_compile.compat.distributed import mesh as compat_mesh
 from dtensor_compile.compat.dynamo.tracing import fact_guard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError
-from dtensor_compile.runtime.rendezvous import all_meet
+from dtensor_compile.store.rendezvous import all_meet
 
 _TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[0-9]+(\.[0-9]+)*\.?)")
 _DIM = re.compile(r"((?P<name>[^=\],]+)=)?(?P<sizes>[0-9]+:[0-9]+(\*[0-9]+:[0-9]+)*)")
@@ -267,7 +267,7 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
     """Makes the process groups over several mesh dims that plans over these meshes may use, before anything is compiled.
 
     Made in advance, they are there as well on a rank that finds its graph in a cache while another compiles it. Ranks make theirs in
-    the same order, that of the meshes in the program, and only once all ranks of the mesh have come (`runtime.rendezvous`): where some
+    the same order, that of the meshes in the program, and only once all ranks of the mesh have come (`store.rendezvous`): where some
     run other code, plans of the others do without such groups, and nobody waits for long.
 
     Returns:

@@ -4,7 +4,7 @@
         -> Tensor
 
 Like ``dtensor_compile::redistribute`` (``ops/redistribute.py``), with two meshes. The local tensor of a rank that is not part
-of a mesh is empty (`ops.cross_mesh.absent`). `order` is the place among all communication of a graph: a rank outside of the
+of a mesh is empty (`ops.cross_mesh_plan.absent`). `order` is the place among all communication of a graph: a rank outside of the
 source mesh gives nothing to any of them and one outside of the target mesh uses nothing of it, so that there two would look the
 same, and unused. No node is ever dropped, since other ranks count on it.
 
@@ -25,7 +25,7 @@ from dtensor_compile.ops.redistribute import check_local
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.distributed import mesh as compat_mesh
 from dtensor_compile.errors import PlanError
-from dtensor_compile.ops.cross_mesh import Across, absent, expand_across, plan_across
+from dtensor_compile.ops.cross_mesh_plan import Across, absent, expand_across, plan_across
 from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.topology.network import current_memory
 

@@ -42,7 +42,7 @@ from dtensor_compile.errors import AgreementError
 from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, source_line, starts_collective
 from dtensor_compile.graph.costs import group_of
 from dtensor_compile.record.recorder import graph_name
-from dtensor_compile.runtime.store_ledger import Book, current_book, digest
+from dtensor_compile.store.ledger import Book, current_book, digest
 
 log = logging.getLogger("dtensor_compile")
 

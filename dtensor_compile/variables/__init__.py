@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
 from dtensor_compile.capture.sharding_rules import rules_while_tracing
-from dtensor_compile.checks import check_redistributions
+from dtensor_compile.capture.checks import check_redistributions
 from dtensor_compile.compat.dynamo import older_dynamo
 from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo.tracing import Backend, Entries, install_while_tracing
@@ -28,7 +28,8 @@ from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
 from dtensor_compile.compat.aot.symbol_reads import quick_expressions
 from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
-from dtensor_compile.variables import collectives, comm_debug_mode, data_dependent, data_parallel, dense_tensors, hooks, optimizer, printing, random, recurrent
+from dtensor_compile.variables import collectives, comm_debug_mode, data_dependent, data_parallel, dense_tensors, hooks, optimizer, printing, random
+from dtensor_compile.spmd import trackers as recurrent
 from dtensor_compile.variables import mesh_constructors as factories
 from dtensor_compile.variables import torch_distributed_table as functions
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable

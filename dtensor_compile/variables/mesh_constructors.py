@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from dtensor_compile.graph.global_annotations import mark
-from dtensor_compile.checks import check_commuting
+from dtensor_compile.capture.checks import check_commuting
 from dtensor_compile.compat.dtensor.creation import (
     MESH_ENV,
     compute_local_shape_and_global_offset,

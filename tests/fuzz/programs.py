@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from dtensor_compile.runtime.store_ledger import current_book
+from dtensor_compile.store.ledger import current_book
 from dtensor_compile.testing import Difference, compare_values, make_mesh
 from dtensor_compile.testing.bisect import pass_names
 from dtensor_compile.testing.parity import Allowed, Case, Settings, of_all_ranks, sum_of_squares

@@ -17,7 +17,7 @@ from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.errors import MemoryBudgetError, PlanError
-from dtensor_compile.ops.cross_mesh import plan_across
+from dtensor_compile.ops.cross_mesh_plan import plan_across
 from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.planner.memory import peak
 from dtensor_compile.planner.search import bytes_sent, plan

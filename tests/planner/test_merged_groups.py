@@ -11,7 +11,7 @@ from dtensor_compile.ir import mesh as mesh_module
 from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.compat.distributed.mesh import all_groups
 from dtensor_compile.record.recorder import record
-from dtensor_compile.runtime import rendezvous as meet
+from dtensor_compile.store import rendezvous as meet
 from dtensor_compile.testing import on_ranks
 
 

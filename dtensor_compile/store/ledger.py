@@ -22,7 +22,7 @@ class Book:
         said: how often this rank has announced the same collectives of a group, for whatever graphs.
         graphs: how often a graph was compiled, by its name.
         compilations: how often the compilation of a function began, by its name.
-        met: how often `ranks` have met about a topic (`runtime.rendezvous`).
+        met: how often `ranks` have met about a topic (`store.rendezvous`).
         epoch: counts the process groups that this rank had on that store, which may outlive them.
     """
 

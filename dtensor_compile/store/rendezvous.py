@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from dtensor_compile.runtime.store_ledger import current_book
+from dtensor_compile.store.ledger import current_book
 
 #: Seconds that a rank waits for the others.
 PATIENCE = 10.0

@@ -10,7 +10,7 @@ from expecttest import TestCase
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.errors import PlanError
-from dtensor_compile.ops.cross_mesh import plan_across
+from dtensor_compile.ops.cross_mesh_plan import plan_across
 from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.planner.shard_intervals import intervals
 

@@ -1,7 +1,7 @@
 """`redistribute`: a DTensor on another mesh, with a gradient.
 
 torch's ``DTensor.redistribute(device_mesh=other)`` raises where placements change. This one sends what is needed, in one exchange
-among the ranks of both meshes (``ops/cross_mesh.py``), in eager and as one node of a compiled graph:
+among the ranks of both meshes (``ops/cross_mesh_plan.py``), in eager and as one node of a compiled graph:
 
     y = dtensor_compile.redistribute(x, stage_1, [Shard(0)])       # x on stage_0
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 from dtensor_compile.ops.redistribute_across import redistribute_across_op, source_of_all
 from dtensor_compile.ir.mesh import join_meshes, mesh_layout, mesh_text, parse_mesh
 from dtensor_compile.ir.spec import parse_spec, spec_text
-from dtensor_compile.checks import check_mesh, check_placements
+from dtensor_compile.capture.checks import check_mesh, check_placements
 from dtensor_compile.compat.dtensor.specs import (
     MaskPartial,
     Partial,

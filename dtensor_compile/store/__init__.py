@@ -1,0 +1,1 @@
+"""What ranks tell each other through the store of their process group."""
