@@ -12,7 +12,7 @@ import torch
 from dtensor_compile.fixups.aliased_inputs import heed_aliases, may_write
 from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
 from dtensor_compile.fixups.bind_meshes import bind_meshes_to_primals
-from dtensor_compile.capture.cacheable import GRAPH_FUNCTIONS, cache_decisions, survives_caches
+from dtensor_compile.capture.cacheable import cache_decisions, survives_caches
 from dtensor_compile.fixups.effect_tokens import make_tokens_real
 from dtensor_compile.fixups.empty_masks import make_masks_boolean
 from dtensor_compile.fixups.failing_backward import defer_backward_errors
@@ -36,13 +36,16 @@ from dtensor_compile.compat.inductor.compile import compile_as_stock, compile_wi
 from dtensor_compile.compat.dynamo.module_hooks import check_gradients_of_hooks
 from dtensor_compile.compat.dynamo.observe import name_modules
 from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_states, share_groups
-from dtensor_compile.compat.inductor.scheduler import KernelOrder, orders_kernels, rearrange
+from dtensor_compile.compat.inductor.kernel_nodes import orders_kernels
+from dtensor_compile.schedule.kernel_order import KernelOrder, rearrange, tie_starts
 from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
 from dtensor_compile.compat.aot.shapes import sizes_from_expressions, split_nary
 from dtensor_compile.compat.aot.tangents import Tangents, remember_arguments
 from dtensor_compile.compat.aot.unwrap import native_calls
 from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
-from dtensor_compile.capture.cross_mesh import join_groups
+from dtensor_compile.capture.gradient_placements import placed_otherwise
+from dtensor_compile.ops.redistribute_across import ORDERED as COMMUNICATES_IN_ORDER
+from dtensor_compile.capture.cross_mesh import join_groups, redistribute
 from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.check_counts import check_counts
 from dtensor_compile.lowering.check_memory import check_memory
@@ -73,10 +76,15 @@ from dtensor_compile.graph.nodes import across, has_even_shards, redistributions
 from dtensor_compile.record.recorder import GraphLog, cache_key, recording
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.native.loader import without_native
+from dtensor_compile.spmd import trackers as annotations
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.topology.files import to_values
 from dtensor_compile.topology.network import plans_for
 from dtensor_compile.variables import install_trackers
+
+
+#: Functions of ours that a Dynamo graph may call and be kept in caches.
+GRAPH_FUNCTIONS = (redistribute, *annotations.GRAPH_FUNCTIONS)
 
 
 def dtensor(
@@ -121,10 +129,11 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
     writes = may_write(gm)
     tangents.repeatable = not writes
     communication: list[float] = []  # seconds, of each graph that was lowered
-    tangents.decided, tangents.communication = log.decided, lambda: sum(communication)
+    tangents.sends = COMMUNICATES_IN_ORDER
+    tangents.told = lambda otherwise: log.decided([placed_otherwise(otherwise, lambda: sum(communication))])
     if recording():
         name_modules(gm)
-        log.decided(cache_decisions(gm))
+        log.decided(cache_decisions(gm, GRAPH_FUNCTIONS))
 
     measured = opts.kernel_costs == "measured"
     even = [opts.schedule and shards_are_even(gm)]
@@ -239,7 +248,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
                 example_inputs,
                 joint_pass=plan_joint_graph,
                 post_grad_pass=lower_graph,
-                kernel_pass=order_kernels if opts.schedule else None,
+                kernel_passes=(tie_starts, order_kernels) if opts.schedule else None,
                 key=None if recording() or tangents.assumed or not merged or not survives_caches(gm) else key,
                 settings=opts.inductor,
                 cacheable=GRAPH_FUNCTIONS,
@@ -247,7 +256,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
             )
         compiled = plan_until_sizes_stay(compile)
     agreement.reach()
-    run = heed_aliases(gm, remember_arguments(compiled, tangents), log.decided, tangents.communication)
+    run = heed_aliases(gm, remember_arguments(compiled, tangents), log.decided, lambda: sum(communication))
     return without_bases(restore_spent_graphs(gm, keep_versions(gm, run)), bases)
 
 
@@ -262,5 +271,5 @@ def dtensor_aten(
     return dtensor(gm, example_inputs, mode=mode, options={**(options or {}), "kernels": "aten"})
 
 
-install_trackers(dtensor)
-install_trackers(dtensor_aten)
+for _backend in (dtensor, dtensor_aten):
+    install_trackers(_backend, annotations.OBJECTS, annotations.CONTEXTS)

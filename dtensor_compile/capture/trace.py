@@ -38,13 +38,8 @@ from dtensor_compile.compat.dtensor.specs import (
     stock_redistribute_local,
 )
 from dtensor_compile.compat.dynamo.observe import forcing_operator, newest_node, nodes_since
+from dtensor_compile.graph.nodes import FORCED_BY, HANDED_BACK
 from dtensor_compile.errors import PlanError, SpecTextError
-
-#: Key of a node's ``meta``: the operator whose sharding rule asked for the redistribution, empty where the program did.
-FORCED_BY = "dtensor_compile_forced_by"
-
-#: Key of the ``meta`` of nodes that torch's own code made of a redistribution: a `HandedBack`.
-HANDED_BACK = "dtensor_compile_handed_back"
 
 
 class HandedBack(NamedTuple):

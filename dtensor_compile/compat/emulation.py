@@ -22,7 +22,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -42,7 +42,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_compile.compat.hooks import feature, hook
 from dtensor_compile.errors import OfflineError
 from dtensor_compile.native.loader import built_library
-from dtensor_compile.topology.gpus import Gpu
+
+if TYPE_CHECKING:
+    from dtensor_compile.topology.gpus import Gpu
 
 _GUARDS = "torch._C._dynamo.guards:"
 _GPU = feature(

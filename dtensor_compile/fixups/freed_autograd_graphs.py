@@ -1,7 +1,7 @@
 """Results whose autograd graph was used up by a ``backward()`` inside the region: ``loss.backward(); return loss``.
 
 Eager returns such a loss with a graph whose saved tensors are gone: it requires a gradient, and a second ``backward()`` raises.
-A compiled graph has nothing to give back for it, so the value leaves the graph detached (`mark_spent`), and gets here, outside of
+A compiled graph has nothing to give back for it, so the value leaves the graph detached (`compat.dynamo.backward` marks its node), and gets here, outside of
 it, a graph of one node that raises what eager raises. (Eager lets a graph that saved no tensors, a plain sum, be used twice; this
 one raises.)
 """
@@ -14,17 +14,12 @@ from typing import Any, NoReturn
 
 import torch
 
-_KEY = "dtensor_compile_spent"
+from dtensor_compile.compat.dynamo.backward import USED_UP
 
 SPENT = (
     "Trying to backward through the graph a second time: a backward() inside the compiled region used this value's graph up, and"
     " its saved tensors have been freed. Specify retain_graph=True in that backward() if this value is to be differentiated again."
 )
-
-
-def mark_spent(node: torch.fx.Node) -> None:
-    """Says that `node`, a detached value of a Dynamo graph, stands for a result whose autograd graph is used up."""
-    node.meta[_KEY] = True
 
 
 class _Spent(torch.autograd.Function):
@@ -40,7 +35,7 @@ class _Spent(torch.autograd.Function):
 def restore_spent_graphs(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """`compiled`, the code of `gm`, with results that require a gradient again where `gm` says that their graph is used up."""
     (results,) = gm.graph.output_node().args
-    spent = [i for i, node in enumerate(results) if isinstance(node, torch.fx.Node) and _KEY in node.meta]
+    spent = [i for i, node in enumerate(results) if isinstance(node, torch.fx.Node) and USED_UP in node.meta]
     if not spent:
         return compiled
     anchor = torch.zeros((), requires_grad=True)  # a function of nothing that requires a gradient would have no graph

@@ -30,6 +30,12 @@ from dtensor_compile.planner.shard_intervals import cuts_evenly
 #: collective that was merged of several: pairs of the number and the bytes that are sent for it.
 RECORDED_AS = "dtensor_compile_recorded_as"
 
+#: Key of a node's ``meta``: the operator whose sharding rule asked for the redistribution, empty where the program did.
+FORCED_BY = "dtensor_compile_forced_by"
+
+#: Key of the ``meta`` of nodes that torch's own code made of a redistribution: a `dtensor_compile.capture.trace.HandedBack`.
+HANDED_BACK = "dtensor_compile_handed_back"
+
 #: Key of a node's ``meta``: it starts a part of what was one collective, and stays by itself.
 PART = "dtensor_compile_part"
 

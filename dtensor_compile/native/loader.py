@@ -47,7 +47,6 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.decisions import Decision
 
 log = logging.getLogger("dtensor_compile")
@@ -68,7 +67,7 @@ def native() -> types.ModuleType | None:
     None before torch 2.13 as well: what it reads of tensors is not what these have, and its guards would let through what they should not.
     ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler, with options where there are some.
     """
-    if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0" or not OPAQUE:
+    if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0" or torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
         return None
     try:
         module = _load(built_library(_NAME, _SOURCES / "module.cpp", _LIBRARIES))

@@ -67,6 +67,9 @@ def build_report(
     )
 
 
+Recording.make_report = build_report  # type: ignore[method-assign]
+
+
 def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
     """One side of a report: what `recording` says of the program under one backend."""
     outdated = _outdated(recording.compilations)

@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtensor_compile.ops.groups import GROUP
-from dtensor_compile.capture.trace import HANDED_BACK
 from dtensor_compile.decisions import Decision
 from dtensor_compile.schedule.bucket import COALESCED
 from dtensor_compile.schedule.decompose import pairs
 from dtensor_compile.graph.measured_kernels import not_measured
 from dtensor_compile.schedule.list_scheduler import ALIKE, arrange, simulate
 from dtensor_compile.schedule.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
-from dtensor_compile.graph.nodes import FUSED, PART, REDISTRIBUTES, communicates, is_fixed, is_start, source_line
+from dtensor_compile.graph.nodes import HANDED_BACK, FUSED, PART, REDISTRIBUTES, communicates, is_fixed, is_start, source_line
 from dtensor_compile.graph.costs import collective_of
 from dtensor_compile.topology.links import Cluster, rounds
 
 if TYPE_CHECKING:
-    from dtensor_compile.compat.inductor.scheduler import KernelOrder
+    from dtensor_compile.schedule.kernel_order import KernelOrder
 
 
 def handed_back(graph: torch.fx.Graph) -> list[Decision]:

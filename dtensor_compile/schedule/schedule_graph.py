@@ -10,7 +10,7 @@ What a node needs, besides its arguments: nodes that draw random numbers follow 
 (`is_fixed`) follows all nodes before it and comes before all after it; and in a graph with collectives of the program's own a
 wait stays behind the starts that it is behind, because ranks that run different programs could otherwise wait for each other.
 
-Inductor puts its kernels in an order of its own afterwards. `compat/inductor/scheduler.py` arranges those again, by the same rules, with
+Inductor puts its kernels in an order of its own afterwards. `schedule/kernel_order.py` arranges those again, by the same rules, with
 the kernels as they are.
 """
 

@@ -1,4 +1,7 @@
-"""Recurrent layers: in programs with annotations calls of one operator of the graph (`spmd.recurrent`), in others left to torch."""
+"""What annotations add to the backend: trackers, contexts and functions of the graph. Nothing of the backend knows of annotations otherwise.
+
+Recurrent layers are calls of one operator of the graph in programs with annotations (`spmd.recurrent`), and left to torch in others.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker, graph_break
+from dtensor_compile.compat.dynamo.tracing import Contexts, Objects, Retrack, Translator, UserFunctionVariable, VariableTracker, graph_break
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.recurrent import FUNCTIONS, taken_into_graphs
-from dtensor_compile.spmd.annotate import anything_is_marked
-from dtensor_compile.spmd.recurrent import IN_PROGRAMS
+from dtensor_compile.spmd.annotate import anything_is_marked, plain_tensors_are_replicated
+from dtensor_compile.spmd.barrier import border
+from dtensor_compile.spmd.constraint import agree, constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
+from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manual
+from dtensor_compile.spmd.recurrent import IN_PROGRAMS, recurrent_layer
 
 
 def _twin(kind: str) -> Retrack:
@@ -31,5 +37,11 @@ def _taken_with_annotations() -> contextlib.AbstractContextManager[None]:
     return taken_into_graphs() if anything_is_marked() else contextlib.nullcontext()
 
 
-OBJECTS: tuple[tuple[Any, Retrack], ...] = tuple((function, _twin(kind)) for kind, function in FUNCTIONS.items())
-CONTEXTS = (_taken_with_annotations,)
+OBJECTS: Objects = tuple((function, _twin(kind)) for kind, function in FUNCTIONS.items())
+CONTEXTS: Contexts = (_taken_with_annotations, plain_tensors_are_replicated)
+
+#: Functions in a Dynamo graph that say all they do by their arguments (`capture.cacheable`).
+GRAPH_FUNCTIONS = (
+    agree, border, constrain, from_manual, ones_of, placed_from_manual, recurrent_layer, replicated, to_manual, update_statistics, whole,
+    whole_copy, write_whole,
+)  # fmt: skip

@@ -11,6 +11,8 @@ DTensors and backward hooks have no tracker of ours: torch's serve, and the mesh
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -20,16 +22,14 @@ from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.capture.checks import check_redistributions
 from dtensor_compile.compat.dynamo import older_dynamo
 from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
-from dtensor_compile.compat.dynamo.tracing import Backend, Entries, install_while_tracing
+from dtensor_compile.compat.dynamo.tracing import Backend, Contexts, Entries, Objects, install_while_tracing
 from dtensor_compile.compat.dynamo.calls import read_constant_tensors
 from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
 from dtensor_compile.compat.dynamo.guards import track_and_guard
 from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
 from dtensor_compile.compat.aot.symbol_reads import quick_expressions
-from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
 from dtensor_compile.variables import collectives, comm_debug_mode, data_dependent, data_parallel, dense_tensors, hooks, optimizer, printing, random
-from dtensor_compile.spmd import trackers as recurrent
 from dtensor_compile.variables import mesh_constructors as factories
 from dtensor_compile.variables import torch_distributed_table as functions
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
@@ -56,7 +56,6 @@ ENTRIES = Entries(
         *comm_debug_mode.OBJECTS,
         *data_dependent.OBJECTS,
         *dense_tensors.OBJECTS,
-        *recurrent.OBJECTS,
         *collectives.OBJECTS,
         *functions.OBJECTS,
         *older_dynamo.OBJECTS,
@@ -77,9 +76,7 @@ ENTRIES = Entries(
         *hooks.CONTEXTS,
         *random.CONTEXTS,
         *data_parallel.CONTEXTS,
-        *recurrent.CONTEXTS,
         *older_dynamo.CONTEXTS,
-        plain_tensors_are_replicated,
         inputs_in_one_walk,
         local_sizes_follow_global_ones,
         floats_of_modules_are_numbers,
@@ -88,6 +85,11 @@ ENTRIES = Entries(
 )
 
 
-def install_trackers(backend: Backend) -> None:
-    """From now on the trackers are in place whenever Dynamo traces for `backend`."""
-    install_while_tracing(backend, ENTRIES)
+def install_trackers(backend: Backend, objects: Objects = (), contexts: Contexts = ()) -> None:
+    """From now on the trackers are in place whenever Dynamo traces for `backend`.
+
+    Args:
+        objects, contexts: those of an extension, as in `compat.dynamo.tracing.Entries`, behind the others.
+    """
+    extended = dataclasses.replace(ENTRIES, objects=(*ENTRIES.objects, *objects), contexts=(*ENTRIES.contexts, *contexts))
+    install_while_tracing(backend, extended)

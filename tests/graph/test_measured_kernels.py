@@ -81,10 +81,10 @@ def test_kernels_of_inductor_are_measured_where_it_is_asked_for(measured, monkey
     """By what the report predicts: seconds of a product of a thousand seconds."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from dtensor_compile.compat.inductor import scheduler
+    from dtensor_compile.schedule import kernel_order
     from dtensor_compile.testing import make_mesh
 
-    monkeypatch.setattr(scheduler, "measured_seconds", lambda node: 1000.0)
+    monkeypatch.setattr(kernel_order, "measured_seconds", lambda node: 1000.0)
     with simulated_job(2, 0), record() as recording:
         mesh = make_mesh((2,), ("dp",))
         x = distribute_tensor(torch.ones(64, 64), mesh, [Shard(0)])

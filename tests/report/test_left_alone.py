@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtensor_compile import backend, record, redistribute
 from dtensor_compile.ir import mesh as capture_mesh
 from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES, Group
-from dtensor_compile.compat.inductor import scheduler
+from dtensor_compile.schedule import kernel_order
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering import lower
 from dtensor_compile.graph import measured_kernels
@@ -352,7 +352,7 @@ def test_kernels_that_communicate_where_they_stand(mesh, monkeypatch):
 
 
 def test_kernels_of_collectives_whose_node_is_not_known(mesh, monkeypatch):
-    monkeypatch.setattr(scheduler, "_collective_origin", lambda node: None)
+    monkeypatch.setattr(kernel_order, "_collective_origin", lambda node: None)
     found = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
     assert any("whose node of the graph is not known" in reason for reason, *_ in found)
 
@@ -378,7 +378,7 @@ def test_a_faster_order_of_kernels_that_needs_more_memory(mesh):
     ]
     given = list(range(len(tasks)))
     found = simulate(tasks, given)
-    (decision,) = kernels_left(scheduler.KernelOrder(tasks, given, found, found, 0.0, {}, {}, []))
+    (decision,) = kernels_left(kernel_order.KernelOrder(tasks, given, found, found, 0.0, {}, {}, []))
     assert "a faster one has a peak of" in decision.reason and decision.seconds == pytest.approx(1.0)
     assert line_of(sample([decision])) == "1 stage, 1.00 s"
 

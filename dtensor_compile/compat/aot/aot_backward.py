@@ -114,7 +114,7 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
         given = [None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)]
         placements = [spec and spec[0].placements for spec in specs]
         if tangents.come_otherwise(given, placements):
-            in_eager = None if ctx.call is None else gradients_in_eager(program, ctx.call, tangents.places, given)
+            in_eager = None if ctx.call is None else gradients_in_eager(program, ctx.call, tangents.places, given, tangents.sends)
             tangents.say_otherwise(given, placements, in_eager is not None)
             if in_eager is not None:
                 return in_eager

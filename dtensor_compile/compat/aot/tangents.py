@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -30,17 +30,10 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_compile.ops.redistribute_across import ORDERED
-from dtensor_compile.ir.mesh import mesh_text, parse_mesh
-from dtensor_compile.ops.redistribute import plan_of
-from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo.tracing import constant_source, fact_guard, leave_frames_to_python, of_compilation_on_stack
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.distributed.mesh import real_mesh
-from dtensor_compile.decisions import Decision
-from dtensor_compile.errors import PlanError, SpecTextError
-from dtensor_compile.planner.search import bytes_sent
 from dtensor_compile.native.loader import native
 
 #: Placements of the gradients of all results that are DTensors and require a gradient, in order.
@@ -77,6 +70,24 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+@dataclass(frozen=True)
+class Otherwise:
+    """Gradients of DTensors that came placed otherwise than a graph was compiled for.
+
+    Attributes:
+        gradients: those that came.
+        placed, expected: their placements, and those that the graph was compiled for.
+        in_eager: the backward pass runs in eager; else torch redistributes the gradients.
+        learns: after `ENOUGH` of them the graph is compiled for such gradients.
+    """
+
+    gradients: Sequence[Any]
+    placed: Placed
+    expected: Placed
+    in_eager: bool
+    learns: bool
+
+
 @dataclass
 class Tangents:
     """What is known of the gradients that come into one compiled graph.
@@ -90,9 +101,9 @@ class Tangents:
         matched: whether gradients came as expected so far; calls hold their arguments until then.
         places: which argument of the graph each input of its autograd function is (None for what is no tensor); empty before the
             first call, None where a tensor is no argument.
-        decided: receives decisions about gradients that came otherwise.
-        communication: gives the estimated seconds of the collectives of a step, all of which eager waits for.
-        said: what was decided already.
+        sends: operators by which a program sends messages of its own.
+        told: is told of gradients that come otherwise, the first time.
+        said: what was told already.
     """
 
     code: Any = None
@@ -103,8 +114,8 @@ class Tangents:
     learned: Placed | None = None
     matched: bool = False
     places: list[int | None] | None = field(default_factory=list)
-    decided: Callable[[list[Decision]], None] = lambda decisions: None
-    communication: Callable[[], float] = lambda: 0.0
+    sends: Collection[Any] = ()
+    told: Callable[[Otherwise], None] = lambda otherwise: None
     said: set[tuple[Placed, bool]] = field(default_factory=set)
 
     @classmethod
@@ -144,7 +155,7 @@ class Tangents:
         return placed, expected
 
     def say_otherwise(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None], in_eager: bool) -> None:
-        """Decides, the first time, what becomes of gradients that come otherwise.
+        """Tells, the first time, what becomes of gradients that come otherwise.
 
         Args:
             in_eager: the backward pass runs in eager; else torch redistributes the gradients.
@@ -153,43 +164,13 @@ class Tangents:
         if (placed, in_eager) in self.said:
             return
         self.said.add((placed, in_eager))
-        texts = [", ".join(map(_text, these)) for these in (placed, expected)]
-        reason = f"a gradient comes as {texts[0]}, and the graph was compiled for {texts[1]}: "
-        if in_eager:
-            again = "" if self.assumed is not None else f"; after {ENOUGH} of them the graph is compiled for such gradients"
-            reason += f"this backward pass runs in eager, behind another forward pass{again}"
-            cost: dict[str, Any] = {"seconds": self.communication()}
-        else:
-            reason += "torch redistributes it when the backward pass runs, because the program cannot run again"
-            cost = {"bytes": sum(_bytes_between(values[i], these) for i, these in zip(self.results, expected))}
-        self.decided([Decision("gradient_placements", "", reason, texts[1], texts[0], left_alone=True, **cost)])
+        self.told(Otherwise([values[i] for i in self.results], placed, expected, in_eager, self.assumed is None))
 
     def _count(self, placed: Placed) -> None:
         self.missed[placed] = self.missed.get(placed, 0) + 1
         if self.missed[placed] == ENOUGH and self.assumed is None and self.learned is None and self.code is not None:
             self.learned = placed
             _learned.setdefault(self.code, []).append(placed)
-
-
-def _text(placements: Sequence[Placement]) -> str:
-    try:
-        return spec_text(placements)
-    except SpecTextError:  # of a class of the user's
-        return str(list(placements))
-
-
-def _bytes_between(value: Any, expected: Sequence[Placement]) -> int:
-    """Bytes that a rank sends to redistribute a gradient to these placements; 0 where no plan says it."""
-    if not isinstance(value, DTensor):
-        return 0
-    mesh = real_mesh(value.device_mesh)
-    try:
-        steps = plan_of(
-            spec_text(value.placements), spec_text(expected), parse_mesh(mesh_text(mesh)), value.shape, value.element_size(), bounded=False
-        )
-    except (SpecTextError, PlanError):
-        return 0
-    return bytes_sent(steps, value.element_size())
 
 
 _as_learned = fact_guard("GRADIENTS_COME_AS_COMPILED_FOR", lambda tangents: tangents.learned)
@@ -312,13 +293,17 @@ class _NotRepeatable(Exception):
 
 
 class _Repeatable(TorchDispatchMode):
-    """Raises `_NotRepeatable` before the first operator that does not give the same again.
+    """With the operators by which programs send messages of their own. Raises `_NotRepeatable` before the first operator that does not give the same again.
 
     A graph that comes from a cache was not looked at when it was compiled.
     """
 
+    def __init__(self, sends: Collection[Any]) -> None:
+        super().__init__()
+        self.sends = sends
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags or func in ORDERED:
+        if torch.Tag.nondeterministic_seeded in func.tags or func in self.sends:
             raise _NotRepeatable(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -328,15 +313,16 @@ def gradients_in_eager(
     call: Callable[[], list[Any] | None],
     places: Sequence[int | None],
     tangents: Sequence[torch.Tensor | None],
+    sends: Collection[Any],
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """Gradients of the arguments at `places` for gradients of the results of the program.
+    """Gradients of the arguments at `places` for gradients of the results of the program, which sends messages by operators of `sends`.
 
     None where the arguments are not what they were any more, or where the program turns out not to give the same again.
     """
     args = call()
     if args is None:
         return None
-    with torch.enable_grad(), contextlib.suppress(_NotRepeatable), _Repeatable():
+    with torch.enable_grad(), contextlib.suppress(_NotRepeatable), _Repeatable(sends):
         leaves = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg for arg in args]
         pairs = [(result, tangent) for result, tangent in zip(program(*leaves), tangents) if tangent is not None]
         wanted = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}

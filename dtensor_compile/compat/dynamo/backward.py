@@ -22,11 +22,13 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.fixups.freed_autograd_graphs import mark_spent
 from dtensor_compile.compat.dynamo.tracing import READ, Translator, fact_guard, graph_break, tensor_methods, traces_for_us
 from dtensor_compile.compat.hooks import hook, needs
 
 _stock_accumulate_grad = polyfills.accumulate_grad
+
+#: Key of the ``meta`` of a detached value that stands for a result whose autograd graph is used up (`fixups.freed_autograd_graphs`).
+USED_UP = "dtensor_compile_spent"
 
 
 def _hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -179,4 +181,4 @@ def _detach_used_up(graph: OutputGraph, results: list[VariableTracker], tx: Tran
             value = result.as_proxy().node.meta["example_value"]
             if used_up & collect_reachable_grad_fns([(value, None)]):
                 results[i] = result.call_method(tx, "detach", [], {})
-                mark_spent(results[i].as_proxy().node)
+                results[i].as_proxy().node.meta[USED_UP] = True

@@ -137,6 +137,10 @@ TrackGiven = Callable[[VariableBuilder, Any], VariableTracker]
 TrackTensor = Callable[[Callable[[], VariableTracker], Source, Any], VariableTracker]
 
 
+Objects = tuple[tuple[Any, Retrack], ...]
+Contexts = tuple[Callable[[], AbstractContextManager[None]], ...]
+
+
 @dataclass(frozen=True)
 class Entries:
     """What is in place while Dynamo traces for our backend.
@@ -152,8 +156,8 @@ class Entries:
 
     opaque: Mapping[type, Track]
     made: Mapping[type, TrackMade]
-    objects: tuple[tuple[Any, Retrack], ...]
-    contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
+    objects: Objects
+    contexts: Contexts = ()
     tensors: Mapping[type, TrackTensor] = field(default_factory=dict)
     given: Mapping[type, TrackGiven] = field(default_factory=dict)
 

@@ -74,6 +74,10 @@ def package_digest() -> str:
     return digest.hexdigest()
 
 
+#: A function on Inductor's kernels.
+KernelPass = Callable[[list[Any]], list[Any]]
+
+
 class GraphPass(CustomGraphPass):
     """A graph function that Inductor calls, with the key under which it may cache what comes out.
 
@@ -137,7 +141,7 @@ def compile_with_inductor(
     *,
     joint_pass: GraphFunction,
     post_grad_pass: GraphFunction,
-    kernel_pass: Callable[[list[Any]], list[Any]] | None,
+    kernel_passes: tuple[KernelPass, KernelPass] | None,
     key: tuple[Any, ...] | None,
     settings: Mapping[str, Any],
     cacheable: Sequence[Callable[..., Any]] = (),
@@ -148,7 +152,7 @@ def compile_with_inductor(
     Args:
         joint_pass: runs on the joint graph (on the forward graph where there is no backward).
         post_grad_pass: runs on the forward and on the backward graph before Inductor's own post-grad passes.
-        kernel_pass: puts Inductor's kernels in order after fusion (`compat/inductor/scheduler.py`); None leaves it to Inductor.
+        kernel_passes: run over Inductor's kernels before and after fusion; None leaves their order to Inductor.
         key: what decides the work of the passes besides the graph; part of the cache keys. None: no cache is used.
         settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
         cacheable: functions whose calls in the graph are all that they depend on, so that caches may keep it.
@@ -157,7 +161,7 @@ def compile_with_inductor(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    from dtensor_compile.compat.inductor.scheduler import ORDER, TIES, SchedulerPass, tie_draws, tie_draws_and_starts, waits_are_kept
+    from dtensor_compile.compat.inductor.kernel_nodes import ORDER, TIES, SchedulerPass, tie_draws, waits_are_kept
 
     _PASSES.works()
     lowered, held = LoweredGraph(), Held()
@@ -180,11 +184,12 @@ def compile_with_inductor(
     patches["joint_custom_pre_pass"] = GraphPass(plan, key, _configured(patches, "joint_custom_pre_pass"))
     patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
-    kernel_passes = {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
-    if kernel_pass is not None and ORDER.works():
-        kernel_passes |= {"_pre_fusion_custom_pass": tie_draws_and_starts, "_post_fusion_custom_pass": kernel_pass}
-        patches["reorder_for_peak_memory"] = False  # part of the kernel pass
-    for place, run in kernel_passes.items():
+    at_kernels = {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
+    if kernel_passes is not None and ORDER.works():
+        before, after = kernel_passes
+        at_kernels |= {"_pre_fusion_custom_pass": lambda nodes: before(tie_draws(nodes)), "_post_fusion_custom_pass": after}
+        patches["reorder_for_peak_memory"] = False  # part of the pass after fusion
+    for place, run in at_kernels.items():
         patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
     inner = masks_are_sent_as_they_are()(compile_fx_inner)  # which also compiles a backward graph when it first runs
     inner = waits_are_kept()(inputs_checked_at_once()(inner))

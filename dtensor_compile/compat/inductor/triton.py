@@ -8,10 +8,12 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtensor_compile.errors import OfflineError
-from dtensor_compile.topology.gpus import Gpu
+
+if TYPE_CHECKING:
+    from dtensor_compile.topology.gpus import Gpu
 
 
 def triton_version() -> str | None:

@@ -2,25 +2,28 @@
 
 Inductor ties every collective to the one before it, so that their order stays; where a wait stood between the two it ties it to
 that wait, because the wait renames the buffer that is meant. A collective could then never start before the wait of the one
-before it. `loosen` runs before fusion and ties starts to starts only; `rearrange` runs after fusion and puts kernels in order. What
-draws random numbers keeps its order by `tie_draws`, which runs before fusion too.
+before it. `tie_starts` runs before fusion and ties starts to starts only; `rearrange` runs after fusion and puts kernels in order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import operator
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._inductor import custom_graph_pass
 
-from dtensor_compile.compat.hooks import feature, hook, needs
+from dtensor_compile.compat.inductor.kernel_nodes import (
+    Nodes,
+    is_called,
+    is_item,
+    names_of_results,
+    order_for_memory,
+    starts_collective,
+    tie,
+    waits_for_collective,
+)
 from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
@@ -30,149 +33,6 @@ from dtensor_compile.graph.nodes import REDISTRIBUTES, communicates, is_wait, so
 from dtensor_compile.graph.costs import Collective, Operation, collective_of, flops_of, itemsize_of, module_path
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
-
-Nodes = list[Any]
-
-ORDER = feature(
-    "an order of Inductor's kernels in which collectives run beside compute",
-    hook("torch._inductor.custom_graph_pass:CustomSchedulerPass"),
-    hook("torch._inductor.config:_pre_fusion_custom_pass"),
-    hook("torch._inductor.config:_post_fusion_custom_pass"),
-    hook("torch._inductor.config:reorder_for_peak_memory"),
-    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
-    hook("torch._inductor.memory:reorder_for_peak_memory", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs ..."),
-    hook("torch._inductor.memory:prepare_planning_info", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs"),
-    hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
-    hook("torch._inductor.utils:contains_collective", "snode ..."),
-    hook("torch._inductor.utils:contains_wait", "snode"),
-    without="Inductor's own order stays",
-)
-
-TIES = feature(
-    "random numbers in the order of the program, beside some that nothing reads",
-    hook("torch._inductor.config:_pre_fusion_custom_pass"),
-    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
-    hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
-    without="what is drawn after a value that nothing reads can be another number than in eager",
-)
-
-
-@needs(
-    "fused kernels that wait for all that they read",
-    hook("torch._inductor.scheduler:SchedulerNode.recompute_size_and_body", "self ..."),
-    hook("torch._inductor.scheduler:SchedulerNode.set_read_writes", "self ..."),
-    hook("torch._inductor.dependencies:StarDep"),
-    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
-    without="one could run before the wait for a collective whose result it reads",
-    essential=True,
-)
-@contextlib.contextmanager
-def waits_are_kept() -> Iterator[None]:
-    """While it is entered, kernels that Inductor schedules on this thread depend on the last write to what they read.
-
-    A collective and its wait write to a buffer that was there before, and what reads it afterwards names the write. Before 2.14
-    Inductor loses that name where it brings the loops of two kernels into one shape in order to fuse them, and has the fused kernel
-    run when the buffer is there, with what this rank alone put into it.
-    """
-    from torch._inductor.dependencies import StarDep, WeakDep
-    from torch._inductor.scheduler import SchedulerNode
-    from torch.utils._ordered_set import OrderedSet
-
-    owner = threading.get_ident()
-
-    def keeping(stock: Callable[..., None]) -> Callable[..., None]:
-        def compute_again(self: Any, *args: Any, **kwargs: Any) -> None:
-            tied = OrderedSet(dep for dep in self.read_writes.reads if isinstance(dep, (StarDep, WeakDep)))  # lost on 2.11
-            stock(self, *args, **kwargs)
-            if threading.get_ident() == owner:
-                self.set_read_writes(self.read_writes.with_read(tied).rename(self.mutation_renames))
-
-        return compute_again
-
-    with contextlib.ExitStack() as stack:
-        for name in ("recompute_size_and_body", "cancel_reduction_split"):
-            if hasattr(SchedulerNode, name):  # the second since 2.13, on GPUs
-                stack.enter_context(mock.patch.object(SchedulerNode, name, keeping(getattr(SchedulerNode, name))))
-        yield
-
-
-class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)):  # type: ignore[misc]
-    """A function on scheduler nodes that Inductor calls. Before 2.13 its caches know a pass by the class of those on graphs.
-
-    Args:
-        run: returns the nodes in another order.
-        key: everything besides the graph that decides what `run` does; None keeps the graph out of the caches.
-        then: a pass of the user's own for the same place, which runs after ours.
-    """
-
-    def __init__(self, run: Callable[[Nodes], Nodes], key: Any, then: Any = None) -> None:
-        self.run, self.key, self.then = run, key, then
-
-    def __call__(self, nodes: Nodes) -> Nodes:
-        nodes = self.run(nodes)
-        return nodes if self.then is None else self.then(nodes)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Keys of caches are pickled settings, and this is one of them; what it calls is no part of a key."""
-        return SchedulerPass, (None, self.uuid())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerPass:
-        return self
-
-    def uuid(self) -> Any:
-        follower = self.then.uuid() if hasattr(self.then, "uuid") else None
-        return None if self.key is None or self.then is not None and follower is None else (self.key, follower)
-
-
-def tie_draws(nodes: Nodes) -> Nodes:
-    """Ties what draws from torch's generator to what draws before it.
-
-    Inductor ties them by their results (as of 2.13), and drops each part of a result that nothing reads, with the tie. A draw of
-    which nothing reads any part was then tied to nothing that comes after it.
-    """
-    from torch._inductor.dependencies import WeakDep
-    from torch._inductor.virtualized import V
-
-    draws = [node for node in nodes if _is_draw(node)]
-    for before, node in itertools.pairwise(draws):
-        own = next(iter(node.get_buffer_names()))
-        node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
-    if len(draws) > 1:
-        V.graph.scheduler.compute_ancestors()
-    return nodes
-
-
-def _is_draw(node: Any) -> bool:
-    """Whether a kernel, before fusion, runs an operator that draws. What takes its result apart has the same origin, and draws not."""
-    return torch.Tag.nondeterministic_seeded in getattr(getattr(node.node, "op_overload", None), "tags", ())
-
-
-def tie_draws_and_starts(nodes: Nodes) -> Nodes:
-    """Both of `tie_draws` and `loosen`."""
-    return loosen(tie_draws(nodes))
-
-
-def loosen(nodes: Nodes) -> Nodes:
-    """Ties each collective, and what communicates where it stands, to the one before it and to no wait."""
-    from torch._inductor.dependencies import WeakDep
-    from torch._inductor.utils import contains_collective
-    from torch._inductor.virtualized import V
-    from torch.utils._ordered_set import OrderedSet
-
-    starts = [node for node in nodes if contains_collective(node) or _sends_where_it_stands(node)]
-    for before, node in itertools.pairwise(starts):
-        own = next(iter(node.get_buffer_names()))
-        if any(buffer.get_name() == own and buffer.get_mutations() for buffer in node.get_outputs()):
-            continue  # the same kind of dependency says what it writes over
-        kept = OrderedSet(
-            dep for dep in node.read_writes.reads if not (isinstance(dep, WeakDep) and dep.is_fake and dep.mutating_buf == own)
-        )
-        node.set_read_writes(dataclasses.replace(node.read_writes, reads=kept))
-        node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
-    if len(starts) > 1:
-        V.graph.scheduler.compute_ancestors()
-    return nodes
-
 
 @dataclasses.dataclass(frozen=True)
 class KernelOrder:
@@ -208,9 +68,9 @@ class KernelOrder:
         return [self.starts[index] for index in self.order if index in self.starts]
 
 
-def orders_kernels() -> bool:
-    """Whether this torch lets us put kernels in order."""
-    return ORDER.works()
+def tie_starts(nodes: Nodes) -> Nodes:
+    """Ties each collective, and what communicates where it stands, to the one before it and to no wait."""
+    return tie(nodes, lambda node: starts_collective(node) or _sends_where_it_stands(node))
 
 
 def rearrange(
@@ -226,12 +86,8 @@ def rearrange(
         measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are estimated.
         told: is told what was found; of a graph that another one calls, nothing.
     """
-    from torch._inductor.graph import SubgraphLowering
-    from torch._inductor.utils import contains_collective
-    from torch._inductor.virtualized import V
-
-    nodes, buffers = _order_for_memory(nodes)
-    starts = [node for node in nodes if contains_collective(node)]
+    nodes, buffers = order_for_memory(nodes)
+    starts = [node for node in nodes if starts_collective(node)]
     if not starts:
         return nodes
     cluster = topology or default_cluster(next(iter(starts[0].get_outputs())).node.get_device().type)
@@ -242,7 +98,7 @@ def rearrange(
     before = simulate(tasks, range(len(tasks)))
     wrapped = {index: reduces for index, role in roles.items() if (reduces := is_wrapped(role.origin)) is not None}
     order = arrange(tasks, max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped)))
-    if not isinstance(V.graph, SubgraphLowering):
+    if not is_called():
         found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}
         operations = _operations(nodes, given, tasks, order, found)
         told(
@@ -295,26 +151,9 @@ def _operation(node: Any) -> Operation:
     )
 
 
-def _order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
-    """Inductor's own last pass, which would otherwise run after ours, and what it found out about inputs that can be freed."""
-    from torch._inductor import memory
-    from torch._inductor.virtualized import V
-    from torch.utils._ordered_set import OrderedSet
-
-    scheduler = V.graph.scheduler
-    inputs = OrderedSet(V.graph.graph_inputs.keys())
-    outputs = OrderedSet(V.graph.get_output_names())
-    named = {name: node for node in nodes for name in (node.get_name(), *(part.get_name() for part in node.get_nodes()))}
-    nodes = memory.reorder_for_peak_memory(nodes, scheduler.name_to_buf, named, inputs, outputs)
-    _, freeable = memory.prepare_planning_info(nodes, scheduler.name_to_buf, named, inputs, outputs)
-    return nodes, freeable
-
-
 def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster: Cluster, measured: bool) -> list[Task]:
     """One task for each input that can be freed, then one for each kernel."""
-    from torch._inductor.virtualized import V
-
-    outputs = set(V.graph.get_output_names())
+    outputs = names_of_results()
     memory: dict[str, Buffer] = {}
     tasks: list[Task] = []
     for name, buffer in inputs.items():
@@ -380,11 +219,9 @@ class _Role:
 
 
 def _role(node: Any) -> _Role:
-    from torch._inductor.utils import contains_collective, contains_wait
-
-    if contains_wait(node):
+    if waits_for_collective(node):
         return _Role(_collective_origin(node), waits=True)
-    if contains_collective(node):
+    if starts_collective(node):
         return _Role(_collective_origin(node), starts=True)
     return _Role(stays=_sends_where_it_stands(node))
 
@@ -415,9 +252,7 @@ def _functional_name(target: Any) -> str | None:
 
 def _sends_where_it_stands(node: Any) -> bool:
     """Whether a kernel communicates, and not as a start with a wait of its own."""
-    from torch._inductor.utils import contains_collective, contains_wait
-
-    return communicates(getattr(node.node, "op_overload", None)) and not contains_collective(node) and not contains_wait(node)
+    return communicates(getattr(node.node, "op_overload", None)) and not starts_collective(node) and not waits_for_collective(node)
 
 
 def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float]:
@@ -445,12 +280,9 @@ def _origin(node: Any) -> torch.fx.Node | None:
 
 
 def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
-    from torch._inductor.ir import MultiOutput
-
-    parts = node.get_nodes()
-    if all(isinstance(part.node, MultiOutput) for part in parts):  # an item of a list
+    if is_item(node):
         return 0.0
-    origins = _called(parts)
+    origins = _called(node.get_nodes())
     found = [measured_seconds(origin) for origin in origins] if measured else []
     if found and None not in found:
         return sum(found)

@@ -1,0 +1,208 @@
+"""Inductor's kernels before and after fusion: passes over them, what ties them to each other, and what is read of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import custom_graph_pass
+
+from dtensor_compile.compat.hooks import feature, hook, needs
+
+Nodes = list[Any]
+
+ORDER = feature(
+    "an order of Inductor's kernels in which collectives run beside compute",
+    hook("torch._inductor.custom_graph_pass:CustomSchedulerPass"),
+    hook("torch._inductor.config:_pre_fusion_custom_pass"),
+    hook("torch._inductor.config:_post_fusion_custom_pass"),
+    hook("torch._inductor.config:reorder_for_peak_memory"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    hook("torch._inductor.memory:reorder_for_peak_memory", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs ..."),
+    hook("torch._inductor.memory:prepare_planning_info", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs"),
+    hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
+    hook("torch._inductor.utils:contains_collective", "snode ..."),
+    hook("torch._inductor.utils:contains_wait", "snode"),
+    without="Inductor's own order stays",
+)
+
+TIES = feature(
+    "random numbers in the order of the program, beside some that nothing reads",
+    hook("torch._inductor.config:_pre_fusion_custom_pass"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
+    without="what is drawn after a value that nothing reads can be another number than in eager",
+)
+
+
+@needs(
+    "fused kernels that wait for all that they read",
+    hook("torch._inductor.scheduler:SchedulerNode.recompute_size_and_body", "self ..."),
+    hook("torch._inductor.scheduler:SchedulerNode.set_read_writes", "self ..."),
+    hook("torch._inductor.dependencies:StarDep"),
+    hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
+    without="one could run before the wait for a collective whose result it reads",
+    essential=True,
+)
+@contextlib.contextmanager
+def waits_are_kept() -> Iterator[None]:
+    """While it is entered, kernels that Inductor schedules on this thread depend on the last write to what they read.
+
+    A collective and its wait write to a buffer that was there before, and what reads it afterwards names the write. Before 2.14
+    Inductor loses that name where it brings the loops of two kernels into one shape in order to fuse them, and has the fused kernel
+    run when the buffer is there, with what this rank alone put into it.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    owner = threading.get_ident()
+
+    def keeping(stock: Callable[..., None]) -> Callable[..., None]:
+        def compute_again(self: Any, *args: Any, **kwargs: Any) -> None:
+            tied = OrderedSet(dep for dep in self.read_writes.reads if isinstance(dep, (StarDep, WeakDep)))  # lost on 2.11
+            stock(self, *args, **kwargs)
+            if threading.get_ident() == owner:
+                self.set_read_writes(self.read_writes.with_read(tied).rename(self.mutation_renames))
+
+        return compute_again
+
+    with contextlib.ExitStack() as stack:
+        for name in ("recompute_size_and_body", "cancel_reduction_split"):
+            if hasattr(SchedulerNode, name):  # the second since 2.13, on GPUs
+                stack.enter_context(mock.patch.object(SchedulerNode, name, keeping(getattr(SchedulerNode, name))))
+        yield
+
+
+class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)):  # type: ignore[misc]
+    """A function on scheduler nodes that Inductor calls. Before 2.13 its caches know a pass by the class of those on graphs.
+
+    Args:
+        run: returns the nodes in another order.
+        key: everything besides the graph that decides what `run` does; None keeps the graph out of the caches.
+        then: a pass of the user's own for the same place, which runs after ours.
+    """
+
+    def __init__(self, run: Callable[[Nodes], Nodes], key: Any, then: Any = None) -> None:
+        self.run, self.key, self.then = run, key, then
+
+    def __call__(self, nodes: Nodes) -> Nodes:
+        nodes = self.run(nodes)
+        return nodes if self.then is None else self.then(nodes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keys of caches are pickled settings, and this is one of them; what it calls is no part of a key."""
+        return SchedulerPass, (None, self.uuid())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerPass:
+        return self
+
+    def uuid(self) -> Any:
+        follower = self.then.uuid() if hasattr(self.then, "uuid") else None
+        return None if self.key is None or self.then is not None and follower is None else (self.key, follower)
+
+
+def tie_draws(nodes: Nodes) -> Nodes:
+    """Ties what draws from torch's generator to what draws before it.
+
+    Inductor ties them by their results (as of 2.13), and drops each part of a result that nothing reads, with the tie. A draw of
+    which nothing reads any part was then tied to nothing that comes after it.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.virtualized import V
+
+    draws = [node for node in nodes if _is_draw(node)]
+    for before, node in itertools.pairwise(draws):
+        own = next(iter(node.get_buffer_names()))
+        node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
+    if len(draws) > 1:
+        V.graph.scheduler.compute_ancestors()
+    return nodes
+
+
+def _is_draw(node: Any) -> bool:
+    """Whether a kernel, before fusion, runs an operator that draws. What takes its result apart has the same origin, and draws not."""
+    return torch.Tag.nondeterministic_seeded in getattr(getattr(node.node, "op_overload", None), "tags", ())
+
+
+def tie(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:
+    """Ties each kernel of which that is true to the one before it, and to nothing else that Inductor tied it to."""
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    starts = [node for node in nodes if is_tied(node)]
+    for before, node in itertools.pairwise(starts):
+        own = next(iter(node.get_buffer_names()))
+        if any(buffer.get_name() == own and buffer.get_mutations() for buffer in node.get_outputs()):
+            continue  # the same kind of dependency says what it writes over
+        kept = OrderedSet(
+            dep for dep in node.read_writes.reads if not (isinstance(dep, WeakDep) and dep.is_fake and dep.mutating_buf == own)
+        )
+        node.set_read_writes(dataclasses.replace(node.read_writes, reads=kept))
+        node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
+    if len(starts) > 1:
+        V.graph.scheduler.compute_ancestors()
+    return nodes
+
+
+def orders_kernels() -> bool:
+    """Whether this torch lets us put kernels in order."""
+    return ORDER.works()
+
+
+def starts_collective(node: Any) -> bool:
+    """Whether a kernel starts a collective."""
+    from torch._inductor.utils import contains_collective
+
+    return contains_collective(node)
+
+
+def waits_for_collective(node: Any) -> bool:
+    """Whether a kernel waits for a collective."""
+    from torch._inductor.utils import contains_wait
+
+    return contains_wait(node)
+
+
+def is_called() -> bool:
+    """Whether the graph that Inductor compiles is one that another graph calls."""
+    from torch._inductor.graph import SubgraphLowering
+    from torch._inductor.virtualized import V
+
+    return isinstance(V.graph, SubgraphLowering)
+
+
+def names_of_results() -> set[str]:
+    """The buffers that the graph returns."""
+    from torch._inductor.virtualized import V
+
+    return set(V.graph.get_output_names())
+
+
+def is_item(node: Any) -> bool:
+    """Whether a kernel takes an item of a list, and computes nothing."""
+    from torch._inductor.ir import MultiOutput
+
+    return all(isinstance(part.node, MultiOutput) for part in node.get_nodes())
+
+
+def order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
+    """Inductor's own last pass, which would otherwise run after ours, and what it found out about inputs that can be freed."""
+    from torch._inductor import memory
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    scheduler = V.graph.scheduler
+    inputs = OrderedSet(V.graph.graph_inputs.keys())
+    outputs = OrderedSet(V.graph.get_output_names())
+    named = {name: node for node in nodes for name in (node.get_name(), *(part.get_name() for part in node.get_nodes()))}
+    nodes = memory.reorder_for_peak_memory(nodes, scheduler.name_to_buf, named, inputs, outputs)
+    _, freeable = memory.prepare_planning_info(nodes, scheduler.name_to_buf, named, inputs, outputs)
+    return nodes, freeable
