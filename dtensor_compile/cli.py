@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return parity.main(argv[1:])
     if argv[:1] == ["kernels"]:
-        from dtensor_compile.offline import command as kernels
+        from dtensor_compile.report import kernels_command as kernels
 
         return kernels.main(argv[1:])
     parser = argparse.ArgumentParser(prog="dtensor-compile", description='tools around torch.compile(model, backend="dtensor")')

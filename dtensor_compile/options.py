@@ -17,7 +17,7 @@ from dtensor_compile.lowering.order_rows import order_rows
 from dtensor_compile.schedule.overlap import LOWERED_OPTIONAL, LOWERED_PASSES
 from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.passes import OPTIONAL, PASSES
-from dtensor_compile.topology.files import topology
+from dtensor_compile.topology.files import to_values, topology
 from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error"), "kernel_costs": ("estimated", "measured")}
@@ -67,6 +67,15 @@ class Options:
     redistribution_memory: int | None = None
     regather: str | int | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def cache_key(self) -> tuple[Any, ...]:
+        """All that decides what the steps do to a graph, as plain values: part of the key of torch's caches of compiled graphs.
+
+        Every option counts but those of Inductor, which are in torch's own key.
+        """
+        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "inductor"}
+        values["topology"] = str(self.topology and to_values(self.topology))
+        return tuple(values.items())
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:

@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import dtensor_compile.backend
-import dtensor_compile.passes
 from dtensor_compile import record
-from dtensor_compile.passes import PASSES
 from dtensor_compile.record.recorder import watch_graphs
 from dtensor_compile.runtime import collective_agreement as agree
 from dtensor_compile.testing import RankError, assert_parity, make_mesh, on_ranks, run_on_ranks
@@ -79,45 +76,6 @@ def test_the_death_of_a_rank_ends_the_others_with_an_error(program):
         run_on_ranks(2, program, timeout=LIMIT)
     assert time.monotonic() - begin < LIMIT + 20
     assert "Connection" in str(error.value) or "closed" in str(error.value), error.value
-
-
-@on_ranks(2)
-def test_a_pass_that_raises_is_dropped_and_the_numbers_are_eagers():
-    def raises(graph):
-        for node in list(graph.nodes)[:3]:
-            node.args = ()
-        raise ValueError("a bug")
-
-    with (
-        unittest.mock.patch.object(dtensor_compile.passes, "PASSES", (*PASSES, raises)),
-        pytest.warns(UserWarning, match="raises: pass dropped: ValueError: a bug"),
-    ):
-        assert_parity(step, [argument()], loss=lambda out: out.full_tensor().square().sum(), backend="dtensor_aten")
-
-
-@on_ranks(2)
-def test_a_kernel_order_that_raises_leaves_inductors():
-    def fails(kernels, **kwargs):
-        raise ValueError("a bug")
-
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),  # a graph from a cache has been ordered before
-        torch._functorch.config.patch(enable_autograd_cache=False),
-        unittest.mock.patch.object(dtensor_compile.backend, "rearrange", fails),
-        pytest.warns(UserWarning, match="schedule_kernels: pass dropped: ValueError: a bug"),
-    ):
-        assert_parity(step, [argument()], loss=lambda out: out.full_tensor().square().sum())
-
-
-@on_ranks(2)
-def test_a_compilation_that_fails_leaves_the_job_usable():
-    def fails(graph, **kwargs):
-        raise RuntimeError("a bug")
-
-    with unittest.mock.patch.object(dtensor_compile.backend, "lower_collectives", fails), pytest.raises(Exception, match="a bug"):
-        run()
-    torch._dynamo.reset()
-    assert run().full_tensor().tolist() == [[2.0] * 2] * 4
 
 
 JOB = """

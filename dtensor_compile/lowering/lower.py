@@ -88,7 +88,7 @@ class _Expansion(NamedTuple):
         return carry_out(local, *self.texts, given) if self.of_one_mesh else carry_out_across(local, *self.texts, given, 0)
 
 
-def lower_redistributions(graph: torch.fx.Graph, *, strict: bool = False) -> list[Decision]:
+def lower_redistributions(graph: torch.fx.Graph, strict: bool = False) -> list[Decision]:
     """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a decision says so."""
     decisions: list[Decision] = []
     nodes = [*redistributions(graph), *across(graph)]

@@ -132,6 +132,7 @@ class Recording:
         failed: the error that ended the program; empty where none did.
         topologies: those that the program names in the options of its compilations.
         outside: collectives that ran outside of graphs; None where nobody looked.
+        step_seconds: measured, what each step on a graph took, by its name.
     """
 
     captured: list[str] = field(default_factory=list)
@@ -146,6 +147,7 @@ class Recording:
     failed: str = ""
     topologies: list[Cluster] = field(default_factory=list)
     outside: Outside | None = None
+    step_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def collectives(self) -> list[Collective]:
@@ -246,6 +248,11 @@ class GraphLog:
             for recording_ in self.recordings:
                 recording_.planned.append(_text(node))
                 recording_.kept.add(node.meta.get(RECORDED_AS, -1))
+
+    def timed(self, name: str, seconds: float) -> None:
+        """Adds up the seconds of a step on a graph."""
+        for recording_ in self.recordings:
+            recording_.step_seconds[name] = recording_.step_seconds.get(name, 0.0) + seconds
 
     def decided(self, decisions: list[Decision]) -> None:
         for decision in decisions:

@@ -1,15 +1,20 @@
 """Small graphs for the tests of passes: traced on real ranks, run before and after on the same tensors."""
 
 import copy
+import dataclasses
 
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtensor_compile import passes
 from dtensor_compile.graph.global_annotations import MARK, Mark
+from dtensor_compile.graph.rank_uniformity import spread_marks
+from dtensor_compile.graph.steps import Step, run_steps
 from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.compat.dynamo.observe import node_of
+from dtensor_compile.options import Options
 from dtensor_compile.testing import graph_text, make_mesh
 
 SHAPE = [4, 6]
@@ -21,6 +26,29 @@ def mesh():
 
 def move(x, source, target, shape=SHAPE, on=None):
     return redistribute_op(x, source, target, on or mesh(), list(shape))
+
+
+@dataclasses.dataclass
+class Alone:
+    """A compilation of one graph by some steps."""
+
+    options: Options
+    made: list = dataclasses.field(default_factory=list)
+
+    def decided(self, decisions):
+        self.made += decisions
+
+    def timed(self, name, seconds):
+        assert seconds >= 0
+
+
+def run_alone(graph, run=None, disabled=(), enabled=(), strict=False):
+    """Runs steps, or passes, on a graph; those that all redistributions get where there are none. Returns what they decided."""
+    marks = [Step(spread_marks, required=True, reads=True)]
+    steps = [*marks, *passes.steps()] if run is None else [one if isinstance(one, Step) else Step(one) for one in run]
+    this = Alone(Options(disable_passes=tuple(disabled), enable_passes=tuple(enabled), strict=strict))
+    run_steps(graph, steps, this)
+    return this.made
 
 
 def unchanged(run_pass, function, *args):

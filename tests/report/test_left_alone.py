@@ -24,13 +24,13 @@ from dtensor_compile.schedule.left_alone import kernels_left, left_out_of_bucket
 from dtensor_compile.schedule.list_scheduler import Buffer, Task, simulate
 from dtensor_compile.fixups.uncompiled import runs_uncompiled
 from dtensor_compile.offline.simulated_job import job
-from dtensor_compile.passes import run_passes
 from dtensor_compile.report.build import decision_row, left_alone
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import from_json, to_json
 from dtensor_compile.report.table import print_report
 from dtensor_compile.native import loader as native
 from dtensor_compile.topology.links import CLUSTERS
+from tests.passes.graphs import run_alone
 from tests.report.samples import sample_report
 
 #: Left alone by two stages, one of them twice; and something that was done.
@@ -391,7 +391,7 @@ def test_a_program_of_which_nothing_is_left_alone(mesh):
 @pytest.mark.filterwarnings("ignore:dtensor_compile")
 def test_a_pass_that_raises():
     graph = torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph
-    (decision,) = run_passes(graph, [raises])
+    (decision,) = run_alone(graph, [raises])
     assert decision.left_alone and line_of(sample([decision])) == "1 stage"
 
 

@@ -18,8 +18,9 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch.distributed.tensor import Shard
 
-from dtensor_compile import backend as backend_module
 from dtensor_compile.backend import dtensor
+from dtensor_compile.graph.steps import Step
+from dtensor_compile.stages import program
 from dtensor_compile.compat.dynamo.tracing import Entries, OpaqueVariable, install_while_tracing, installed_backends
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.variables import DeviceMeshVariable, install_trackers
@@ -85,12 +86,12 @@ def test_another_backend_that_traces_inside_our_compilation_gets_torchs_trackers
         comptime(_look)
         return x + 1, mesh.size(), Shard(mesh.ndim)
 
-    def compile_another(gm, inputs):
+    def compile_another(gm):
         assert torch.compile(inner, backend="eager", fullgraph=True)(torch.ones(1), make_mesh((1,)))[1:] == (1, Shard(1))
 
     torch._dynamo.reset()
     seen.clear()
-    with mock.patch.object(backend_module, "check_program", compile_another):
+    with mock.patch.object(program, "ALWAYS", (Step(compile_another, required=True),)):
         torch.compile(_program, backend="dtensor", fullgraph=True)(torch.eye(2), make_mesh((1,)))
     assert [ours for _, _, ours in seen] == [True, False]
     assert not installed_backends()

@@ -3,8 +3,12 @@
 import pytest
 
 from dtensor_compile import cli
+from dtensor_compile.compat.inductor.triton import triton_version
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")]
+pytestmark = [
+    pytest.mark.skipif(triton_version() is None, reason='Triton is not installed: pip install "dtensor-compile[test]"'),
+    *(pytest.mark.filterwarnings(f"ignore:{text}") for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")),
+]
 
 MODEL = """
 import torch

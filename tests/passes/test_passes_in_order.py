@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from dtensor_compile.passes import PASSES, run_passes
+from dtensor_compile.passes import PASSES
 from dtensor_compile.testing import graph_text, on_ranks
-from tests.passes.graphs import local, move, rewritten
+from tests.passes.graphs import local, move, rewritten, run_alone
 
 
 def program(x):
@@ -31,7 +31,7 @@ def small_graph():
 
 @on_ranks(2)
 def test_passes_in_order_give_the_same_results():
-    _, after, decisions = rewritten(run_passes, program, local(2, 6))
+    _, after, decisions = rewritten(run_alone, program, local(2, 6))
     assert after.count("redistribute(") == 1
     assert [kind for kind, *_ in decisions] == ["share_equal_redistributions", "cancel_inverse_pairs"]
 
@@ -39,7 +39,7 @@ def test_passes_in_order_give_the_same_results():
 @on_ranks(2)
 def test_disabled_pass_does_not_run():
     for run in PASSES:
-        _, _, decisions = rewritten(lambda graph: run_passes(graph, disabled=[run.__name__]), program, local(2, 6))
+        _, _, decisions = rewritten(lambda graph: run_alone(graph, disabled=[run.__name__]), program, local(2, 6))
         assert run.__name__ not in [kind for kind, *_ in decisions]
 
 
@@ -48,7 +48,7 @@ def test_pass_that_fails_is_dropped_with_its_change(bad):
     graph = small_graph()
     before = graph_text(graph)
     with pytest.warns(UserWarning, match=rf"{bad.__name__}: pass dropped[\s\S]*strict"):
-        (decision,) = run_passes(graph, [bad])
+        (decision,) = run_alone(graph, [bad])
     assert decision.kind == bad.__name__ and decision.reason.startswith("pass dropped: ")
     assert graph_text(graph) == before
     graph.lint()
@@ -65,11 +65,11 @@ def test_passes_after_one_that_fails_still_run():
 
     graph = small_graph()
     with pytest.warns(UserWarning):
-        run_passes(graph, [raises_half_way, good])
+        run_alone(graph, [raises_half_way, good])
     assert ran == [len(small_graph().nodes)]
 
 
 @pytest.mark.parametrize(("bad", "error"), [(raises_half_way, KeyError), (breaks_the_graph, RuntimeError)])
 def test_strict_raises(bad, error):
     with pytest.raises(error):
-        run_passes(small_graph(), [bad], strict=True)
+        run_alone(small_graph(), [bad], strict=True)

@@ -1,0 +1,109 @@
+"""Steps on the joint graph of forward and backward: what redistributions become, which copies go, what is kept for the backward."""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor_compile.compat.dynamo.module_hooks import check_gradients_of_hooks
+from dtensor_compile.decisions import Decision
+from dtensor_compile.fixups.bind_meshes import bind_meshes_to_primals
+from dtensor_compile.fixups.effect_tokens import make_tokens_real
+from dtensor_compile.fixups.empty_masks import make_masks_boolean
+from dtensor_compile.fixups.spread_by_mask import spread_by_mask
+from dtensor_compile.fixups.unread_collectives import drop_unread_collectives
+from dtensor_compile.fixups.view_again import view_again
+from dtensor_compile.graph.nodes import across, has_even_shards, redistributions
+from dtensor_compile.graph.rank_uniformity import may_use_sizes, spread_marks
+from dtensor_compile.graph.steps import Step, run_steps
+from dtensor_compile.lowering.check_memory import check_memory
+from dtensor_compile.lowering.drop_copies import drop_copies
+from dtensor_compile.lowering.lower_collectives import hold_collectives, hold_draws, is_repeatable, order_collectives
+from dtensor_compile.lowering.order_rows import order_rows, rows_left
+from dtensor_compile.lowering.regather import regather
+from dtensor_compile.lowering.send_transposed import columns_left, send_transposed
+from dtensor_compile.lowering.size_ranges import tell_ranges
+from dtensor_compile.passes import steps as passes
+from dtensor_compile.schedule.left_alone import handed_back
+from dtensor_compile.stages.compilation import Compilation
+from dtensor_compile.topology.network import plans_for
+
+
+def captured(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
+    """Tells recordings what was captured."""
+    this.log.captured(graph)
+    return handed_back(graph)
+
+
+def planned(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
+    """Tells recordings what is left of it."""
+    this.log.planned(graph)
+    return []
+
+
+def judge_ranks(graph: torch.fx.Graph, this: Compilation) -> None:
+    """Notes by what ranks may decide: whether they have the same sizes, and whether all of them have this graph."""
+    this.even = this.even and all(map(has_even_shards, redistributions(graph)))
+    this.between_meshes = bool(across(graph))
+
+
+def check_hooks(graph: torch.fx.Graph) -> None:
+    """Gradients that hooks change are what the graph was traced for."""
+    check_gradients_of_hooks()
+
+
+def spread_marks_again(graph: torch.fx.Graph) -> None:
+    """Marks what passes have made, where marks are asked for: shards are uneven."""
+    if not may_use_sizes():
+        spread_marks(graph)
+
+
+def tell_shapes_left(graph: torch.fx.Graph) -> list[Decision]:
+    """What stays as it is because ranks of one mesh alone would decide otherwise."""
+    because = "ranks of one mesh alone have another graph, and would decide otherwise"
+    return [*rows_left(graph, because), *columns_left(graph, because)]
+
+
+def repeatable(graph: torch.fx.Graph, this: Compilation) -> None:
+    """Notes whether the program gives the same when it runs again."""
+    this.tangents.repeatable = not this.writes and is_repeatable(graph)
+
+
+#: Redistributions.
+PLAN = (
+    Step(check_hooks, required=True, reads=True),
+    Step(bind_meshes_to_primals, required=True),
+    Step(make_tokens_real, required=True),
+    Step(make_masks_boolean, required=True),
+    Step(drop_unread_collectives, when=lambda this: not this.sends, required=True),
+    Step(captured, lambda this: (this,), reads=True),
+    Step(spread_marks, required=True, reads=True),
+    *passes(),
+    Step(planned, lambda this: (this,), reads=True),
+    Step(judge_ranks, lambda this: (this,), required=True, reads=True),
+    Step(check_memory, required=True, reads=True),
+    Step(tell_ranges, reads=True),
+    Step(tell_shapes_left, when=lambda this: this.between_meshes, reads=True),
+)
+
+#: Copies, what the operators of the program have to keep, and what is kept from forward to backward.
+SHAPE = (
+    Step(spread_marks_again, required=True, reads=True),
+    Step(drop_copies),
+    Step(order_rows, when=lambda this: not this.between_meshes),
+    Step(send_transposed, when=lambda this: not this.between_meshes),
+    Step(check_memory, required=True, reads=True),
+    Step(spread_by_mask, required=True),
+    Step(repeatable, lambda this: (this,), required=True, reads=True),
+    Step(order_collectives, required=True),
+    Step(hold_collectives, required=True),
+    Step(regather, lambda this: (this.options.regather,), reads=True),
+    Step(hold_draws, required=True),
+    Step(view_again, required=True),
+)
+
+
+def plan_joint_graph(graph: torch.fx.Graph, this: Compilation) -> None:
+    """Runs them."""
+    with plans_for(this.options.topology, this.options.redistribution_memory):
+        run_steps(graph, PLAN, this)
+        run_steps(graph, SHAPE, this)

@@ -1,0 +1,55 @@
+"""The order of the kernels that Inductor made of a lowered graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dtensor_compile.compat.inductor.kernel_nodes import Nodes
+from dtensor_compile.fixups.uncompiled import runs_uncompiled
+from dtensor_compile.graph.steps import attempt
+from dtensor_compile.schedule.kernel_order import KernelOrder, rearrange, tie_starts
+from dtensor_compile.schedule.left_alone import kernels_left
+from dtensor_compile.schedule.overlap import kernels_in_order
+from dtensor_compile.schedule.schedule_graph import explain
+from dtensor_compile.stages.compilation import Compilation
+
+
+def passes_over_kernels(this: Compilation) -> tuple[Callable[[Nodes], Nodes], Callable[[Nodes], Nodes]] | None:
+    """What runs over kernels before and after fusion; None where their order is Inductor's."""
+    if not this.options.schedule:
+        return None
+    return tie_starts, lambda nodes: order_kernels(nodes, this)
+
+
+def order_kernels(nodes: Nodes, this: Compilation) -> Nodes:
+    """Kernels after fusion in an order in which collectives run beside compute; where that fails, the one that they have."""
+    options = this.options
+    found = attempt(
+        "schedule_kernels",
+        this,
+        lambda: rearrange(
+            nodes,
+            topology=options.topology,
+            overlap_memory=options.overlap_memory,
+            measured=this.measured,
+            told=lambda order: _tell(order, this),
+        ),
+        None,
+    )
+    if found is None:
+        this.log.decided(this.order)
+        return nodes
+    return found
+
+
+def _tell(order: KernelOrder, this: Compilation) -> None:
+    this.log.decided([kernels_in_order(order.before, order.after, order.least)])
+    this.log.decided(explain(order.tasks, order.order, order.after, order.starts))
+    if this.log.recordings:
+        this.log.decided(kernels_left(order))
+    this.log.ordered(order)
+
+
+def tell_uncompiled(this: Compilation) -> Callable[[str, str], None] | None:
+    """What is told of a graph with a kernel that does not compile; None where that is an error."""
+    return None if this.options.strict else lambda graph, said: this.log.decided([runs_uncompiled(graph, said)])

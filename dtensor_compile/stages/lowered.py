@@ -1,0 +1,77 @@
+"""Steps on a lowered graph, that of the forward and then that of the backward: redistributions become collectives, and these an order."""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor_compile.compat.aot.shapes import split_nary
+from dtensor_compile.decisions import Decision
+from dtensor_compile.fixups.send_contiguous import send_contiguous
+from dtensor_compile.fixups.view_again import view_again
+from dtensor_compile.graph.steps import Step, run_steps
+from dtensor_compile.lowering.lower import lower_redistributions
+from dtensor_compile.lowering.lower_collectives import lower_collectives
+from dtensor_compile.lowering.receive_before_sending import receive_before_sending
+from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
+from dtensor_compile.schedule.fuse_products import fuse_products
+from dtensor_compile.schedule.left_alone import communication_seconds, estimated_kernels, order_left
+from dtensor_compile.schedule.overlap import bucket_collectives, decompose_products
+from dtensor_compile.schedule.schedule_graph import schedule_graph
+from dtensor_compile.stages.compilation import Compilation
+from dtensor_compile.topology.network import plans_for
+
+
+def tell_order_left(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
+    """What the order of the graph leaves alone, for recordings."""
+    return order_left(graph, this.options.topology, scheduled=this.options.schedule) if this.log.recordings else []
+
+
+def lowered(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
+    """Tells recordings what the graph became."""
+    this.log.lowered(graph)
+    if this.log.recordings:
+        this.communication += communication_seconds(graph, this.options.topology)
+    return estimated_kernels() if this.measured else []
+
+
+def note_collectives(graph: torch.fx.Graph, this: Compilation) -> None:
+    """What this rank tells the others of the graph."""
+    this.agreement.note(graph)
+
+
+LOWER = (
+    Step(split_nary, required=True),
+    Step(lower_redistributions, lambda this: (this.options.strict,), required=True),
+    Step(lower_collectives, required=True),
+    Step(send_contiguous, when=lambda this: not this.aten, required=True),
+)
+
+#: Products in parts, how many collectives there are, the form of each, the order of all. The names are those of options.
+SCHEDULE = (
+    Step(
+        decompose_products, lambda this: (this.options.topology, this.options.overlap_memory, this.even), asked=True
+    ),
+    Step(
+        bucket_collectives,
+        lambda this: (this.options.topology, bucket_collectives.__name__ in this.options.enable_passes),
+    ),
+    Step(reduce_by_exchange),
+    Step(schedule_graph, lambda this: (this.options.topology, this.options.overlap_memory, this.measured)),
+    Step(receive_before_sending, lambda this: (this.options.topology,)),
+)
+
+FINISH = (
+    Step(tell_order_left, lambda this: (this,), when=lambda this: not this.orders_kernels, reads=True),
+    Step(view_again, required=True),
+    Step(lowered, lambda this: (this,), reads=True),
+    Step(note_collectives, lambda this: (this,), required=True, reads=True),
+    Step(fuse_products),
+)
+
+
+def lower_graph(graph: torch.fx.Graph, this: Compilation) -> None:
+    """Runs them."""
+    this.order.clear()
+    steps = (*LOWER, *(SCHEDULE if this.options.schedule else ()), *FINISH)
+    with plans_for(this.options.topology, this.options.redistribution_memory):
+        run_steps(graph, steps, this)

@@ -1,0 +1,101 @@
+"""Steps on the Dynamo graph, before anything is traced; and what is put around the compiled program because of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtensor_compile.capture.cacheable import cache_decisions
+from dtensor_compile.capture.checks import check_program, shards_are_even, tensor_meshes
+from dtensor_compile.capture.cross_mesh import join_groups, redistribute
+from dtensor_compile.capture.gradient_placements import placed_otherwise
+from dtensor_compile.compat.aot.tangents import remember_arguments
+from dtensor_compile.compat.dynamo.observe import name_modules
+from dtensor_compile.decisions import Decision
+from dtensor_compile.fixups.aliased_inputs import heed_aliases, may_write
+from dtensor_compile.fixups.check_counts import check_counts
+from dtensor_compile.fixups.freed_autograd_graphs import restore_spent_graphs
+from dtensor_compile.fixups.preserved_versions import keep_versions
+from dtensor_compile.fixups.repeated_writes import write_once
+from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
+from dtensor_compile.fixups.unread_collectives import calls_collectives
+from dtensor_compile.graph.steps import Step
+from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merged_groups
+from dtensor_compile.native.loader import without_native
+from dtensor_compile.ops.redistribute_across import ORDERED
+from dtensor_compile.record.recorder import recording
+from dtensor_compile.schedule.left_alone import unordered_kernels
+from dtensor_compile.spmd.spread import spread_annotations
+from dtensor_compile.spmd.trackers import GRAPH_FUNCTIONS as ANNOTATIONS
+from dtensor_compile.stages.compilation import Compilation
+
+#: Functions of ours that a Dynamo graph may call and be kept in caches.
+GRAPH_FUNCTIONS = (redistribute, *ANNOTATIONS)
+
+
+def make_groups(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
+    """Makes the process groups over several mesh dims, and over several meshes, that plans may use."""
+    meshes = tensor_meshes(program)
+    this.merged = merge_groups(meshes)
+    join_groups(program)
+    return [*without_native(), *without_merged_groups(meshes)]
+
+
+def return_bases_of_views(program: torch.fx.GraphModule, this: Compilation) -> None:
+    """Adds the bases of views to the results; they are taken away again when the program has run."""
+    this.sends = calls_collectives(program)
+    this.bases = return_bases(program)
+
+
+def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
+    """Says what has to be known where gradients come in otherwise than expected."""
+    this.writes = may_write(program)
+    this.even = this.options.schedule and shards_are_even(program)
+    tangents = this.tangents
+    tangents.repeatable, tangents.sends = not this.writes, ORDERED
+    tangents.told = lambda otherwise: this.decided([placed_otherwise(otherwise, lambda: this.communication)])
+
+
+def tell_what_is_kept(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
+    """Names the modules of the program for the report, and says what keeps it out of caches, or its kernels out of an order."""
+    if not recording():
+        return []
+    name_modules(program)
+    return cache_decisions(program, GRAPH_FUNCTIONS)
+
+
+def tell_order_is_inductors(program: torch.fx.GraphModule) -> list[Decision]:
+    """Says where Inductor's own order of kernels stays."""
+    return [unordered_kernels()]
+
+
+#: What runs whether the program is captured or compiled as stock compiles it.
+ALWAYS = (
+    Step(check_program, lambda this: (this.inputs,), required=True),
+    Step(check_counts, required=True),
+    Step(write_once, required=True),
+    Step(guard_mesh_order, lambda this: (this.inputs,), required=True),
+    Step(spread_annotations, lambda this: (this.inputs, this.log.decided, this.options.fallback), required=True),
+)
+
+CAPTURED = (
+    Step(make_groups, lambda this: (this,), required=True),
+    Step(return_bases_of_views, lambda this: (this,), required=True),
+    Step(expect_gradients, lambda this: (this,), required=True),
+    Step(tell_what_is_kept, lambda this: (this,), reads=True),
+    Step(
+        tell_order_is_inductors,
+        when=lambda this: this.options.schedule and not this.aten and not this.orders_kernels,
+        reads=True,
+    ),
+)
+
+
+def wrap(compiled: Callable[..., Any], this: Compilation) -> Callable[..., Any]:
+    """The compiled graph with what happens around it in each call: aliases, gradients that come otherwise, versions, freed graphs, views."""
+    run = heed_aliases(
+        this.program, remember_arguments(compiled, this.tangents), this.log.decided, lambda: this.communication
+    )
+    return without_bases(restore_spent_graphs(this.program, keep_versions(this.program, run)), this.bases)

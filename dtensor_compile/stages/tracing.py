@@ -1,0 +1,94 @@
+"""What holds while AOTAutograd traces and compiles a program: the scopes that make redistributions nodes, and the compilation itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from dtensor_compile.capture.cacheable import survives_caches
+from dtensor_compile.capture.sharding_rules import report_fallbacks
+from dtensor_compile.capture.trace import capture_redistributions
+from dtensor_compile.compat.aot.aot_backward import dtensor_tangents
+from dtensor_compile.compat.aot.async_inputs import async_inputs, keep_gradients_of_async_inputs
+from dtensor_compile.compat.aot.backward_runs import backward_runs
+from dtensor_compile.compat.aot.effects import tokens_from_inputs
+from dtensor_compile.compat.aot.final_sizes import plan_until_sizes_stay
+from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
+from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_states, share_groups
+from dtensor_compile.compat.aot.run_graph import compile_to_aten
+from dtensor_compile.compat.aot.shapes import sizes_from_expressions
+from dtensor_compile.compat.aot.unwrap import native_calls
+from dtensor_compile.compat.dynamo.data_dependent import backward_in_time
+from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
+from dtensor_compile.compat.inductor.compile import compile_with_inductor
+from dtensor_compile.fixups.failing_backward import defer_backward_errors
+from dtensor_compile.graph.global_annotations import mark_local_tensors
+from dtensor_compile.record.recorder import cache_key, recording
+from dtensor_compile.stages.compilation import Compilation
+from dtensor_compile.stages.joint import plan_joint_graph
+from dtensor_compile.stages.kernels import passes_over_kernels, tell_uncompiled
+from dtensor_compile.stages.lowered import lower_graph
+from dtensor_compile.stages.program import GRAPH_FUNCTIONS
+from dtensor_compile.topology.network import plans_for
+
+#: Entered in this order.
+SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
+    lambda this: plans_for(this.options.topology),
+    lambda this: capture_redistributions(),
+    lambda this: mark_local_tensors(),
+    lambda this: dtensor_tangents(this.program, this.tangents),
+    lambda this: backward_runs(this.agreement.reach_backward, this.agreement.fail),
+    lambda this: tokens_from_inputs(),
+    lambda this: bind_shard_sizes(),
+    lambda this: place_random_states(),
+    lambda this: share_groups(),
+    lambda this: views_of_dtensors(),
+    lambda this: backward_in_time(),
+    lambda this: sizes_from_expressions(),
+    lambda this: native_calls(),
+    lambda this: keep_gradients_of_async_inputs(this.inputs),
+    lambda this: contextlib.nullcontext() if this.options.strict else defer_backward_errors(this.log.decided),
+    lambda this: report_fallbacks(this.log.decided),
+)
+
+
+@contextlib.contextmanager
+def _scopes(this: Compilation) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for scope in SCOPES:
+            stack.enter_context(scope(this))
+        yield
+
+
+def key_of(this: Compilation) -> tuple[Any, ...] | None:
+    """What decides the work of the steps besides the graph; None keeps the compiled graph out of torch's caches."""
+    if recording() or this.tangents.assumed or not this.merged or not survives_caches(this.program):
+        return None
+    return (*this.options.cache_key(), implicit_replication_is_allowed(), async_inputs(this.inputs), cache_key())
+
+
+def compile_program(this: Compilation) -> Callable[..., Any]:
+    """The program traced, planned, lowered, scheduled and compiled."""
+    passes = {
+        "joint_pass": functools.partial(plan_joint_graph, this=this),
+        "post_grad_pass": functools.partial(lower_graph, this=this),
+    }
+    with _scopes(this):
+        if this.aten:
+            return plan_until_sizes_stay(functools.partial(compile_to_aten, this.program, this.inputs, **passes))
+        return plan_until_sizes_stay(
+            functools.partial(
+                compile_with_inductor,
+                this.program,
+                this.inputs,
+                **passes,
+                kernel_passes=passes_over_kernels(this),
+                key=key_of(this),
+                settings=this.options.inductor,
+                cacheable=GRAPH_FUNCTIONS,
+                uncompiled=tell_uncompiled(this),
+            )
+        )
