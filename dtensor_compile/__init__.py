@@ -9,25 +9,33 @@ The backend is found by its name; nothing has to be imported to use it. Public n
 - `one_gloo_worker`: gloo groups in which two gathers that complete at once do not end the process.
 - `export`: the program of one rank as a ``torch.export.ExportedProgram``.
 - the errors, all of them `DTensorCompileError`.
+
+Each is imported when it is first asked for: importing the package costs nothing, and does not import torch.
 """
 
-from dtensor_compile.compat.distributed.gloo import one_gloo_worker
-from dtensor_compile.capture.cross_mesh import redistribute
-from dtensor_compile.errors import (
-    AgreementError,
-    DTensorCompileError,
-    ManualRegionError,
-    MeshError,
-    NoProcessGroupError,
-    OptionError,
-    PlacementError,
-    PlanError,
-    UnsupportedTorchError,
-)
-from dtensor_compile.local_program import export
-from dtensor_compile.options import Options
-from dtensor_compile.report.explain import explain
-from dtensor_compile.record.recorder import record
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtensor_compile.capture.cross_mesh import redistribute
+    from dtensor_compile.compat.distributed.gloo import one_gloo_worker
+    from dtensor_compile.errors import (
+        AgreementError,
+        DTensorCompileError,
+        ManualRegionError,
+        MeshError,
+        NoProcessGroupError,
+        OptionError,
+        PlacementError,
+        PlanError,
+        UnsupportedTorchError,
+    )
+    from dtensor_compile.local_program import export
+    from dtensor_compile.options import Options
+    from dtensor_compile.record.recorder import record
+    from dtensor_compile.report.explain import explain
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,3 +55,23 @@ __all__ = [
     "record",
     "redistribute",
 ]
+
+#: Where the names are that are not errors.
+_MODULES = {
+    "Options": "options",
+    "explain": "report.explain",
+    "export": "local_program",
+    "one_gloo_worker": "compat.distributed.gloo",
+    "record": "report",
+    "redistribute": "capture.cross_mesh",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
