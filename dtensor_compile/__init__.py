@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from dtensor_compile.local_program import export
     from dtensor_compile.options import Options
-    from dtensor_compile.record.recorder import record
+    from dtensor_compile.recording.recorder import record
     from dtensor_compile.report.explain import explain
 
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ import torch
 from dtensor_compile.compat.inductor.compile import compile_as_stock
 from dtensor_compile.graph.steps import run_steps
 from dtensor_compile.options import Options
-from dtensor_compile.record.recorder import GraphLog
+from dtensor_compile.recording.recorder import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.spmd import trackers as annotations
 from dtensor_compile.stages import program

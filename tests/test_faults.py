@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtensor_compile import record
-from dtensor_compile.record.recorder import watch_graphs
+from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.runtime import collective_agreement as agree
 from dtensor_compile.testing import RankError, assert_parity, make_mesh, on_ranks, run_on_ranks
 

@@ -40,7 +40,7 @@ from torch._dynamo.utils import counters
 
 from dtensor_compile import one_gloo_worker
 from dtensor_compile.report.build import build_report
-from dtensor_compile.record.recorder import record
+from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.table import print_report
 from dtensor_compile.testing.collectives import collectives_run
 

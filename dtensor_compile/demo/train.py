@@ -31,7 +31,7 @@ from dtensor_compile.compat.distributed.gloo import one_gloo_worker
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel, two_dim
-from dtensor_compile.record.recorder import Recording, observe_stock, record
+from dtensor_compile.recording.recorder import Recording, observe_stock, record
 
 BATCH = 4
 LEARNING_RATE = 1e-3

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dtensor_compile.causes import Cause
 from dtensor_compile.compat.dynamo.observe import Break
 from dtensor_compile.report.model import GraphBreak, Source
-from dtensor_compile.record.recorder import GraphRecord, Recording
+from dtensor_compile.recording.recorder import GraphRecord, Recording
 from dtensor_compile.report.sources import users_line
 from dtensor_compile.report.stock_causes import breaks_under, classify
 

@@ -22,7 +22,7 @@ from dtensor_compile.report.breaks import graph_breaks, recompile_cause
 from dtensor_compile.report.machine import Machine, machine_of
 from dtensor_compile.report.missed_overlap import missed
 from dtensor_compile.report.model import DecisionRow, Graph, LeftAlone, Redistribution, Report, Side, Span, Total, Totals
-from dtensor_compile.record.recorder import CapturedRedistribution, GraphRecord, Recording
+from dtensor_compile.recording.recorder import CapturedRedistribution, GraphRecord, Recording
 from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds

@@ -21,7 +21,7 @@ from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.model import Report
 from dtensor_compile.report.outside import outside_recorded
-from dtensor_compile.record.recorder import Recording, record
+from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.target import one_line
 
 #: The ways to compile for a report: without kernels (fast; the same graphs and collectives), or with Inductor's.

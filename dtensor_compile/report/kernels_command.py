@@ -23,7 +23,7 @@ from dtensor_compile.offline.simulated_job import job
 from dtensor_compile.report.command import BROKEN, OK, status_of
 from dtensor_compile.report.explain import run_backward
 from dtensor_compile.report.run_target import Job, parse_mesh_argument
-from dtensor_compile.record.recorder import record
+from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.target import Program, TargetError, call_target, function_of, is_script, program_of, users_program
 from dtensor_compile.topology.gpus import GPUS
 

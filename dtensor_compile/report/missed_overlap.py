@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.costs import MATMULS, Collective, Operation
-from dtensor_compile.record.recorder import GraphRecord
+from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import Schedule
 
 #: Operators between a collective and a matmul that still count as beside it: copies and elementwise work.

@@ -15,7 +15,7 @@ from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.compat.distributed.eager_collectives import EagerCollective, watch_eager_collectives
 from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.graph.costs import Collective
-from dtensor_compile.record.recorder import Outside, Recording
+from dtensor_compile.recording.recorder import Outside, Recording
 from dtensor_compile.report.sources import is_users
 
 #: What the name of an operator has in it -> its kind. c10d writes names without the first underscore.

@@ -24,7 +24,7 @@ from dtensor_compile.offline.simulated_job import job as simulated_job
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
 from dtensor_compile.report.model import Report
-from dtensor_compile.record.recorder import Recording, record
+from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.target import (
     Program,
     TargetError,

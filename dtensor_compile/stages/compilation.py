@@ -12,7 +12,7 @@ from dtensor_compile.compat.aot.tangents import Tangents
 from dtensor_compile.compat.inductor.kernel_nodes import orders_kernels
 from dtensor_compile.decisions import Decision
 from dtensor_compile.options import Options
-from dtensor_compile.record.recorder import GraphLog
+from dtensor_compile.recording.recorder import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.schedule.schedule_graph import ORDERED
 

@@ -25,7 +25,7 @@ from dtensor_compile.graph.steps import Step
 from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merged_groups
 from dtensor_compile.native.loader import without_native
 from dtensor_compile.ops.redistribute_across import ORDERED
-from dtensor_compile.record.recorder import recording
+from dtensor_compile.recording.recorder import recording
 from dtensor_compile.schedule.left_alone import unordered_kernels
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.spmd.trackers import GRAPH_FUNCTIONS as ANNOTATIONS

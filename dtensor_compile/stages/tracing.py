@@ -26,7 +26,7 @@ from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allow
 from dtensor_compile.compat.inductor.compile import compile_with_inductor
 from dtensor_compile.fixups.failing_backward import defer_backward_errors
 from dtensor_compile.graph.global_annotations import mark_local_tensors
-from dtensor_compile.record.recorder import cache_key, recording
+from dtensor_compile.recording.recorder import cache_key, recording
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.joint import plan_joint_graph
 from dtensor_compile.stages.kernels import passes_over_kernels, tell_uncompiled

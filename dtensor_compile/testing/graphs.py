@@ -52,7 +52,7 @@ def captured_graph(function: Callable[..., Any], *args: Any, stage: str = "captu
     Raises:
         ValueError: there is no such stage.
     """
-    from dtensor_compile.record.recorder import watch_graphs
+    from dtensor_compile.recording.recorder import watch_graphs
 
     texts: dict[str, str] = {}
 

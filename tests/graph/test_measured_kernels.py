@@ -10,7 +10,7 @@ from dtensor_compile.graph import measured_kernels
 from dtensor_compile.schedule import schedule_graph
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.schedule.schedule_graph import graph_tasks
-from dtensor_compile.record.recorder import record
+from dtensor_compile.recording.recorder import record
 from dtensor_compile.topology.links import CLUSTERS
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.graph.extra_copies import extra_copies
 from dtensor_compile.fixups.view_again import view_again
-from dtensor_compile.record.recorder import watch_graphs
+from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, run_on_ranks
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.lowering import lower as lowering
 from dtensor_compile.lowering.lower import lower_redistributions
-from dtensor_compile.record.recorder import collectives_in
+from dtensor_compile.recording.recorder import collectives_in
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 
 

@@ -13,7 +13,7 @@ from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.graph.extra_copies import extra_copies, standalone_copies
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.order_rows import order_rows
-from dtensor_compile.record.recorder import record, watch_graphs
+from dtensor_compile.recording.recorder import record, watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from dtensor_compile.lowering import reduce_by_exchange as module
 from dtensor_compile.schedule.bucket import bucket_collectives
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.graph.nodes import is_start
-from dtensor_compile.record.recorder import watch_graphs
+from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from tests.schedule.test_bucket import SLOW
 from tests.schedule.test_schedule_graph import changed, reduced, traced

@@ -13,7 +13,7 @@ from dtensor_compile.graph.extra_copies import extra_copies
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.fixups.view_again import view_again
-from dtensor_compile.record.recorder import record, watch_graphs
+from dtensor_compile.recording.recorder import record, watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, run_on_ranks
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_compile.causes import CAUSES, break_title
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.report.breaks import cause_of, recompile_cause
-from dtensor_compile.record.recorder import record
+from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.stock_causes import STOCK_CAUSES, breaks_under, classify
 
 _MODULES = (torch, logging, warnings, zlib)

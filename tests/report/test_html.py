@@ -15,7 +15,7 @@ from dtensor_compile.report.build import build_report
 from dtensor_compile.report.excerpts import AROUND, excerpts
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import Report, Source, from_json, to_json
-from dtensor_compile.record.recorder import Recording
+from dtensor_compile.recording.recorder import Recording
 from dtensor_compile.report.trace import THREADS, to_trace
 from tests.report.large import large_report
 from tests.report.samples import LINE, sample_report

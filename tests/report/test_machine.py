@@ -8,7 +8,7 @@ from dtensor_compile import explain
 from dtensor_compile.graph.costs import device_of
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.machine import machine_of
-from dtensor_compile.record.recorder import GraphRecord, Recording, record
+from dtensor_compile.recording.recorder import GraphRecord, Recording, record
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS
 from tests.report.test_table import text_of

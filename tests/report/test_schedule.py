@@ -4,7 +4,7 @@ import pytest
 
 from dtensor_compile.graph.costs import Collective, Operation
 from dtensor_compile.report.missed_overlap import missed
-from dtensor_compile.record.recorder import GraphRecord
+from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import schedule
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Device, Link, collective_seconds, compute_seconds
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtensor_compile import backend
-from dtensor_compile.record.recorder import graph_name
+from dtensor_compile.recording.recorder import graph_name
 from dtensor_compile.runtime import collective_agreement as agree
 from dtensor_compile.runtime.collective_agreement import Announcement, Call
 from dtensor_compile.testing import make_mesh, on_ranks

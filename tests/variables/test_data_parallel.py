@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import dtensor_compile
 from dtensor_compile.causes import code_in
 from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.record.recorder import watch_graphs
+from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Link

@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_compile import offline
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Run, Trainer, gradient_difference, loss_difference
-from dtensor_compile.record.recorder import record
+from dtensor_compile.recording.recorder import record
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 

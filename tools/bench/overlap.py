@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
-from dtensor_compile.record.recorder import record
+from dtensor_compile.recording.recorder import record
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Link
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
