@@ -8,9 +8,10 @@ LAYOUT ?= tp
 PROGRAMS ?= 2000
 SEED ?= 0
 CATALOGUE ?= 3/40
+FAST := tests/ir tests/planner tests/passes tests/graph tests/schedule tests/fixups tests/lowering tests/topology tests/stages tests/compat
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test examples gallery bench-compile bench-dynamic bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test test-fast lint docs examples gallery bench-compile bench-dynamic bench-emulated bench-passes bench-warm-start bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-memory clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +26,24 @@ demo: $(VENV)/.installed
 # Two workers: while ranks of one wait for each other or for the C++ compiler, those of the other run.
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+
+# Passes, planner, graphs, schedule, trackers of placements: what a change there is seen by first.
+test-fast: $(VENV)/.installed
+	$(BIN)/python -m pytest $(FAST) -n 2 --dist loadfile
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,dev]"
+	touch $@
+
+# Style, the import contract, the lengths of functions and files.
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+# The site of docs/; a warning is an error.
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict
 
 # What make test leaves out: what takes half a minute or more, of four ranks through Inductor and of jobs that share a cache, for instance.
 # CATALOGUE=3/40: which part of the catalogue of programs runs with warm caches (programs 3, 43, ...; 0/1 are all, an hour or more).

@@ -1,0 +1,49 @@
+"""Functions, classes and files that are longer than the house allows, and names that are used twice.
+
+    python tools/sizes.py            (ends with status 1 where there are any)
+
+Functions have at most 60 lines, classes 200, files 400, docstrings and decorators included; a class name, and a name of a module, stands for one thing.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import pathlib
+import sys
+from collections.abc import Iterator
+
+PACKAGE = pathlib.Path(__file__).parent.parent / "dtensor_compile"
+MOST = {"function": 60, "class": 200, "file": 400}
+
+
+def lengths(file: pathlib.Path) -> Iterator[tuple[str, str, int]]:
+    """Kind, name and lines of a file, and of each function and class in it."""
+    text = file.read_text()
+    yield "file", "", len(text.splitlines())
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            assert node.end_lineno is not None
+            yield "class" if isinstance(node, ast.ClassDef) else "function", node.name, node.end_lineno - node.lineno + 1
+
+
+def main() -> int:
+    """Prints them; returns the exit status."""
+    found, classes, modules = [], collections.defaultdict(list), collections.defaultdict(list)
+    for file in sorted(PACKAGE.rglob("*.py")):
+        where = file.relative_to(PACKAGE.parent)
+        if file.stem != "__init__":
+            modules[file.stem].append(str(where))
+        for kind, name, lines in lengths(file):
+            if kind == "class" and not name.startswith("_"):
+                classes[name].append(str(where))
+            if lines > MOST[kind]:
+                found.append(f"{where}: {kind} {name} has {lines} lines, {MOST[kind]} are allowed".replace("  ", " "))
+    for what, names in (("class", classes), ("module", modules)):
+        found += [f"{what} {name} is {len(places)} things: {', '.join(places)}" for name, places in sorted(names.items()) if len(places) > 1]
+    print("\n".join(found) or "none")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
