@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.inductor.compile import compile_as_stock
-from dtensor_compile.graph.steps import run_steps
+from dtensor_compile.graph.runner import run_steps
 from dtensor_compile.options import Options
 from dtensor_compile.recording.recorder import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.spmd import trackers as annotations
 from dtensor_compile.stages import program
 from dtensor_compile.stages.compilation import Compilation
-from dtensor_compile.stages.tracing import compile_program
+from dtensor_compile.stages.compiling import compile_program
 from dtensor_compile.variables import install_trackers
 
 

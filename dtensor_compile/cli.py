@@ -12,11 +12,11 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["report"]:
-        from dtensor_compile.report import command
+        from dtensor_compile.report import report_command as command
 
         return command.main(argv[1:])
     if argv[:1] == ["parity"]:
-        from dtensor_compile.testing import command as parity
+        from dtensor_compile.testing import parity_command as parity
 
         return parity.main(argv[1:])
     if argv[:1] == ["kernels"]:

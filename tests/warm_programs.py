@@ -23,7 +23,7 @@ from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel
 from dtensor_compile.testing import make_mesh
-from dtensor_compile.testing.compare import compare_values
+from dtensor_compile.testing.compare_values import compare_values
 
 CONFIG = LlamaConfig(layers=1, dim=32, ffn_dim=48, heads=4, kv_heads=2, vocab=64, sequence=16)
 BATCHES = (2, 4, 6, 3, 8)

@@ -42,7 +42,7 @@ from dtensor_compile import one_gloo_worker
 from dtensor_compile.report.build import build_report
 from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.table import print_report
-from dtensor_compile.testing.collectives import collectives_run
+from dtensor_compile.testing.count_collectives import collectives_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 VARIANTS = {"eager": None, "stock": "inductor", "ours": "dtensor"}

@@ -2,7 +2,7 @@
 
 import sys
 
-from dtensor_compile.report.command import main
+from dtensor_compile.report.report_command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], "graph_break_report.py"))

@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 from dtensor_compile.ir.mesh import mesh_layout, mesh_text
 from dtensor_compile.ir.spec import REDUCE_OPS
 from dtensor_compile.capture.trace import emit_redistribution
-from dtensor_compile.compat.distributed import mesh as compat_mesh
-from dtensor_compile.compat.dynamo.comm_debug_mode import is_counting
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
+from dtensor_compile.compat.dynamo.communication_counts import is_counting
 from dtensor_compile.compat.dtensor.specs import Spec, StridedShard, redistribute_hook
 from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
 from dtensor_compile.planner.shard_intervals import chunk_sizes, cuts_evenly
 from dtensor_compile.graph.nodes import source_line
-from dtensor_compile.graph.costs import GROUP_ARGUMENTS
+from dtensor_compile.graph.node_costs import GROUP_ARGUMENTS
 
 
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:

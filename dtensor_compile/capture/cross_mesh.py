@@ -32,7 +32,7 @@ from dtensor_compile.compat.dtensor.specs import (
     make_spec,
     with_local,
 )
-from dtensor_compile.compat.distributed.mesh import my_rank, real_mesh
+from dtensor_compile.compat.distributed.device_meshes import my_rank, real_mesh
 from dtensor_compile.errors import MeshError, PlacementError, SpecTextError
 
 

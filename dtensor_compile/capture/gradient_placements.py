@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Placement
 
 from dtensor_compile.compat.aot.tangents import ENOUGH, Otherwise
-from dtensor_compile.compat.distributed.mesh import real_mesh
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError, SpecTextError
 from dtensor_compile.ir.mesh import mesh_text, parse_mesh

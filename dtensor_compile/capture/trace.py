@@ -24,7 +24,7 @@ from dtensor_compile.graph.global_annotations import mark
 from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_text, parse_mesh
 from dtensor_compile.ops.redistribute import check_local, plan_of, redistribute_op
 from dtensor_compile.ir.spec import spec_text
-from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import (
     MaskPartial,
     Partial,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.compat.distributed.mesh import real_mesh
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
 
 
 def bind_meshes_to_primals(graph: torch.fx.Graph) -> None:

@@ -4,7 +4,7 @@
     after    n: "i64[4]" = dtensor_compile.bincount(ids, None, 4)        raises where an id is 4 or more
 
 The same for ids below the length. For others eager's result is longer, and the program that was traced would leave counts out: an
-error says so. (While it is traced, a length that the program asks for is ``minlength``, see ``compat/dynamo/data_dependent.py``; torch's
+error says so. (While it is traced, a length that the program asks for is ``minlength``, see ``compat/dynamo/data_dependent_scalars.py``; torch's
 own check of that is folded away as soon as the length is a number.)
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from dtensor_compile.compat.distributed.collectives import keep_in_place
+from dtensor_compile.compat.distributed.functional_collectives import keep_in_place
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 _library.define("bincount(Tensor ids, Tensor? weights, int length) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

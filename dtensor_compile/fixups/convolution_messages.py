@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops.collectives import exchange
-from dtensor_compile.compat.distributed.collectives import wait_tensor
+from dtensor_compile.ops.c10d import exchange
+from dtensor_compile.compat.distributed.functional_collectives import wait_tensor
 from dtensor_compile.compat.dtensor.convolution import messages_of_convolutions
 
 

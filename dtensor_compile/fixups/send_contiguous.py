@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_compile.compat.distributed.collectives import functional
+from dtensor_compile.compat.distributed.functional_collectives import functional
 from dtensor_compile.compat.aot.fx import as_fake_as
 from dtensor_compile.graph.nodes import REDISTRIBUTES
 

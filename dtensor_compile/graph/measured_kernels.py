@@ -19,7 +19,7 @@ from torch.utils.benchmark import Timer
 
 from dtensor_compile.compat.aot.fx import without_modes
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
-from dtensor_compile.graph.costs import flops_of
+from dtensor_compile.graph.node_costs import flops_of
 
 #: Seconds for which one operator is repeated.
 REPEATED = 0.02

@@ -21,7 +21,7 @@ from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.aot.fx import as_fake_as
 from dtensor_compile.compat.dynamo.observe import FRAME
 from dtensor_compile.compat.aot.shapes import size_hints
-from dtensor_compile.compat.distributed.collectives import wait_tensor
+from dtensor_compile.compat.distributed.functional_collectives import wait_tensor
 from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.planner.search import bytes_sent, collectives
 from dtensor_compile.planner.shard_intervals import cuts_evenly

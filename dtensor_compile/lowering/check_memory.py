@@ -16,7 +16,7 @@ from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.errors import MemoryBudgetError, PlanError
 from dtensor_compile.graph.nodes import across, read, redistributions, source_line
-from dtensor_compile.graph.costs import module_path
+from dtensor_compile.graph.node_costs import module_path
 from dtensor_compile.topology.network import current_memory
 
 

@@ -23,7 +23,7 @@ from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import carry_out, decided_by, redistribute_op
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.inductor.compile import trace_local
-from dtensor_compile.compat.distributed.mesh import my_rank
+from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.compat.aot.shapes import expressions, has_hint
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError

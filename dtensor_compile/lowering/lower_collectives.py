@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 import torch
 
 from dtensor_compile.ops.redistribute_across import ORDERED
-from dtensor_compile.ops.collectives import FUNCTIONAL, LOWERED, exchange, irecv, isend
+from dtensor_compile.ops.c10d import FUNCTIONAL, LOWERED, exchange, irecv, isend
 from dtensor_compile.ops.held_gradients import HOLDS
-from dtensor_compile.ops.random import EFFECTS
-from dtensor_compile.compat.distributed.collectives import (
+from dtensor_compile.ops.random_ops import EFFECTS
+from dtensor_compile.compat.distributed.functional_collectives import (
     lower_as_collective,
     lower_as_effect,
     run_in_backward,

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 import torch
 
 from dtensor_compile.ops.messages import AS_MESSAGES, all_to_all
-from dtensor_compile.compat.distributed.collectives import lower_as_collective
+from dtensor_compile.compat.distributed.functional_collectives import lower_as_collective
 from dtensor_compile.decisions import Decision
 from dtensor_compile.lowering.reduce_by_exchange import on_gloo
 from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES
-from dtensor_compile.graph.costs import collective_of
+from dtensor_compile.graph.node_costs import collective_of
 from dtensor_compile.topology.links import Cluster
 
 #: Bytes that a rank sends in a gather from which on messages pay.

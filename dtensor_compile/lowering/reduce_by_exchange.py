@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.distributed.collectives import functional, wait_tensor
+from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
 from dtensor_compile.compat.inductor.compile import trace_local
-from dtensor_compile.compat.distributed.mesh import group_named
+from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.inline_subgraph import splice
 from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES, is_wait, source_line

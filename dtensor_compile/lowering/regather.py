@@ -21,11 +21,11 @@ import torch
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.compat.distributed.collectives import keep_for_backward, run_again_in_backward, traced_in_backward
+from dtensor_compile.compat.distributed.functional_collectives import keep_for_backward, run_again_in_backward, traced_in_backward
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.decisions import Decision
-from dtensor_compile.planner.costs import local_elements
+from dtensor_compile.planner.step_costs import local_elements
 from dtensor_compile.graph.nodes import read, redistributions, source_line
 
 Regather = str | int

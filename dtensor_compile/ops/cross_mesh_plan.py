@@ -30,7 +30,7 @@ from dtensor_compile.ir.spec import placement_text, spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import PlanError
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner.costs import local_elements
+from dtensor_compile.planner.step_costs import local_elements
 from dtensor_compile.planner.exchange import REDUCES, overlap, serve
 from dtensor_compile.ops.expand import Place, canonical, expand
 from dtensor_compile.planner.memory import exchanged, peak

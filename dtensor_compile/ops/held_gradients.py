@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_compile.ops.collectives import define
+from dtensor_compile.ops.c10d import define
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.distributed import fsdp
 

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops.collectives import Tensors, define
-from dtensor_compile.compat.distributed.collectives import functional, wait_for_messages
-from dtensor_compile.compat.distributed.mesh import group_named
+from dtensor_compile.ops.c10d import Tensors, define
+from dtensor_compile.compat.distributed.functional_collectives import functional, wait_for_messages
+from dtensor_compile.compat.distributed.device_meshes import group_named
 
 #: Of our messages: programs that send their own over the same group use small numbers.
 _TAG = 0x44544300

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dtensor_compile.ir.mesh import MeshLayout, merged_group_name, parse_mesh
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.compat.distributed.mesh import my_rank
+from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.compat.aot.shapes import divisors, size_hints
 from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.ops.expand import Place, canonical, expand, local_shape

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops import collectives
+from dtensor_compile.ops import c10d as collectives
 from dtensor_compile.ir.mesh import join_meshes, merged_group_name, parse_mesh
 from dtensor_compile.ops.redistribute import check_local
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.errors import PlanError
 from dtensor_compile.ops.cross_mesh_plan import Across, absent, expand_across, plan_across
 from dtensor_compile.ops.expand import local_shape

@@ -24,10 +24,10 @@ from dtensor_compile.ops.groups import Group, send_alike, send_with
 from dtensor_compile.ops.held_gradients import hold_gradient, hold_shard, with_held_gradient, with_held_shard
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.compat.distributed import fsdp
-from dtensor_compile.compat.distributed.collectives import functional, wait_tensor
+from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
 from dtensor_compile.compat.dtensor.specs import Placement, Spec, local_and_spec, make_spec, redistribute_local, with_local
 from dtensor_compile.compat.aot.fx import recomputed_in_backward
-from dtensor_compile.compat.distributed.mesh import real_mesh
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
 
 
 class Reduction(NamedTuple):

@@ -3,7 +3,7 @@
 Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives; ``alike.py``
 says what they may decide by where shards are uneven.
 
-A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place (`dtensor_compile.graph.steps`).
+A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place (`dtensor_compile.graph.runner`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.steps import Step
+from dtensor_compile.graph.runner import Step
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions

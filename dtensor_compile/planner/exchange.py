@@ -26,7 +26,7 @@ import numpy as np
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner.costs import local_sizes
+from dtensor_compile.planner.step_costs import local_sizes
 from dtensor_compile.planner.shard_intervals import CUTS, Intervals, cuts_of, held
 
 #: Pairs of ranks up to which tables are made: finding out who sends what takes some milliseconds for that many.

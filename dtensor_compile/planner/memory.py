@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dtensor_compile.compat.dtensor.specs import Partial, Shard
-from dtensor_compile.planner.costs import local_elements, local_sizes
+from dtensor_compile.planner.step_costs import local_elements, local_sizes
 from dtensor_compile.planner.exchange import changed_dims
 from dtensor_compile.planner.steps import State, Step
 from dtensor_compile.planner.shard_intervals import cutting

@@ -8,7 +8,7 @@ kinds): the cheapest path over the specs that a tensor can have, found with Dijk
     S(0)R -> RS(0)                     exchange[0,1] S(0)R->RS(0)             everybody fetches the shard that it lacks
 
 Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a topology says how
-they differ the fewest seconds, then the fewest bytes (`planner/costs.py`).
+they differ the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
 
 Tried are steps towards start's and goal's placements. Where two mesh dims cut unevenly, a path over a spec that neither has can send
 less, because the busiest rank counts; it is taken where it saves more than a hundredth.
@@ -35,7 +35,7 @@ from dataclasses import replace
 from dtensor_compile.ir.spec import parse_spec, placement_text, spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import MemoryBudgetError, PlanError
-from dtensor_compile.planner.costs import COLLECTIVES, StepKind, elements_sent
+from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent
 from dtensor_compile.planner.memory import Held, peak
 from dtensor_compile.planner.steps import Problem, State, Step, moves
 from dtensor_compile.planner.shard_intervals import CUTS

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field, replace
 
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor_compile.planner import costs
+from dtensor_compile.planner import step_costs as costs
 from dtensor_compile.planner import exchange
-from dtensor_compile.planner.costs import COLLECTIVES, StepKind, elements_sent, local_elements, local_sizes
+from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent, local_elements, local_sizes
 from dtensor_compile.planner.lower_bound import fewest_sent
 from dtensor_compile.planner.shard_intervals import CUTS, common, cuts_of, cutting, held, inner_cut, length
 from dtensor_compile.topology.network import Network

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from dtensor_compile.ops.redistribute_across import across_plan_of, redistribute_across_op
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import plan_of
-from dtensor_compile.compat.distributed import mesh as compat_mesh
-from dtensor_compile.compat.distributed.collectives import traced_in_backward
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
+from dtensor_compile.compat.distributed.functional_collectives import traced_in_backward
 from dtensor_compile.compat.inductor.compile import GraphPass
 from dtensor_compile.compat.dynamo.observe import Break, Compilation, current_compilation, watch_dynamo, watch_graphs_of_others
 from dtensor_compile.compat.aot.shapes import size_hints
@@ -36,7 +36,7 @@ from dtensor_compile.graph.extra_copies import extra_copies
 from dtensor_compile.planner.search import bytes_sent
 from dtensor_compile.lowering.size_ranges import cheapest_for
 from dtensor_compile.graph.nodes import FORCED_BY, RECORDED_AS, across, describe, read, redistributions, source_line
-from dtensor_compile.graph.costs import Collective, Operation, device_of, module_path, operations_of
+from dtensor_compile.graph.node_costs import Collective, Operation, device_of, module_path, operations_of
 
 if TYPE_CHECKING:
     from dtensor_compile.schedule.kernel_order import KernelOrder

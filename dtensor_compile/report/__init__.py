@@ -1,6 +1,6 @@
 """What was captured, decided and sent: `record` collects it while programs compile."""
 
-from dtensor_compile.graph.costs import Collective
+from dtensor_compile.graph.node_costs import Collective
 from dtensor_compile.recording.recorder import GraphRecord, Recording, collectives_in, record
 from dtensor_compile.report import build as _build  # noqa: F401 - tells recordings how a report of them is made
 

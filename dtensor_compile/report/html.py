@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 
-from dtensor_compile.report.compare import breaks_text, exposed_text, left_alone_text, outside_text, seconds_text
+from dtensor_compile.report.compare_reports import breaks_text, exposed_text, left_alone_text, outside_text, seconds_text
 from dtensor_compile.report.excerpts import excerpts
 from dtensor_compile.report.model import (
     Collective,

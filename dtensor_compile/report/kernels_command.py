@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
-from dtensor_compile.report.command import BROKEN, OK, status_of
+from dtensor_compile.report.report_command import BROKEN, OK, status_of
 from dtensor_compile.report.explain import run_backward
 from dtensor_compile.report.run_target import Job, parse_mesh_argument
 from dtensor_compile.recording.recorder import record

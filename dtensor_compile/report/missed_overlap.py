@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.costs import MATMULS, Collective, Operation
+from dtensor_compile.graph.node_costs import MATMULS, Collective, Operation
 from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import Schedule
 

@@ -1,6 +1,6 @@
 """Collectives outside of graphs, as records: what is sent in eager between graphs, in hooks and in reducers.
 
-In: what `dtensor_compile.compat.distributed.eager_collectives` sees. Out: `dtensor_compile.graph.costs.Collective`, with bytes
+In: what `dtensor_compile.compat.distributed.eager_collectives` sees. Out: `dtensor_compile.graph.node_costs.Collective`, with bytes
 counted as for those of graphs.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.compat.distributed.eager_collectives import EagerCollective, watch_eager_collectives
 from dtensor_compile.planner.search import StepKind, elements_sent
-from dtensor_compile.graph.costs import Collective
+from dtensor_compile.graph.node_costs import Collective
 from dtensor_compile.recording.recorder import Outside, Recording
 from dtensor_compile.report.sources import is_users
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtensor_compile.graph.costs import Collective, Operation
+from dtensor_compile.graph.node_costs import Collective, Operation
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds
 

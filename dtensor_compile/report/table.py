@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dtensor_compile.report.compare import (
+from dtensor_compile.report.compare_reports import (
     Comparison,
     breaks_text,
     bytes_text,

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from dtensor_compile.compat.dynamo.tracing import of_compilation_on_stack, restarts_analysis
 from dtensor_compile.errors import AgreementError
 from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, source_line, starts_collective
-from dtensor_compile.graph.costs import group_of
+from dtensor_compile.graph.node_costs import group_of
 from dtensor_compile.recording.recorder import graph_name
 from dtensor_compile.store.ledger import Book, current_book, digest
 

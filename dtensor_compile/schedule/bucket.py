@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 import torch
 
 from dtensor_compile.ops.groups import GROUP, Group
-from dtensor_compile.compat.distributed.collectives import functional
+from dtensor_compile.compat.distributed.functional_collectives import functional
 from dtensor_compile.decisions import Decision
 from dtensor_compile.schedule.start_order import first_use, is_light, lower_users
 from dtensor_compile.graph.nodes import FUSED, PART, RECORDED_AS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
-from dtensor_compile.graph.costs import collective_of, result_bytes
+from dtensor_compile.graph.node_costs import collective_of, result_bytes
 from dtensor_compile.topology.links import Cluster, rounds
 
 #: The form of a collective that takes several tensors.

@@ -31,14 +31,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.compat.distributed.collectives import functional, wait_tensor
+from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
 from dtensor_compile.compat.inductor.symmetric_memory import has_symmetric_memory
 from dtensor_compile.decisions import Decision
 from dtensor_compile.schedule.list_scheduler import arrange, excess, simulate
 from dtensor_compile.schedule.schedule_graph import cost_of, graph_tasks
 from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
 from dtensor_compile.graph.nodes import FUSED, PART, REDISTRIBUTES, is_start, is_wait, source_line
-from dtensor_compile.graph.costs import collective_of, result_bytes
+from dtensor_compile.graph.node_costs import collective_of, result_bytes
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 

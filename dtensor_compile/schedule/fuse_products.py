@@ -20,7 +20,7 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.schedule.decompose import Maker, Pair, erase_reduced, erase_views, pairs
 from dtensor_compile.graph.nodes import FUSED, source_line
-from dtensor_compile.graph.costs import collective_of
+from dtensor_compile.graph.node_costs import collective_of
 
 aten = torch.ops.aten
 

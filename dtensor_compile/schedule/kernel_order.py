@@ -30,7 +30,7 @@ from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, ar
 from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.graph.nodes import REDISTRIBUTES, communicates, is_wait, source_line
-from dtensor_compile.graph.costs import Collective, Operation, collective_of, flops_of, itemsize_of, module_path
+from dtensor_compile.graph.node_costs import Collective, Operation, collective_of, flops_of, itemsize_of, module_path
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 

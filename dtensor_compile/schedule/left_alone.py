@@ -23,7 +23,7 @@ from dtensor_compile.graph.measured_kernels import not_measured
 from dtensor_compile.schedule.list_scheduler import ALIKE, arrange, simulate
 from dtensor_compile.schedule.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
 from dtensor_compile.graph.nodes import HANDED_BACK, FUSED, PART, REDISTRIBUTES, communicates, is_fixed, is_start, source_line
-from dtensor_compile.graph.costs import collective_of
+from dtensor_compile.graph.node_costs import collective_of
 from dtensor_compile.topology.links import Cluster, rounds
 
 if TYPE_CHECKING:

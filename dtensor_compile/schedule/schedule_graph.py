@@ -27,7 +27,7 @@ from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, ar
 from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, starts_collective
-from dtensor_compile.graph.costs import Collective, collective_of, result_bytes, work_of
+from dtensor_compile.graph.node_costs import Collective, collective_of, result_bytes, work_of
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
 

@@ -20,7 +20,7 @@ import operator
 import torch
 
 from dtensor_compile.graph.nodes import REDISTRIBUTES, is_fixed, is_start, is_wait
-from dtensor_compile.graph.costs import MATMULS, result_bytes
+from dtensor_compile.graph.node_costs import MATMULS, result_bytes
 
 #: A gather starts before the use of the gathers before it that bring this part of all gathered bytes.
 AHEAD = 0.05

@@ -18,9 +18,9 @@ from dtensor_compile.spmd.annotate import (
     wrap_if_sharded,
 )
 from dtensor_compile.spmd.barrier import apply_backward_optimization_barrier
-from dtensor_compile.spmd.loader import ShardedLoader, ShardingSpec
+from dtensor_compile.spmd.sharding_spec import ShardedLoader, ShardingSpec
 from dtensor_compile.spmd.manual import disable_manual_sharding, enable_manual_sharding, manual_region
-from dtensor_compile.spmd.mesh import Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
+from dtensor_compile.spmd.logical_mesh import Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
 from dtensor_compile.spmd.nd_linear import NDLinear, with_nd_linear
 from dtensor_compile.spmd.op_sharding import OpSharding, ShardingType
 from dtensor_compile.spmd.shard_module import shard_module

@@ -25,7 +25,7 @@ from dtensor_compile.compat.dynamo.tracing import fact_guard
 from dtensor_compile.compat.dynamo.settings import allow_implicit_replication, guard_implicit_replication, implicit_replication, implicit_replication_is_allowed
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd.constraint import agree, as_dtensor, constrain
-from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
+from dtensor_compile.spmd.logical_mesh import Mesh, get_global_mesh
 from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placements
 from dtensor_compile.spmd.propagate import Mark
 

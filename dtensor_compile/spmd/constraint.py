@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.errors import ManualRegionError
-from dtensor_compile.spmd.mesh import axis_name, device_mesh_of, dims_in, sub_mesh
+from dtensor_compile.spmd.logical_mesh import axis_name, device_mesh_of, dims_in, sub_mesh
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
 
 

@@ -24,7 +24,7 @@ class FactorCache:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names
-        assert names is not None  # meshes of `spmd.mesh.Mesh` have names
+        assert names is not None  # meshes of `spmd.logical_mesh.Mesh` have names
         self._meshes = {mesh.size(dim): mesh[name] for dim, name in enumerate(names)}
         self._found: dict[Any, Sequence[Factor]] = {}
 

@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from dtensor_compile.errors import MeshError
-from dtensor_compile.spmd.mesh import Mesh
+from dtensor_compile.spmd.logical_mesh import Mesh
 from dtensor_compile.topology.devices import hosts_from_environment
 from dtensor_compile.topology.links import CLUSTERS, Cluster, rounds
 from dtensor_compile.topology.torus import Assignment, assign_axes, lay_out

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from dtensor_compile.errors import ManualRegionError, MeshError
 from dtensor_compile.spmd.annotate import mesh_text_in_program
 from dtensor_compile.spmd.constraint import as_dtensor, whole
-from dtensor_compile.spmd.mesh import Mesh, axis_name, device_mesh_of, dims_in, get_global_mesh, sub_mesh
+from dtensor_compile.spmd.logical_mesh import Mesh, axis_name, device_mesh_of, dims_in, get_global_mesh, sub_mesh
 from dtensor_compile.spmd.partition_spec import Axes, PartitionSpec, axes_to_placements
 
 #: Mesh axes by index.

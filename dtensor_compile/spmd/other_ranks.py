@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.ir.mesh import MeshLayout, mesh_layout
 from dtensor_compile.compat.dtensor.specs import local_and_spec, with_local
-from dtensor_compile.compat.distributed.mesh import seen_by
+from dtensor_compile.compat.distributed.device_meshes import seen_by
 from dtensor_compile.compat.dtensor.record import DrawsOnShards, refusing_draws, run_node
 from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.spmd.in_place import function_name

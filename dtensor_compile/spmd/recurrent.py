@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dtensor_compile.compat.dtensor.factors import Factor
-from dtensor_compile.compat.dynamo.recurrent import FUNCTIONS, gradients
+from dtensor_compile.compat.dynamo.recurrent_functions import FUNCTIONS, gradients
 from dtensor_compile.spmd.constraint import as_dtensor
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
@@ -116,7 +116,7 @@ def recurrent_layer(
     """The results and the last states of stacked layers (module docstring).
 
     Args:
-        kind: a name of `compat.dynamo.recurrent.FUNCTIONS`.
+        kind: a name of `compat.dynamo.recurrent_functions.FUNCTIONS`.
         x: of shape (time, batch, features), or (batch, time, features) with `batch_first`.
         states: first states, each of shape (layers * directions, batch, features); two for an LSTM.
     """

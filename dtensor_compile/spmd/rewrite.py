@@ -39,7 +39,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.nodes import source_line
 from dtensor_compile.spmd.constraint import constrain, mean_loss, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
 from dtensor_compile.spmd.in_place import function_name, stay_whole, written_argument
-from dtensor_compile.spmd.mesh import dims_in
+from dtensor_compile.spmd.logical_mesh import dims_in
 from dtensor_compile.spmd.other_ranks import fails_on_some_rank
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
 from dtensor_compile.spmd.propagate import Sharding

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.record import record_module
-from dtensor_compile.compat.dynamo.recurrent import replaced, take_new_weights
+from dtensor_compile.compat.dynamo.recurrent_functions import replaced, take_new_weights
 from dtensor_compile.errors import MeshError
 from dtensor_compile.spmd.annotate import mark_of, note
 from dtensor_compile.spmd.constraint import as_dtensor
 from dtensor_compile.spmd.factor_cache import FactorCache
-from dtensor_compile.spmd.mesh import Mesh, get_global_mesh
+from dtensor_compile.spmd.logical_mesh import Mesh, get_global_mesh
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
 from dtensor_compile.spmd.propagate import Mark, propagate
 from dtensor_compile.spmd.recurrent import IN_PROGRAMS

@@ -38,7 +38,7 @@ from dtensor_compile.spmd.constraint import agree, constrain
 from dtensor_compile.spmd.factor_cache import FactorCache
 from dtensor_compile.spmd.in_place import function_name
 from dtensor_compile.spmd.manual import placed_from_manual, to_manual
-from dtensor_compile.spmd.mesh import device_mesh_of
+from dtensor_compile.spmd.logical_mesh import device_mesh_of
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
 from dtensor_compile.spmd.propagate import Mark, Sharding, propagate
 from dtensor_compile.spmd.regions import enter_regions

@@ -14,7 +14,7 @@ from dtensor_compile.fixups.unread_collectives import drop_unread_collectives
 from dtensor_compile.fixups.view_again import view_again
 from dtensor_compile.graph.nodes import across, has_even_shards, redistributions
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, spread_marks
-from dtensor_compile.graph.steps import Step, run_steps
+from dtensor_compile.graph.runner import Step, run_steps
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.lower_collectives import hold_collectives, hold_draws, is_repeatable, order_collectives

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dtensor_compile.compat.inductor.kernel_nodes import Nodes
 from dtensor_compile.fixups.uncompiled import runs_uncompiled
-from dtensor_compile.graph.steps import attempt
+from dtensor_compile.graph.runner import attempt
 from dtensor_compile.schedule.kernel_order import KernelOrder, rearrange, tie_starts
 from dtensor_compile.schedule.left_alone import kernels_left
 from dtensor_compile.schedule.overlap import kernels_in_order

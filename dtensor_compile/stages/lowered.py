@@ -8,7 +8,7 @@ from dtensor_compile.compat.aot.shapes import split_nary
 from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.send_contiguous import send_contiguous
 from dtensor_compile.fixups.view_again import view_again
-from dtensor_compile.graph.steps import Step, run_steps
+from dtensor_compile.graph.runner import Step, run_steps
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives
 from dtensor_compile.lowering.receive_before_sending import receive_before_sending

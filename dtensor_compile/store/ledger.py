@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtensor_compile.compat.distributed.mesh import default_store
+from dtensor_compile.compat.distributed.device_meshes import default_store
 
 
 class Book:

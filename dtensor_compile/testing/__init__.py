@@ -14,7 +14,7 @@ module.
 """
 
 from dtensor_compile.testing.bisect import Culprit, bisect
-from dtensor_compile.testing.compare import Difference, compare_values
+from dtensor_compile.testing.compare_values import Difference, compare_values
 from dtensor_compile.testing.graphs import captured_graph, graph_text
 from dtensor_compile.testing.parity import assert_parity, compare_steps
 from dtensor_compile.testing.ranks import RankError, make_mesh, on_ranks, run_on_ranks

@@ -28,11 +28,11 @@ from torch.utils import _pytree as pytree
 
 from dtensor_compile.ir import mesh as capture_mesh
 from dtensor_compile.ir.mesh import mesh_layout
-from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.local_tensor import local_tensors, of_rank, random_states
 from dtensor_compile.compat.distributed.rank_threads import run_in_threads
 from dtensor_compile.spmd import annotate
-from dtensor_compile.spmd import mesh as spmd_mesh
+from dtensor_compile.spmd import logical_mesh as spmd_mesh
 from dtensor_compile.testing.parity import Case, Comparison, Difference, Settings, compare_runs, gradients_of, local_part
 from dtensor_compile.variables import mesh_constructors as factories
 

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.dtensor.specs import copy_of
 from dtensor_compile.compat.distributed.rank_threads import is_rank_thread
-from dtensor_compile.testing.compare import TOLERANCE, Allowed, Difference, compare_values
+from dtensor_compile.testing.compare_values import TOLERANCE, Allowed, Difference, compare_values
 
 __all__ = [
     "TOLERANCE", "Allowed", "Case", "Comparison", "Difference", "Settings", "assert_parity", "case_of", "compare_case",

@@ -1,6 +1,6 @@
 """What communication backends really send, against what the textbook's algorithm sends.
 
-A table of factors: bytes on the wire of one rank, divided by the bytes of `planner/costs.py` (ring algorithms). NCCL sends what
+A table of factors: bytes on the wire of one rank, divided by the bytes of `planner/step_costs.py` (ring algorithms). NCCL sends what
 the textbook says. gloo has no reduce_scatter: it reduces all and keeps a part, which is twice as much (measured on the wire, 2 ranks
 and a 16 MiB input: 16 MiB; all_gather and all_to_all send 8 MiB each, as the formulas say). Bytes are not time: gloo's all_to_all, and its
 all_gather of two ranks, use one direction of the network after the other, which `lowering/receive_before_sending.py` mends.

@@ -159,7 +159,7 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
     """Seconds of one collective of `n` ranks over `link` (module docstring).
 
     Args:
-        bytes_sent: by one rank, as `planner/costs.py` counts them.
+        bytes_sent: by one rank, as `planner/step_costs.py` counts them.
         messages: that follow each other, where the collective is not the textbook's (an exchange in which few ranks meet).
     """
     if n <= 1:

@@ -29,7 +29,8 @@ from dtensor_compile.compat.dynamo.guards import track_and_guard
 from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
 from dtensor_compile.compat.aot.symbol_reads import quick_expressions
-from dtensor_compile.variables import collectives, comm_debug_mode, data_dependent, data_parallel, dense_tensors, hooks, optimizer, printing, random
+from dtensor_compile.variables import collectives, comm_debug_mode, data_dependent, data_parallel, dense_tensors, optimizer, printing, random
+from dtensor_compile.variables import backward_hooks as hooks
 from dtensor_compile.variables import mesh_constructors as factories
 from dtensor_compile.variables import torch_distributed_table as functions
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable

@@ -1,7 +1,7 @@
 """The functions of ``torch.distributed`` that communicate.
 
 Each function has a twin: a Python function with the same arguments that Dynamo traces in its place. It finds out what the call
-means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/collectives.py``. In the graph an
+means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/c10d.py``. In the graph an
 operation is complete as soon as it is called; that it starts early and is waited for late is the business of the lowering. So the
 `Work` of an asynchronous call has nothing left to do.
 
@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops import collectives as ops
+from dtensor_compile.ops import c10d as ops
 from dtensor_compile.causes import cause
-from dtensor_compile.compat.distributed.collectives import P2POpClassVariable, other_names, reduction_name
+from dtensor_compile.compat.distributed.functional_collectives import P2POpClassVariable, other_names, reduction_name
 from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     Translator,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dtensor_compile.ops import collectives as ops
+from dtensor_compile.ops import c10d as ops
 from dtensor_compile.ops.redistribute import redistribute_op
-from dtensor_compile.compat.dynamo.comm_debug_mode import CommModeVariable
+from dtensor_compile.compat.dynamo.communication_counts import CommModeVariable
 from dtensor_compile.compat.dynamo.tracing import Retrack
 from dtensor_compile.compat.dynamo.calls import handle_construction
 

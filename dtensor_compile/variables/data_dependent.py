@@ -1,4 +1,4 @@
-"""Values of the data that a program reads: numbers of the graph (`compat.dynamo.data_dependent`), in the contexts of `CONTEXTS`.
+"""Values of the data that a program reads: numbers of the graph (`compat.dynamo.data_dependent_scalars`), in the contexts of `CONTEXTS`.
 
 ``torch.equal`` answers with a ``bool`` of Python. Its twin computes the answer as a tensor and reads it, which a graph can.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.data_dependent import collectives_of_constants, lengths_of_counts, numbers_in_the_graph
+from dtensor_compile.compat.dynamo.data_dependent_scalars import collectives_of_constants, lengths_of_counts, numbers_in_the_graph
 from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
 from dtensor_compile.compat.dynamo.calls import handle_calls
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.distributed.collectives import flatten_dense_tensors, unflatten_dense_tensors
+from dtensor_compile.compat.distributed.functional_collectives import flatten_dense_tensors, unflatten_dense_tensors
 from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
 from dtensor_compile.compat.dynamo.calls import handle_calls
 

@@ -1,7 +1,7 @@
 """``torch.distributed.nn.functional``: collectives with gradients.
 
 torch's functions raise under ``torch.compile``. Their twins are ``torch.autograd.Function`` objects over the operators of
-``ops/collectives.py``, with the gradients of torch's: what a collective sends one way, its gradient sends back.
+``ops/c10d.py``, with the gradients of torch's: what a collective sends one way, its gradient sends back.
 
     all_reduce <-> all_reduce     all_gather <-> sum of all_to_all     broadcast <-> reduce     gather <-> scatter
 """
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 
-from dtensor_compile.ops import collectives as ops
-from dtensor_compile.compat.distributed.collectives import functions_of
+from dtensor_compile.ops import c10d as ops
+from dtensor_compile.compat.distributed.functional_collectives import functions_of
 
 
 class AllReduce(torch.autograd.Function):

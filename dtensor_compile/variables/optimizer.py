@@ -13,7 +13,7 @@ from typing import Any
 from dtensor_compile.compat.dynamo.tracing import Retrack
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.module_calls import handle_functions
-from dtensor_compile.compat.dynamo.optimizer import (
+from dtensor_compile.compat.dynamo.optimizer_trackers import (
     BreakAroundStep,
     FusedStep,
     break_function,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from dtensor_compile.ops import random as ops
+from dtensor_compile.ops import random_ops as ops
 from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     Translator,
@@ -28,7 +28,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     graph_break,
 )
 from dtensor_compile.compat.dynamo.calls import emit_call, handle_calls, handle_construction
-from dtensor_compile.compat.dynamo.random import (
+from dtensor_compile.compat.dynamo.generator_trackers import (
     DRAWS_TOGETHER,
     GeneratorVariable,
     handle_draws,

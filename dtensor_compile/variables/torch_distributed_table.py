@@ -19,7 +19,7 @@ import torch.distributed.tensor.parallel
 from torch.distributed import tensor
 
 from dtensor_compile.compat.dynamo import settings
-from dtensor_compile.compat.distributed.collectives import functional_collectives
+from dtensor_compile.compat.distributed.functional_collectives import functional_collectives
 from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     TrackGiven,

@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as funcol
 
 from dtensor_compile import explain
 from dtensor_compile.compat.distributed.fake_group import simulated_job
-from dtensor_compile.graph.costs import module_path
+from dtensor_compile.graph.node_costs import module_path
 
 
 @pytest.mark.parametrize(

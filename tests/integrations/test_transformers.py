@@ -8,7 +8,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from dtensor_compile.testing import run_on_ranks
-from dtensor_compile.testing.collectives import collectives_run
+from dtensor_compile.testing.count_collectives import collectives_run
 from tests.integrations.models import graphs
 
 pytest.importorskip("transformers", reason="transformers is not installed (the gallery's environment has it)")

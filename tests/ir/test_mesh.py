@@ -18,8 +18,8 @@ from dtensor_compile.ir.mesh import (
     mesh_text,
     parse_mesh,
 )
-from dtensor_compile.compat.distributed import mesh as compat_mesh
-from dtensor_compile.compat.distributed.mesh import group_named, new_group_in_order
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
+from dtensor_compile.compat.distributed.device_meshes import group_named, new_group_in_order
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError, UnsupportedTorchError
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 

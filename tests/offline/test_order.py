@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 import dtensor_compile
 from dtensor_compile import offline
 from dtensor_compile.ir.mesh import group_dim_name
-from dtensor_compile.compat.distributed.mesh import group_named
+from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.report.written_code import written_collectives
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools" / "bench"))

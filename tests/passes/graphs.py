@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtensor_compile import passes
 from dtensor_compile.graph.global_annotations import MARK, Mark
 from dtensor_compile.graph.rank_uniformity import spread_marks
-from dtensor_compile.graph.steps import Step, run_steps
+from dtensor_compile.graph.runner import Step, run_steps
 from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.compat.dynamo.observe import node_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtensor_compile.report.compare import Limits, LimitError, broken, bytes_text, check_limits, compare, seconds_text
+from dtensor_compile.report.compare_reports import Limits, LimitError, broken, bytes_text, check_limits, compare, seconds_text
 from tests.report.samples import sample_report
 
 

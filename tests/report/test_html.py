@@ -10,13 +10,13 @@ import subprocess
 
 import pytest
 
-from dtensor_compile.report import command
+from dtensor_compile.report import report_command as command
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.excerpts import AROUND, excerpts
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import Report, Source, from_json, to_json
 from dtensor_compile.recording.recorder import Recording
-from dtensor_compile.report.trace import THREADS, to_trace
+from dtensor_compile.report.chrome_trace import THREADS, to_trace
 from tests.report.large import large_report
 from tests.report.samples import LINE, sample_report
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtensor_compile.graph.costs import Collective, Operation
+from dtensor_compile.graph.node_costs import Collective, Operation
 from dtensor_compile.report.missed_overlap import missed
 from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import schedule

@@ -7,7 +7,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from dtensor_compile.demo.parallel import Gathered
 from dtensor_compile.testing import make_mesh, on_ranks
-from dtensor_compile.testing.memory import allocated_peak, resident_peak
+from dtensor_compile.testing.step_memory import allocated_peak, resident_peak
 
 LAYERS, DIM = 12, 512
 MIB = 1 << 20

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.testing import on_ranks
-from dtensor_compile.testing.collectives import collectives_run
+from dtensor_compile.testing.count_collectives import collectives_run
 
 
 @on_ranks(2)

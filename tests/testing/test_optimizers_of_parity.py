@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel
 from dtensor_compile.testing import make_mesh, on_ranks
-from dtensor_compile.testing.compare import compare_values
+from dtensor_compile.testing.compare_values import compare_values
 from dtensor_compile.testing.parity import Allowed, Settings, case_of, compare_case, sum_of_squares
 
 

@@ -14,7 +14,7 @@ from dtensor_compile.passes import PASSES
 from dtensor_compile.graph.nodes import redistributions
 from dtensor_compile.testing import RankError, compare_steps, compare_values, make_mesh, on_ranks, parity
 from dtensor_compile.testing.check import check_case
-from dtensor_compile.testing.compare import Allowed
+from dtensor_compile.testing.compare_values import Allowed
 from dtensor_compile.testing.parity import Settings, case_of, compare_case, sum_of_squares
 
 

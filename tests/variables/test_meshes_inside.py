@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dtensor_compile.compat.distributed.mesh import all_groups
+from dtensor_compile.compat.distributed.device_meshes import all_groups
 from dtensor_compile.testing import make_mesh, on_ranks
 from tests.variables.programs import assert_like_eager
 

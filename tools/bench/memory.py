@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 import dtensor_compile
 from dtensor_compile.demo.llama import Block, Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel
-from dtensor_compile.testing.memory import allocated_peak, resident_peak, return_freed_memory
+from dtensor_compile.testing.step_memory import allocated_peak, resident_peak, return_freed_memory
 from dtensor_compile.testing.ranks import run_on_ranks
 
 #: Names of configurations, and the ratio's divisor for each.

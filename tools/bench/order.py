@@ -32,7 +32,7 @@ import dtensor_compile
 from dtensor_compile import offline
 from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.compat.inductor.compile import fresh_caches
-from dtensor_compile.compat.distributed.mesh import group_named
+from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.schedule.wrapper_order import simulate_wrapper
 from dtensor_compile.report.written_code import written_collectives
 

@@ -2,7 +2,7 @@
 
     python tools/bench/pass_time.py [--layers 32] [--backend dtensor_aten] [--layout tp] [--json FILE]
 
-Measured is on rank 0: seconds of each step on a graph (`dtensor_compile.graph.steps`), those that only report included, and CPU time of
+Measured is on rank 0: seconds of each step on a graph (`dtensor_compile.graph.runner`), those that only report included, and CPU time of
 the first forward and backward less those of the second, C++ compiler included.
 """
 

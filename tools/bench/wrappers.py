@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtensor_compile import one_gloo_worker
 from dtensor_compile.demo.llama import Llama, LlamaConfig
-from dtensor_compile.testing.collectives import collectives_run
+from dtensor_compile.testing.count_collectives import collectives_run
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import netlab  # noqa: E402 - tools beside this one

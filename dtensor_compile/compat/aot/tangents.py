@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo.tracing import constant_source, fact_guard, leave_frames_to_python, of_compilation_on_stack
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
-from dtensor_compile.compat.distributed.mesh import real_mesh
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.native.loader import native
 
 #: Placements of the gradients of all results that are DTensors and require a gradient, in order.

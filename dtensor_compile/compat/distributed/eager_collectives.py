@@ -21,7 +21,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.hooks import hook, needs
 
 _NAMESPACES = ("c10d", "_c10d_functional")

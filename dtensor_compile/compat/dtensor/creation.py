@@ -9,7 +9,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _api, _utils
 
-from dtensor_compile.compat.distributed.mesh import group_exists, group_name, is_member, real_mesh
+from dtensor_compile.compat.distributed.device_meshes import group_exists, group_name, is_member, real_mesh
 
 #: The object that knows the mesh of the innermost ``with mesh:``; thread-local.
 MESH_ENV: Any = device_mesh._mesh_resources

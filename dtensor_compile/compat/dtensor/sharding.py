@@ -57,7 +57,7 @@ from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.dynamo.tracing import STANDS_FOR
 from dtensor_compile.compat.hooks import hook, if_there, needs
-from dtensor_compile.compat.distributed.mesh import mesh_dims, rank_map, real_mesh
+from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map, real_mesh
 from dtensor_compile.compat.dynamo.settings import implicit_replication
 
 aten = torch.ops.aten

@@ -42,7 +42,7 @@ from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_glob
 from dtensor_compile.compat.dynamo.tracing import Translator, graph_break, traces_for_us
 from dtensor_compile.compat.dynamo.calls import call_site
 from dtensor_compile.compat.hooks import hook, needs
-from dtensor_compile.compat.distributed.mesh import real_mesh
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
 
 #: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of a DTensor.
 Facts = tuple[Any, ...] | None

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtensor_compile.compat.hooks import feature, hook, needs
-from dtensor_compile.compat.distributed.mesh import mesh_dims, rank_map
+from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
 
 
 @needs(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.distributed.collectives import functional
+from dtensor_compile.compat.distributed.functional_collectives import functional
 from dtensor_compile.compat.hooks import hook, needs
 
 #: Those with a number beside the tensor: the size of the group, or the rank that sends.

@@ -19,7 +19,7 @@ from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch.distributed.tensor import Shard
 
 from dtensor_compile.backend import dtensor
-from dtensor_compile.graph.steps import Step
+from dtensor_compile.graph.runner import Step
 from dtensor_compile.stages import program
 from dtensor_compile.compat.dynamo.tracing import Entries, OpaqueVariable, install_while_tracing, installed_backends
 from dtensor_compile.testing import make_mesh, on_ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
 from dtensor_compile.ir.mesh import group_dim_name
-from dtensor_compile.compat.distributed import mesh as compat_mesh
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.graph.nodes import RECORDED_AS, source_line, starts_collective

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import init
 
-from dtensor_compile.ops.collectives import define
+from dtensor_compile.ops.c10d import define
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 

@@ -15,14 +15,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 from dtensor_compile.errors import DTensorCompileError
-from dtensor_compile.report.compare import Limits, broken, check_limits, compare
+from dtensor_compile.report.compare_reports import Limits, broken, check_limits, compare
 from dtensor_compile.report.explain import KERNELS
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.run_target import DEFAULT_WORLD, STOCK_RANKS, Job, look_at, parse_mesh_argument
 from dtensor_compile.report.model import Report, ReportFormatError, from_json, to_json
 from dtensor_compile.report.table import console_for, print_comparison, print_report
 from dtensor_compile.report.target import TargetError, is_script
-from dtensor_compile.report.trace import to_trace
+from dtensor_compile.report.chrome_trace import to_trace
 from dtensor_compile.topology.links import CLUSTERS
 
 OK, BROKEN, NOT_RUN = 0, 1, 2

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.distributed.collectives import (
+from dtensor_compile.compat.distributed.functional_collectives import (
     REDUCTIONS,
     functional,
     hide_mutation_from_autograd,
@@ -30,7 +30,7 @@ from dtensor_compile.compat.distributed.collectives import (
     wait_later,
     wait_tensor,
 )
-from dtensor_compile.compat.distributed.mesh import group_named
+from dtensor_compile.compat.distributed.device_meshes import group_named
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 

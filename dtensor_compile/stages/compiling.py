@@ -21,7 +21,7 @@ from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
 from dtensor_compile.compat.aot.shapes import sizes_from_expressions
 from dtensor_compile.compat.aot.unwrap import native_calls
-from dtensor_compile.compat.dynamo.data_dependent import backward_in_time
+from dtensor_compile.compat.dynamo.data_dependent_scalars import backward_in_time
 from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
 from dtensor_compile.compat.inductor.compile import compile_with_inductor
 from dtensor_compile.fixups.failing_backward import defer_backward_errors

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from dtensor_compile.errors import PlacementError
 from dtensor_compile.spmd.annotate import mark_sharding, mesh_text_in_program, note, wrap_as_sharded_tensor
-from dtensor_compile.spmd.mesh import Mesh, device_mesh_of
+from dtensor_compile.spmd.logical_mesh import Mesh, device_mesh_of
 from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placements
 from dtensor_compile.spmd.propagate import Mark
 
