@@ -45,7 +45,7 @@ MATMULS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
 
 
 @dataclass(frozen=True)
-class Collective:
+class SentCollective:
     """One functional collective of a graph.
 
     Attributes:
@@ -96,9 +96,9 @@ class Operation:
     waits_for: int | None = None
 
 
-def operations_of(graph: torch.fx.Graph) -> tuple[list[Collective], list[Operation]]:
+def operations_of(graph: torch.fx.Graph) -> tuple[list[SentCollective], list[Operation]]:
     """The collectives of a graph in order, and everything that takes time in order."""
-    collectives: list[Collective] = []
+    collectives: list[SentCollective] = []
     operations: list[Operation] = []
     started: dict[torch.fx.Node, int] = {}
     computed: set[torch.fx.Node] = set()
@@ -127,7 +127,7 @@ def operations_of(graph: torch.fx.Graph) -> tuple[list[Collective], list[Operati
     return collectives, operations
 
 
-class Work(NamedTuple):
+class OperatorWork(NamedTuple):
     """What an operator does; as in `Operation`."""
 
     flops: int
@@ -136,7 +136,7 @@ class Work(NamedTuple):
     fused: bool
 
 
-def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> Work | None:
+def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> OperatorWork | None:
     """What an operator does; None for one that takes no time (a view, a size).
 
     Args:
@@ -151,7 +151,7 @@ def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> Work | None:
     if not moved:
         return None
     computed.add(node)
-    return Work(flops_of(node), moved, itemsize_of(node), fused)
+    return OperatorWork(flops_of(node), moved, itemsize_of(node), fused)
 
 
 def result_bytes(node: torch.fx.Node) -> int:
@@ -165,7 +165,7 @@ def device_of(graph: torch.fx.Graph) -> str:
     return next((device for device in types if device not in ("cpu", "meta")), "cpu")
 
 
-def collective_of(node: torch.fx.Node) -> Collective:
+def collective_of(node: torch.fx.Node) -> SentCollective:
     """The record of a node that starts a functional collective."""
     return _collective(node, node.target._schema.name.split("::")[1])  # type: ignore[union-attr]
 
@@ -202,7 +202,7 @@ def flops_of(node: torch.fx.Node) -> int:
     return size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _collective(node: torch.fx.Node, name: str) -> Collective:
+def _collective(node: torch.fx.Node, name: str) -> SentCollective:
     inputs = [value for source in node.all_input_nodes for value in _values(source.meta.get("val"))]
     kind = _KINDS.get(name) or _LISTS.get(name)
     group = group_of(node)
@@ -215,7 +215,7 @@ def _collective(node: torch.fx.Node, name: str) -> Collective:
             splits = size_hints(torch.fx.map_arg(node.args[2], lambda size: size.meta["val"]))
             away = sum(splits) - splits[ranks.index(dist.get_rank())]
             sent = math.prod(size_hints(inputs[0].shape)) * inputs[0].element_size() * away // max(1, sum(splits))
-    return Collective(
+    return SentCollective(
         kind=kind or name.removeprefix("c10d_"),
         bytes=sent,
         where=source_line(node),

@@ -50,7 +50,7 @@ ACROSS = "dtensor_compile_across"
 COMMUNICATES = frozenset(("dtensor_compile", "_c10d_functional", "_dtensor"))
 
 
-class Redistribution(NamedTuple):
+class RedistributeNode(NamedTuple):
     """Arguments of a redistribute node."""
 
     local: torch.fx.Node
@@ -112,10 +112,10 @@ def communicates(target: Any) -> bool:
     return getattr(target, "namespace", None) in COMMUNICATES and target not in HOLDS
 
 
-def read(node: torch.fx.Node) -> Redistribution:
+def read(node: torch.fx.Node) -> RedistributeNode:
     """Arguments of a redistribute node."""
     local, source, target, mesh, shape = node.args
-    return Redistribution(local, source, target, mesh, tuple(shape))  # type: ignore[arg-type]
+    return RedistributeNode(local, source, target, mesh, tuple(shape))  # type: ignore[arg-type]
 
 
 class Cost(NamedTuple):
@@ -138,7 +138,7 @@ class Cost(NamedTuple):
 OVER_BUDGET = Cost(1 << 40, 1 << 60)
 
 
-def cost(this: Redistribution, itemsize: int) -> Cost:
+def cost(this: RedistributeNode, itemsize: int) -> Cost:
     """What a redistribution of elements of `itemsize` bytes sends; symbolic sizes count with their hints.
 
     Raises:
@@ -209,7 +209,7 @@ def zeros(shape: list[int], value: torch.Tensor, *, like: torch.fx.Node, before:
     return call(torch.ops.aten.full.default, (shape, 0), options, like=like, before=before)
 
 
-def redistribute(this: Redistribution, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+def redistribute(this: RedistributeNode, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
     """A new redistribute node in front of `before`, that stands for `like`."""
     return call(redistribute_op, (this.local, *this[1:4], list(this.shape)), like=like, before=before)
 

@@ -1,6 +1,6 @@
 """Steps on a graph, one after the other, all under one guard: what each takes, whether it may fail, what it took and decided.
 
-A `Step` is data: a function on a graph, what it is given besides, when it applies, and whether numbers depend on it. Where a step
+A `GraphStep` is data: a function on a graph, what it is given besides, when it applies, and whether numbers depend on it. Where a step
 raises that they do not depend on, its change is taken back, a warning and a decision say so, and the next one runs. Where they do,
 its exception goes on, with a note that names the step.
 """
@@ -42,7 +42,7 @@ class Policy(Protocol):
     def strict(self) -> bool: ...
 
 
-class Compilation(Protocol):
+class StepContext(Protocol):
     """What steps are given besides the graph. It receives what they decide, and the seconds that each took."""
 
     @property
@@ -54,7 +54,7 @@ class Compilation(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class GraphStep:
     """One step on a graph.
 
     Attributes:
@@ -80,7 +80,7 @@ class Step:
         return self.run.__name__
 
 
-def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Step], this: Compilation) -> None:
+def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[GraphStep], this: StepContext) -> None:
     """Runs steps in order on a graph, or on the module of one.
 
     Ranks have to come to the same end; what steps may decide by where shards are uneven is said by `sizes_differ`, for all of them as
@@ -121,14 +121,14 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[St
         this.decided(made or [])
 
 
-def applies(step: Step, this: Compilation) -> bool:
+def applies(step: GraphStep, this: StepContext) -> bool:
     """Whether a step runs in a compilation."""
     if step.name in this.options.disable_passes and not step.required or step.asked and step.name not in this.options.enable_passes:
         return False
     return step.when(this)
 
 
-def attempt(name: str, this: Compilation, run: Callable[[], T], otherwise: T) -> T:
+def attempt(name: str, this: StepContext, run: Callable[[], T], otherwise: T) -> T:
     """What `run` returns; `otherwise`, a warning and a decision where it raises and the options are not strict."""
     began = time.perf_counter()
     try:

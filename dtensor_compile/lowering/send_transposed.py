@@ -31,7 +31,7 @@ from dtensor_compile.compat.dtensor.specs import Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.extra_copies import bytes_of
 from dtensor_compile.lowering.order_rows import moved, why_sizes_do_not_fit
-from dtensor_compile.graph.nodes import Redistribution, call, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.nodes import RedistributeNode, call, read, redistribute, redistributions, source_line
 
 aten = torch.ops.aten
 
@@ -84,14 +84,14 @@ def _gathers(node: torch.fx.Node) -> bool:
     return bytes_of(node) > bytes_of(read(node).local)
 
 
-def _gather(node: torch.fx.Node, this: Redistribution) -> str:
+def _gather(node: torch.fx.Node, this: RedistributeNode) -> str:
     sent = call(aten.permute.default, (this.local, [1, 0]), like=node, before=node)
     whole = redistribute(_transposed(this, sent), like=node, before=node)
     node.replace_all_uses_with(call(aten.permute.default, (whole, [1, 0]), like=node, before=node))
     return str(read(whole))
 
 
-def _scatter(node: torch.fx.Node, this: Redistribution) -> str | None:
+def _scatter(node: torch.fx.Node, this: RedistributeNode) -> str | None:
     product, flipped = _made_by_product(this.local)
     if product is None:
         return None
@@ -104,12 +104,12 @@ def _scatter(node: torch.fx.Node, this: Redistribution) -> str | None:
     return str(read(part))
 
 
-def _transposed(this: Redistribution, local: torch.fx.Node) -> Redistribution:
+def _transposed(this: RedistributeNode, local: torch.fx.Node) -> RedistributeNode:
     """The same redistribution of the transpose, `local`."""
     source, target = (
         spec_text([Shard(1 - p.dim) if isinstance(p, Shard) else p for p in parse_spec(text)]) for text in (this.source, this.target)
     )
-    return Redistribution(local, source, target, this.mesh, tuple(reversed(this.shape)))
+    return RedistributeNode(local, source, target, this.mesh, tuple(reversed(this.shape)))
 
 
 def _is_view(node: torch.fx.Node) -> bool:

@@ -68,7 +68,7 @@ def tell_ranges(graph: torch.fx.Graph) -> list[Decision]:
     return decisions
 
 
-class Cost(NamedTuple):
+class SymbolicCost(NamedTuple):
     """Bytes that one rank sends and estimated seconds, in the symbols of the sizes."""
 
     bytes: sympy.Expr
@@ -94,7 +94,7 @@ class Range:
 
 def symbolic(
     steps: Sequence[Step], mesh_shape: Sequence[int], shape: Sequence[Any], itemsize: int = 4, *, network: Network = Network()
-) -> Cost:
+) -> SymbolicCost:
     """What a plan costs for a global tensor of `shape`: integers, torch's symbolic ones, or expressions of positive integer symbols.
 
     Equal to what `plan` says of its steps for every size, uneven ones too. Raises nothing.
@@ -105,7 +105,7 @@ def symbolic(
         problem = Problem(step.before, step.after, tuple(mesh_shape), sizes, sizes, itemsize, network)
         priced = problem.step(step.kind, step.mesh_dims, step.before, step.after)
         elements, seconds = elements + priced.elements, seconds + priced.seconds
-    return Cost(sympy.simplify(elements * itemsize).replace(_is_rounded_up, lambda floor: -sympy.ceiling(-floor.args[0])), seconds)
+    return SymbolicCost(sympy.simplify(elements * itemsize).replace(_is_rounded_up, lambda floor: -sympy.ceiling(-floor.args[0])), seconds)
 
 
 def _is_rounded_up(expression: sympy.Expr) -> bool:

@@ -32,7 +32,7 @@ from dtensor_compile.topology.gpus import Gpu
 
 
 @dataclass(frozen=True)
-class Step:
+class IssuedStep:
     """One thing that generated code asks the device, or the network, to do.
 
     Attributes:
@@ -69,7 +69,7 @@ class Kernel:
 
 
 @dataclass
-class Graph:
+class EmulatedGraph:
     """Generated code.
 
     Attributes:
@@ -82,7 +82,7 @@ class Graph:
     direction: str
     source: str
     kernels: tuple[Kernel, ...]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[IssuedStep] = field(default_factory=list)
 
     def order(self) -> str:
         """The steps of the last run, one a line."""
@@ -98,8 +98,8 @@ class EmulatedDevice:
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.graphs = gpu, list[Graph]()
-        self._pending, self._running = dict[str, Kernel](), list[Graph]()
+        self.gpu, self.graphs = gpu, list[EmulatedGraph]()
+        self._pending, self._running = dict[str, Kernel](), list[EmulatedGraph]()
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -128,7 +128,7 @@ class EmulatedDevice:
         return _Launch(self, name)
 
     def _graph(self, source: str, is_backward: bool) -> Any:
-        graph = Graph("backward" if is_backward else "forward", source, tuple(self._pending.values()))
+        graph = EmulatedGraph("backward" if is_backward else "forward", source, tuple(self._pending.values()))
         self._pending = {}
         self.graphs.append(graph)
 
@@ -152,26 +152,26 @@ class _Launch:
         self._device, self._name = device, name
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        self._device._running[-1].steps.append(Step("kernel", self._name))
+        self._device._running[-1].steps.append(IssuedStep("kernel", self._name))
 
 
 class _Collectives:
     """Operators that generated code calls, as steps; a wait has the number of its start."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: EmulatedGraph) -> None:
         self.graph, self.started = graph, dict[int, tuple[str, int]]()
 
     def __call__(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func._name.split("::")[-1].split(".")[0]
         if func.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
-            self.graph.steps.append(Step("operator", name))
+            self.graph.steps.append(IssuedStep("operator", name))
         elif name == "wait_tensor":
-            self.graph.steps.append(Step("wait", *self.started.get(_storage(args[0]), ("?", -1))))
+            self.graph.steps.append(IssuedStep("wait", *self.started.get(_storage(args[0]), ("?", -1))))
         else:
             number = sum(step.kind == "start" for step in self.graph.steps)
             given = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
             sends = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in given)
-            self.graph.steps.append(Step("start", name, number, sends))
+            self.graph.steps.append(IssuedStep("start", name, number, sends))
             for tensor in result if isinstance(result, (list, tuple)) else (result,):
                 self.started[_storage(tensor)] = name, number
 

@@ -32,7 +32,7 @@ from dtensor_compile.errors import PlanError
 from dtensor_compile.planner import shard_intervals as shards
 from dtensor_compile.planner.step_costs import local_elements
 from dtensor_compile.planner.exchange import REDUCES, overlap, serve
-from dtensor_compile.ops.expand import Place, canonical, expand
+from dtensor_compile.ops.expand import RankPlace, canonical, expand
 from dtensor_compile.planner.memory import exchanged, peak
 from dtensor_compile.planner.steps import State, Step
 from dtensor_compile.planner.search import checked, collectives, largest_target, over_budget, plan
@@ -48,7 +48,7 @@ class Exchange:
         has, needs: what each holds before and after, per tensor dim; None where it is not part of the mesh.
         terms: which term of a sum each holds.
         sent: ``[p, q]``: elements from member p to member q.
-        split, shares: as in `dtensor_compile.planner.exchange.Table`.
+        split, shares: as in `dtensor_compile.planner.exchange.ExchangeTable`.
         reduce_op: what becomes one of the terms; empty where there is one.
     """
 
@@ -261,7 +261,7 @@ def expand_across(
         the local tensor in the target spec, contiguous; `absent` where the rank is not part of the target mesh.
     """
     if source.coordinate(rank) is not None:
-        x = expand(x, this.steps, Place(source, rank, group_name), shape)
+        x = expand(x, this.steps, RankPlace(source, rank, group_name), shape)
     exchange = this.exchange
     if rank not in exchange.ranks:
         return absent(x, shape)

@@ -26,7 +26,7 @@ _c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a plan is carried out: the mesh, a global rank in it, and its process groups."""
 
     layout: MeshLayout
@@ -79,7 +79,7 @@ def canonical(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride() == tuple(strides) else x.flatten().view(x.shape)
 
 
-def expand(x: torch.Tensor, steps: Sequence[Step], place: Place, shape: Sequence[Any]) -> torch.Tensor:
+def expand(x: torch.Tensor, steps: Sequence[Step], place: RankPlace, shape: Sequence[Any]) -> torch.Tensor:
     """Carries out `steps`.
 
     Args:

@@ -27,7 +27,7 @@ from dtensor_compile.planner.steps import Step
 from dtensor_compile.planner.shard_intervals import CUTS, Intervals, common, cutting, intervals, length, within
 
 if TYPE_CHECKING:
-    from dtensor_compile.ops.expand import Place
+    from dtensor_compile.ops.expand import RankPlace
 
 _c10d = torch.ops._c10d_functional
 
@@ -37,7 +37,7 @@ Held = dict[int, Intervals]
 _ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": operator.add, "min": torch.minimum, "max": torch.maximum}
 
 
-def rearrange(x: torch.Tensor, step: Step, place: Place, shape: Sequence[Any]) -> torch.Tensor:
+def rearrange(x: torch.Tensor, step: Step, place: RankPlace, shape: Sequence[Any]) -> torch.Tensor:
     """Carries out a step that `expand` does not by itself."""
     mover = _Mover(step, place, shape)
     if step.kind == "exchange":
@@ -53,7 +53,7 @@ def rearrange(x: torch.Tensor, step: Step, place: Place, shape: Sequence[Any]) -
 class _Mover:
     """One step on one rank."""
 
-    def __init__(self, step: Step, place: Place, shape: Sequence[Any]) -> None:
+    def __init__(self, step: Step, place: RankPlace, shape: Sequence[Any]) -> None:
         self.step, self.place, self.shape = step, place, shape
         self.mesh_shape = place.layout.shape
         self.dims = changed_dims(step.before, step.after, self.mesh_shape)

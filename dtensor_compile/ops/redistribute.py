@@ -26,7 +26,7 @@ from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.compat.aot.shapes import divisors, size_hints
 from dtensor_compile.errors import NoProcessGroupError, PlanError
-from dtensor_compile.ops.expand import Place, canonical, expand, local_shape
+from dtensor_compile.ops.expand import RankPlace, canonical, expand, local_shape
 from dtensor_compile.planner.search import Step, plan
 from dtensor_compile.topology.network import current_memory, network_of
 
@@ -75,7 +75,7 @@ def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: S
 
 def _carry_out(local: torch.Tensor, steps: Sequence[Step], mesh: str, shape: Sequence[Any]) -> torch.Tensor:
     layout, rank = parse_mesh(mesh), _my_rank()
-    out = expand(local, steps, Place(layout, rank, lambda dims: merged_group_name(mesh, dims, rank)), shape)
+    out = expand(local, steps, RankPlace(layout, rank, lambda dims: merged_group_name(mesh, dims, rank)), shape)
     if _sends(steps) or any(isinstance(size, int) and size == 0 for size in out.shape):
         out = canonical(out)
     return local.clone() if out is local else out

@@ -82,7 +82,7 @@ class _Unsharding(NamedTuple):
     dtype: torch.dtype | None
     reduction: Reduction
     group: Group
-    held: fsdp.Held = fsdp.Held()
+    held: fsdp.HeldGradient = fsdp.HeldGradient()
     index: int = 0
 
     def move(self, local: torch.Tensor, before: tuple[Placement, ...], after: tuple[Placement, ...]) -> torch.Tensor:
@@ -166,7 +166,7 @@ def unshard(
         The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or held.
     """
     of = None if outer is None else _Outer(outer[0], parse_spec(outer[1]), tuple(outer[2]))
-    how = _Unsharding(mesh, of, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), fsdp.Held(*held), index)
+    how = _Unsharding(mesh, of, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), fsdp.HeldGradient(*held), index)
     with recomputed_in_backward(reshard):
         return _Unshard.apply(param, holder, how)
 

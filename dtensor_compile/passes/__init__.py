@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.runner import Step
+from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
@@ -53,6 +53,6 @@ PASSES: tuple[Pass, ...] = (
 OPTIONAL: tuple[str, ...] = (exchange_rows.__name__, reduce_in_narrow_dtype.__name__, sequence_parallel.__name__)
 
 
-def steps(passes: Sequence[Pass] = PASSES) -> tuple[Step, ...]:
+def steps(passes: Sequence[Pass] = PASSES) -> tuple[GraphStep, ...]:
     """Passes as steps."""
-    return tuple(Step(run, asked=run.__name__ in OPTIONAL) for run in passes)
+    return tuple(GraphStep(run, asked=run.__name__ in OPTIONAL) for run in passes)

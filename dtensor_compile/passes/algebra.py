@@ -132,7 +132,7 @@ Strategy = tuple[Placements, Placement | Placements]
 
 
 @dataclass(frozen=True)
-class Rule:
+class SpecRule:
     """Global shapes of the results of an operator, and what it may do along a mesh dim besides reading all that is replicated."""
 
     shapes: tuple[Shape, ...]
@@ -228,7 +228,7 @@ def may_round(node: torch.fx.Node, result: Global) -> bool:
     return node.target in _REDUCTIONS and owes and value.is_floating_point() and value.element_size() < 4
 
 
-def _rule(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None) -> Rule | None:
+def _rule(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None) -> SpecRule | None:
     target = node.target
     if target is operator.getitem:
         return None  # who reads a tuple is told by `form` of what makes it
@@ -258,7 +258,7 @@ def _sums(node: torch.fx.Node, given: Sequence[Global]) -> list[Partial]:
     return [p for p in _owed(given) if p.reduce_op in ("sum", "avg") and wide]
 
 
-def _elementwise(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
+def _elementwise(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return None
@@ -281,14 +281,14 @@ def _elementwise(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule 
             strategies.append(((p, *(R for _ in given[1:])), p))
             if node.target is aten.mul.Tensor and len(given) == 2:
                 strategies.append(((R, p), p))
-    return Rule((shape,), tuple(strategies))
+    return SpecRule((shape,), tuple(strategies))
 
 
-def _cast(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule:
-    return Rule((given[0].shape,), tuple(((Shard(d),), Shard(d)) for d in range(len(given[0].shape))))
+def _cast(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule:
+    return SpecRule((given[0].shape,), tuple(((Shard(d),), Shard(d)) for d in range(len(given[0].shape))))
 
 
-def _product(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
+def _product(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     """``mm``, ``bmm`` and ``addmm``: what is added, if anything, and the factors (..., m, k) and (..., k, n)."""
     *added, a, b = given
     if node.kwargs:
@@ -308,10 +308,10 @@ def _product(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | No
         strategies.append(((Shard(batch + 1), Shard(batch)), Partial("sum")))
     if not added:
         strategies += [s for p in _sums(node, given) for s in (((p, R), p), ((R, p), p))]
-    return Rule((shape,), tuple(strategies))
+    return SpecRule((shape,), tuple(strategies))
 
 
-def _permutation(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule:
+def _permutation(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule:
     shape = given[0].shape
     rank = len(shape)
     order = list(range(rank))
@@ -322,10 +322,10 @@ def _permutation(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule:
         if rank > 1:
             order[a], order[b] = order[b], order[a]
     renamed: list[Strategy] = [((Shard(old),), Shard(new)) for new, old in enumerate(order)]
-    return Rule((tuple(shape[old] for old in order),), (*renamed, *(((p,), p) for p in _owed(given))))
+    return SpecRule((tuple(shape[old] for old in order),), (*renamed, *(((p,), p) for p in _owed(given))))
 
 
-def _reduction(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
+def _reduction(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     op = _REDUCTIONS.get(node.target)  # type: ignore[call-overload]
     old = given[0].shape
     at = 2 if node.target is aten.linalg_vector_norm.default else 1
@@ -350,10 +350,10 @@ def _reduction(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | 
     elif node.target is aten.mean.dim:
         strategies += [((p,), p) for p in _sums(node, given)]
     results = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else (node.meta["val"],)
-    return Rule(tuple(tuple(shape) for _ in results), tuple(strategies))
+    return SpecRule(tuple(tuple(shape) for _ in results), tuple(strategies))
 
 
-def _acting(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
+def _acting(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     at, drops, linear = _ACTING[node.target]
     old = given[0].shape
     listed = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
@@ -373,20 +373,20 @@ def _acting(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | Non
         for dim, new in names.items():
             shape[new] = old[dim]
         shapes.append(tuple(shape))
-    return Rule(tuple(shapes), tuple(strategies)) if all(-1 not in shape for shape in shapes) else None
+    return SpecRule(tuple(shapes), tuple(strategies)) if all(-1 not in shape for shape in shapes) else None
 
 
-def _norm(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule:
+def _norm(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule:
     """Norms over the last dims: a tensor, then weights that are whole."""
     old, normalized = given[0].shape, len(node.args[1])  # type: ignore[arg-type]
     lead = len(old) - normalized
     weights = tuple(R for _ in given[1:])
     statistics = (*old[:lead], *(1 for _ in range(normalized)))
     shapes = (old, *(statistics for _ in node.meta["val"][1:]))
-    return Rule(shapes, tuple(((Shard(dim), *weights), Shard(dim)) for dim in range(lead)))
+    return SpecRule(shapes, tuple(((Shard(dim), *weights), Shard(dim)) for dim in range(lead)))
 
 
-def _norm_backward(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
+def _norm_backward(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     """Gradients of a norm: of its input a shard, of its weights, which all rows share, a sum over ranks."""
     values = node.meta["val"]
     if not all(isinstance(value, torch.Tensor) for value in values) or values[0].element_size() < 4:
@@ -398,10 +398,10 @@ def _norm_backward(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rul
     for dim in range(lead):
         needs = tuple(Shard(dim) if len(g.shape) == len(old) else R for g in given)
         strategies.append((needs, (Shard(dim), *(Partial("sum") for _ in weights))))
-    return Rule((old, *weights), tuple(strategies))
+    return SpecRule((old, *weights), tuple(strategies))
 
 
-def _lookup(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
+def _lookup(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     """Rows of a table by indices: ``embedding``, ``index_select`` along a dim, ``index`` of the first dim."""
     if len(given) != 2:
         return None
@@ -416,14 +416,14 @@ def _lookup(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | Non
     others = [d for d in range(len(table)) if d != dim]
     strategies += [((Shard(d), R), Shard(d if d < dim else d - 1 + len(indices))) for d in others]
     strategies += [((p, R), p) for p in _owed(given)]
-    return Rule((shape,), tuple(strategies))
+    return SpecRule((shape,), tuple(strategies))
 
 
 def _is_of_integers(node: Any) -> bool:
     return node.meta["val"].dtype in (torch.int64, torch.int32)
 
 
-def _expansion(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule:
+def _expansion(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule:
     old, sizes = given[0].shape, list(node.args[1])  # type: ignore[arg-type]
     new = len(sizes) - len(old)
     local = node.args[0].meta["val"].shape  # type: ignore[union-attr]
@@ -431,10 +431,10 @@ def _expansion(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule:
         old[d - new] if d >= new and size in (-1, local[d - new]) else size for d, size in enumerate(sizes)
     )
     kept: list[Strategy] = [((Shard(d),), Shard(d + new)) for d in range(len(old)) if old[d] == shape[d + new]]
-    return Rule((shape,), (*kept, *(((p,), p) for p in _owed(given))))
+    return SpecRule((shape,), (*kept, *(((p,), p) for p in _owed(given))))
 
 
-def _squeezed(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | None:
+def _squeezed(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     """``unsqueeze`` and ``squeeze`` of dims."""
     old = given[0].shape
     listed = node.args[1]
@@ -450,10 +450,10 @@ def _squeezed(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Rule | N
         kept = [d for d in range(len(old)) if d not in gone]
         shape, names = tuple(old[d] for d in kept), {d: k for k, d in enumerate(kept)}
     renamed: list[Strategy] = [((Shard(d),), Shard(k)) for d, k in names.items()]
-    return Rule((shape,), (*renamed, *(((p,), p) for p in _owed(given))))
+    return SpecRule((shape,), (*renamed, *(((p,), p) for p in _owed(given))))
 
 
-def _view(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None) -> Rule | None:
+def _view(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None) -> SpecRule | None:
     this = given[0]
     shape = shapes[0] if shapes is not None else _viewed_shape(node, this, layout)
     groups = _groups(this.shape, shape) if shape is not None else None
@@ -468,7 +468,7 @@ def _view(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shap
         n = this.pieces(cut[0], layout)
         if this.shape[cut[0]] == shape[outer] or this.shape[cut[0]] % n == 0 == shape[outer] % n:
             strategies.append(((Shard(cut[0]),), Shard(outer)))
-    return Rule((shape,), tuple(strategies))
+    return SpecRule((shape,), tuple(strategies))
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]] | None:
@@ -505,7 +505,7 @@ def _viewed_shape(node: torch.fx.Node, given: Global, layout: MeshLayout) -> Sha
     return tuple(shape) if math.prod(shape) == math.prod(given.shape) else None
 
 
-_RULES: dict[Any, Callable[..., Rule | None]] = {
+_RULES: dict[Any, Callable[..., SpecRule | None]] = {
     **dict.fromkeys(COPIES, _elementwise),
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys(VIEWS, _view),

@@ -33,7 +33,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, sizes_differ
 from dtensor_compile.graph.copies import behind_copies, is_same_view, replace
-from dtensor_compile.graph.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
+from dtensor_compile.graph.nodes import RedistributeNode, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass
-class Table:
+class LookedUpTable:
     """The table of a redistribution between its shards and all of it, over one mesh dim; whole along the others.
 
     Attributes:
@@ -53,7 +53,7 @@ class Table:
     """
 
     node: torch.fx.Node
-    this: Redistribution
+    this: RedistributeNode
     mesh_dim: int
     dims: int
     ranks: int
@@ -63,7 +63,7 @@ class Table:
     first: int
 
     @classmethod
-    def of(cls, node: torch.fx.Node) -> Table | None:
+    def of(cls, node: torch.fx.Node) -> LookedUpTable | None:
         """Of a redistribution; None for other ones."""
         this = read(node)
         layout = parse_mesh(this.mesh)
@@ -82,10 +82,10 @@ class Table:
         rows = this.shape[0] // ranks
         return cls(node, this, i, len(layout.shape), ranks, was, now, rows, coordinate[i] * rows)
 
-    def between(self, local: torch.fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> Redistribution:
+    def between(self, local: torch.fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> RedistributeNode:
         """A redistribution over the same mesh dim."""
         specs = (spec_text([p if dim == self.mesh_dim else Replicate() for dim in range(self.dims)]) for p in (source, target))
-        return Redistribution(local, *specs, self.this.mesh, shape)
+        return RedistributeNode(local, *specs, self.this.mesh, shape)
 
 
 #: The indices of all ranks, by the node of those of this one and the ranks: a mesh and a dim of it.
@@ -99,7 +99,7 @@ def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
     gathered: Gathered = {}
     found = []
     for node in redistributions(graph):
-        table = Table.of(node)
+        table = LookedUpTable.of(node)
         if table is not None:
             found.append(_look_up(table, gathered) if table.target == Replicate() else _reduce(table, gathered))
     return [decision for decision in found if decision is not None]
@@ -108,7 +108,7 @@ def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
 def _left(graph: torch.fx.Graph) -> Iterator[Decision]:
     """A decision for each table that is sent whole because shards are uneven somewhere in the graph."""
     for node in redistributions(graph):
-        table = Table.of(node)
+        table = LookedUpTable.of(node)
         with sizes_differ(False):  # nothing is decided by them
             lookups = _lookups(node) if table is not None else []
         if table is not None and lookups:
@@ -120,7 +120,7 @@ def _left(graph: torch.fx.Graph) -> Iterator[Decision]:
 # ---- forward -------------------------------------------------------------------------------------------------------------------
 
 
-def _look_up(table: Table, gathered: Gathered) -> Decision | None:
+def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
     node, this = table.node, table.this
     lookups = _lookups(node)
     counts = [_count(lookup.args[1]) for lookup in lookups]
@@ -162,7 +162,7 @@ def _lookups(node: torch.fx.Node) -> list[torch.fx.Node]:
 # ---- backward ------------------------------------------------------------------------------------------------------------------
 
 
-def _reduce(table: Table, gathered: Gathered) -> Decision | None:
+def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
     node, this = table.node, table.this
     made = behind_copies(this.local)
     dtype = None
@@ -244,19 +244,19 @@ def _count(indices: Any) -> int:
     return math.prod(shape) if all(type(size) is int for size in shape) else 0
 
 
-def _sent(table: Table, counts: dict[Any, int]) -> int:
+def _sent(table: LookedUpTable, counts: dict[Any, int]) -> int:
     """Bytes that gathering indices takes."""
     each = ((table.between(i, Shard(0), Replicate(), (table.ranks * n,)), i.meta["val"].element_size()) for i, n in counts.items())
     return sum(cost(move, size).bytes for move, size in each)
 
 
-def _found(table: Table, indices: Any, gathered: Gathered, before: torch.fx.Node) -> torch.fx.Node | None:
+def _found(table: LookedUpTable, indices: Any, gathered: Gathered, before: torch.fx.Node) -> torch.fx.Node | None:
     """The indices of all ranks where they are there before a node."""
     found = gathered.get((indices, table.this.mesh, table.mesh_dim))
     return found if found is not None and found < before else None
 
 
-def _everybodys(table: Table, indices: Any, gathered: Gathered, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+def _everybodys(table: LookedUpTable, indices: Any, gathered: Gathered, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
     """The indices of all ranks, one after the other."""
     found = _found(table, indices, gathered, before)
     if found is None:
@@ -267,7 +267,7 @@ def _everybodys(table: Table, indices: Any, gathered: Gathered, *, like: torch.f
     return found
 
 
-def _own(table: Table, indices: torch.fx.Node, before: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
+def _own(table: LookedUpTable, indices: torch.fx.Node, before: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
     """Which indices are those of rows of this rank, and where in a shard each row lies.
 
     Those of no rank stay as they are, so that the lookup sees them.
@@ -289,6 +289,6 @@ def _zero(before: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
     return zeros([], like.meta["val"], like=before, before=before)
 
 
-def _decision(table: Table, where: str, reason: str) -> Decision:
+def _decision(table: LookedUpTable, where: str, reason: str) -> Decision:
     text = str(table.this)
     return Decision("exchange_rows", where, reason, text, f"{text} of rows")

@@ -26,7 +26,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.passes.algebra import Global
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.graph.copies import replace
-from dtensor_compile.graph.nodes import Redistribution, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
+from dtensor_compile.graph.nodes import RedistributeNode, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
         return None
     size = this.shape[dim] // n
     first = coordinate[i] * size
-    moves = [Redistribution(this.local, owing, spec_text(target.placements), this.mesh, tuple(user.meta["val"].shape)) for user in users]
+    moves = [RedistributeNode(this.local, owing, spec_text(target.placements), this.mesh, tuple(user.meta["val"].shape)) for user in users]
     each = [cost(move, node.meta["val"].element_size()) for move in moves]
     before = cost_of([node])
     if sum(c.collectives for c in each) > before.collectives or sum(c.bytes for c in each) >= before.bytes:

@@ -25,7 +25,7 @@ from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.rank_uniformity import equal, has_same_shape, may_use_sizes
 from dtensor_compile.graph.copies import is_same_view, replace
-from dtensor_compile.graph.nodes import Redistribution, call, cost_of, is_redistribution, read, redistribute, source_line, when
+from dtensor_compile.graph.nodes import RedistributeNode, call, cost_of, is_redistribution, read, redistribute, source_line, when
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def _terms(node: torch.fx.Node, root: torch.fx.Node, negative: bool, inner: set[
         yield node, negative
 
 
-def is_linear(this: Redistribution) -> bool:
+def is_linear(this: RedistributeNode) -> bool:
     """Whether the redistribution of a sum is the sum of the redistributions."""
     source, target = parse_spec(this.source), parse_spec(this.target)
     reduces = all(p.reduce_op in ("sum", "avg") for p in source if isinstance(p, Partial))

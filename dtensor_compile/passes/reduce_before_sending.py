@@ -22,7 +22,7 @@ from dtensor_compile.passes.unary_chain import chain
 from dtensor_compile.passes.compose_across_operators import LONGEST
 from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.graph.copies import replace
-from dtensor_compile.graph.nodes import Redistribution, cost, cost_of, read, redistribute, redistributions, source_line, when
+from dtensor_compile.graph.nodes import RedistributeNode, cost, cost_of, read, redistribute, redistributions, source_line, when
 
 
 def reduce_before_sending(graph: torch.fx.Graph) -> list[Decision]:
@@ -45,7 +45,7 @@ def _reduce(node: torch.fx.Node) -> Decision | None:
     held, wanted = moved.held, moved.wanted
     if held == wanted or not owes_no_more(held.spec, wanted.spec):
         return None
-    direct = Redistribution(this.local, held.spec, wanted.spec, this.mesh, wanted.shape)
+    direct = RedistributeNode(this.local, held.spec, wanted.spec, this.mesh, wanted.shape)
     after, before = cost(direct, last.meta["val"].element_size()), cost_of([node])
     if not after.is_less(before):
         return None

@@ -30,7 +30,7 @@ from dtensor_compile.passes.algebra import VIEWS, Form, Global, form, has_number
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, mark_of
 from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.graph.copies import can_be_dense, erase_dead, replace
-from dtensor_compile.graph.nodes import Cost, Redistribution, cost, is_redistribution, read, redistribute, when
+from dtensor_compile.graph.nodes import Cost, RedistributeNode, cost, is_redistribution, read, redistribute, when
 
 #: What a node that has no mark is globally; None where nothing says.
 Guess = Callable[[torch.fx.Node], Global | None]
@@ -105,7 +105,7 @@ class Region:
         """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there, or would round."""
         key = source, target, node.meta["val"].element_size()
         if key not in self.costs:
-            this = Redistribution(node, source.spec, target.spec, self.mesh, source.shape)
+            this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
             try:
                 self.costs[key] = cost(this, key[2]) if owes_no_more(this.source, this.target) else None
             except PlanError:
@@ -190,7 +190,7 @@ class Region:
                 return local
             key = operand, need.spec, when(node)
             if key not in cuts:
-                this = Redistribution(local, have.spec, need.spec, self.mesh, need.shape)
+                this = RedistributeNode(local, have.spec, need.spec, self.mesh, need.shape)
                 cuts[key] = redistribute(this, like=operand, before=node)
             return cuts[key]
 
@@ -215,7 +215,7 @@ class Region:
                     replace(user, redistribute(this, like=user, before=user))
             outside = {user for user in (*others, *mine) if user not in held}
             if outside:
-                this = Redistribution(made[node], member.held[0].spec, member.was[0].spec, self.mesh, member.was[0].shape)
+                this = RedistributeNode(made[node], member.held[0].spec, member.was[0].spec, self.mesh, member.was[0].shape)
                 place, origin = _place(node, outside), self.origins[node]
                 replace(node, redistribute(this, like=origin if when(origin) == when(place) else node, before=place))
         for node in (*reversed(nodes), *reversed(made.values())):

@@ -22,7 +22,7 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.rank_uniformity import mark_of
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
-from dtensor_compile.graph.nodes import Redistribution, call, cost, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.nodes import RedistributeNode, call, cost, read, redistribute, redistributions, source_line
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def reduce_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
     return [made for node in redistributions(graph) if _owes(read(node)) for made in _narrow("reduce_in_narrow_dtype", node)]
 
 
-def _owes(this: Redistribution) -> bool:
+def _owes(this: RedistributeNode) -> bool:
     return "P(" in this.source + this.target
 
 

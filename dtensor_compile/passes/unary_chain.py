@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.passes.algebra import VIEWS, Global, form, has_numbers, may_round, run, tensors_of
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, mark_of
-from dtensor_compile.graph.nodes import Redistribution
+from dtensor_compile.graph.nodes import RedistributeNode
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Chain:
         return local
 
 
-def chain(this: Redistribution, operators: Sequence[torch.fx.Node]) -> Chain | None:
+def chain(this: RedistributeNode, operators: Sequence[torch.fx.Node]) -> Chain | None:
     """What becomes of operators that move in front of the redistribution that they follow; None where one of them cannot."""
     layout = parse_mesh(this.mesh)
     coordinate = layout.coordinate(dist.get_rank())

@@ -1,6 +1,6 @@
 """Who sends what to whom where shards change places: one all-to-all in which every rank gets exactly what it lacks.
 
-In: the specs before and after. Out: a `Table`: for each pair of ranks of a group whether the one sends to the other. What is sent
+In: the specs before and after. Out: a `ExchangeTable`: for each pair of ranks of a group whether the one sends to the other. What is sent
 is the common part of what the one holds and the other needs, so no rank receives an element twice, and none that it has:
 
     S(0)S(1) -> S(1)S(0) on a 2x2 mesh        (0,1) and (1,0) swap their blocks, (0,0) and (1,1) keep theirs
@@ -40,7 +40,7 @@ Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Table:
+class ExchangeTable:
     """Who sends to whom in the group of a rank.
 
     Attributes:
@@ -117,18 +117,18 @@ def _around(before: State, after: State, mesh_dims: Sequence[int], mesh_shape: S
 
 def table(
     before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shape: Dims, coordinate: Dims
-) -> Table:
+) -> ExchangeTable:
     """The table of the group of the rank at `coordinate`."""
     found = _assign(before, after, mesh_dims, mesh_shape, shape, coordinate)
     assert found is not None, "an exchange that `traffic` refuses is part of no plan"
     members = tuple(itertools.product(*(range(mesh_shape[i]) for i in mesh_dims)))
     senders = tuple(tuple(int(p) for p in np.flatnonzero(found.sent[:, q])) for q in range(len(members)))
-    return Table(mesh_dims, members, senders, found.terms, found.split, found.shares)
+    return ExchangeTable(mesh_dims, members, senders, found.terms, found.split, found.shares)
 
 
 @dataclass(frozen=True, eq=False)
 class _Assignment:
-    """Elements from each member to each (of the dims that change), and the rest as in `Table`."""
+    """Elements from each member to each (of the dims that change), and the rest as in `ExchangeTable`."""
 
     sent: np.ndarray
     terms: tuple[int, ...]
@@ -190,7 +190,7 @@ def serve(
         like: whether one member is nearer to another than others are.
 
     Returns:
-        elements from each member to each; `Table.shares`.
+        elements from each member to each; `ExchangeTable.shares`.
     """
     sent = np.zeros_like(common)
     shares: dict[tuple[int, int], tuple[int, int]] = {}

@@ -30,7 +30,7 @@ from dtensor_compile.planner.shard_intervals import cutting
 Sizes = tuple[int, ...]
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """Elements that a step holds at once besides its input, and those of the memory that its result lies in."""
 
     most: int
@@ -38,44 +38,44 @@ class Held(NamedTuple):
 
 
 #: Before the first step: its input is that of the plan.
-NOTHING = Held(0, 0)
+NOTHING = HeldMemory(0, 0)
 
 
-def peak(steps: Sequence[Step], mesh_shape: Sizes, shape: Sizes) -> Held:
+def peak(steps: Sequence[Step], mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
     """The most elements that one rank holds at once besides the input of the first of `steps`, and what the last one leaves."""
     most, kept = NOTHING
     for step in steps:
         held = held_by(step, mesh_shape, shape)
         most, kept = max(most, kept + held.most), held.kept
-    return Held(most, kept)
+    return HeldMemory(most, kept)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def held_by(step: Step, mesh_shape: Sizes, shape: Sizes) -> Held:
+def held_by(step: Step, mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
     """What one step of a tensor of `shape` holds."""
     n = math.prod(mesh_shape[i] for i in step.mesh_dims)
     result = local_elements(step.after, mesh_shape, shape)
     if step.kind == "reduce_scatter":
-        return Held((n + 1) * result if _is_in_order(step, step.after, mesh_shape, shape) else 2 * n * result, result)
+        return HeldMemory((n + 1) * result if _is_in_order(step, step.after, mesh_shape, shape) else 2 * n * result, result)
     if step.kind == "all_gather":
         if _is_in_order(step, step.before, mesh_shape, shape):
-            return Held(result, result)
+            return HeldMemory(result, result)
         gathered = n * local_elements(step.before, mesh_shape, shape)
-        return Held(2 * gathered, gathered)
+        return HeldMemory(2 * gathered, gathered)
     if step.kind == "all_to_all":
         sizes, target = local_sizes(step.before, mesh_shape, shape), step.after[step.mesh_dims[0]]
         assert isinstance(target, Shard)
         sizes[target.dim] = -(-sizes[target.dim] // n) * n
-        return Held(2 * math.prod(sizes), math.prod(sizes))
+        return HeldMemory(2 * math.prod(sizes), math.prod(sizes))
     if step.kind == "exchange":
         summed = [mesh_shape[i] for i in step.mesh_dims if isinstance(step.before[i], Partial) and step.before[i] != step.after[i]]
         return exchanged(step.elements, math.prod(summed), result)
-    return Held(result, result)
+    return HeldMemory(result, result)
 
 
-def exchanged(sent: int, terms: int, result: int) -> Held:
+def exchanged(sent: int, terms: int, result: int) -> HeldMemory:
     """What an exchange holds."""
-    return Held(max(sent, terms * result) + terms * result, result)
+    return HeldMemory(max(sent, terms * result) + terms * result, result)
 
 
 def _is_in_order(step: Step, cut: State, mesh_shape: Sizes, shape: Sizes) -> bool:

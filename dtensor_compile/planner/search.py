@@ -36,7 +36,7 @@ from dtensor_compile.ir.spec import parse_spec, placement_text, spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import MemoryBudgetError, PlanError
 from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent
-from dtensor_compile.planner.memory import Held, peak
+from dtensor_compile.planner.memory import HeldMemory, peak
 from dtensor_compile.planner.steps import Problem, State, Step, moves
 from dtensor_compile.planner.shard_intervals import CUTS
 from dtensor_compile.planner.torch_greedy import torch_steps
@@ -233,7 +233,7 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
     return theirs
 
 
-def _peak(problem: Problem, steps: Sequence[Step]) -> Held:
+def _peak(problem: Problem, steps: Sequence[Step]) -> HeldMemory:
     return peak(steps, problem.mesh_shape, problem.shape)
 
 

@@ -28,7 +28,7 @@ from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.distributed.functional_collectives import traced_in_backward
 from dtensor_compile.compat.inductor.compile import GraphPass
-from dtensor_compile.compat.dynamo.observe import Break, Compilation, current_compilation, watch_dynamo, watch_graphs_of_others
+from dtensor_compile.compat.dynamo.observe import Break, FrameCompilation, current_compilation, watch_dynamo, watch_graphs_of_others
 from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MemoryBudgetError
@@ -36,7 +36,7 @@ from dtensor_compile.graph.extra_copies import extra_copies
 from dtensor_compile.planner.search import bytes_sent
 from dtensor_compile.lowering.size_ranges import cheapest_for
 from dtensor_compile.graph.nodes import FORCED_BY, RECORDED_AS, across, describe, read, redistributions, source_line
-from dtensor_compile.graph.node_costs import Collective, Operation, device_of, module_path, operations_of
+from dtensor_compile.graph.node_costs import SentCollective, Operation, device_of, module_path, operations_of
 
 if TYPE_CHECKING:
     from dtensor_compile.schedule.kernel_order import KernelOrder
@@ -61,10 +61,10 @@ class GraphRecord:
     """
 
     name: str
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[SentCollective] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     nodes: int = 0
-    compilation: Compilation | None = None
+    compilation: FrameCompilation | None = None
     extra_copies: int = 0
     order: KernelOrder | None = None
     device: str = "cpu"
@@ -101,19 +101,19 @@ class CapturedRedistribution:
     mesh_dims: tuple[str, ...]
     bytes: int
     backward: bool
-    compilation: Compilation | None
+    compilation: FrameCompilation | None
 
 
 @dataclass
-class Outside:
+class OutsideCollectives:
     """The collectives that ran outside of graphs, in order.
 
     Attributes:
         forward, backward: of the two passes of one call.
     """
 
-    forward: list[Collective] = field(default_factory=list)
-    backward: list[Collective] = field(default_factory=list)
+    forward: list[SentCollective] = field(default_factory=list)
+    backward: list[SentCollective] = field(default_factory=list)
 
 
 @dataclass
@@ -141,16 +141,16 @@ class Recording:
     kept: set[int] = field(default_factory=set)
     decisions: list[Decision] = field(default_factory=list)
     graphs: list[GraphRecord] = field(default_factory=list)
-    compilations: list[Compilation] = field(default_factory=list)
+    compilations: list[FrameCompilation] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     lazy_seconds: float = 0.0
     failed: str = ""
     topologies: list[Cluster] = field(default_factory=list)
-    outside: Outside | None = None
+    outside: OutsideCollectives | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def collectives(self) -> list[Collective]:
+    def collectives(self) -> list[SentCollective]:
         return [c for graph in self.graphs for c in graph.collectives]
 
     @property
@@ -171,7 +171,7 @@ class Recording:
         """`dtensor_compile.report.build`, which is imported with the package, puts its own function here: nothing that records knows it."""
         raise NotImplementedError
 
-    def compiling(self, compilation: Compilation) -> None:
+    def compiling(self, compilation: FrameCompilation) -> None:
         self.compilations.append(compilation)
 
     def broke(self, event: Break) -> None:
@@ -289,7 +289,7 @@ def _planned(plan: Callable[..., Any], *args: Any) -> Any:
         return plan(*args, bounded=False)
 
 
-def _captured(node: torch.fx.Node, compilation: Compilation | None) -> CapturedRedistribution:
+def _captured(node: torch.fx.Node, compilation: FrameCompilation | None) -> CapturedRedistribution:
     value, sizes = node.meta["val"], ""
     if node.target is redistribute_across_op:
         source, target, mesh, other, given = node.args[1:-1]
@@ -336,7 +336,7 @@ def graph_name(graph: torch.fx.Graph) -> str:
     return "backward" if takes_tangents else "forward"
 
 
-def collectives_in(graph: torch.fx.Graph) -> list[Collective]:
+def collectives_in(graph: torch.fx.Graph) -> list[SentCollective]:
     """The functional collectives of a post-grad graph, in order."""
     return operations_of(graph)[0]
 

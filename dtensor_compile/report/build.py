@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo.observe import Compilation
+from dtensor_compile.compat.dynamo.observe import FrameCompilation
 from dtensor_compile.decisions import Decision
 from dtensor_compile.report import model
 from dtensor_compile.report.breaks import graph_breaks, recompile_cause
@@ -116,7 +116,7 @@ def left_alone(decisions: Sequence[Decision]) -> LeftAlone:
     return LeftAlone(stages, sum((d.seconds or 0.0 for d in these), 0.0), sum(d.bytes or 0 for d in these))
 
 
-def _outdated(compilations: Sequence[Compilation]) -> set[int]:
+def _outdated(compilations: Sequence[FrameCompilation]) -> set[int]:
     """Numbers of the compilations whose function was compiled again later."""
     latest: dict[tuple[str, str, int], list[int]] = {}
     outdated: set[int] = set()
@@ -128,7 +128,7 @@ def _outdated(compilations: Sequence[Compilation]) -> set[int]:
     return outdated
 
 
-def _recompile(this: Compilation) -> model.Recompile:
+def _recompile(this: FrameCompilation) -> model.Recompile:
     source = source_at(this.file, this.line)
     return model.Recompile(source, this.function, recompile_cause(this.reason), this.reason, this.seconds)
 

@@ -46,7 +46,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReportComparison:
     """Two reports of one program.
 
     Attributes:
@@ -59,7 +59,7 @@ class Comparison:
     went: tuple[str, ...]
 
 
-def compare(base: Report, now: Report) -> Comparison:
+def compare(base: Report, now: Report) -> ReportComparison:
     """What changed from `base` to `now` on our side."""
     changes = [
         Change("graph breaks", len(base.ours.breaks), len(now.ours.breaks)),
@@ -72,7 +72,7 @@ def compare(base: Report, now: Report) -> Comparison:
         Change("compile time (measured)", base.ours.compile_seconds, now.ours.compile_seconds, "s"),
     ]
     rows = [Counter(_rows(report.ours)) for report in (base, now)]
-    return Comparison(tuple(changes), _listed(rows[1] - rows[0]), _listed(rows[0] - rows[1]))
+    return ReportComparison(tuple(changes), _listed(rows[1] - rows[0]), _listed(rows[0] - rows[1]))
 
 
 def _rows(side: Side) -> Iterator[str]:

@@ -24,7 +24,7 @@ from dtensor_compile.report.report_command import BROKEN, OK, status_of
 from dtensor_compile.report.explain import run_backward
 from dtensor_compile.report.run_target import Job, parse_mesh_argument
 from dtensor_compile.recording.recorder import record
-from dtensor_compile.report.target import Program, TargetError, call_target, function_of, is_script, program_of, users_program
+from dtensor_compile.report.target import TargetProgram, TargetError, call_target, function_of, is_script, program_of, users_program
 from dtensor_compile.topology.gpus import GPUS
 
 
@@ -81,12 +81,12 @@ def _run(args: argparse.Namespace) -> int:
     return BROKEN if failed else OK
 
 
-def _on_the_gpu(program: Program) -> Program:
+def _on_the_gpu(program: TargetProgram) -> TargetProgram:
     """The program with its model and its inputs on the GPU."""
     if isinstance(program.model, torch.nn.Module):
         program.model.to("cuda")
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to("cuda"), (program.args, program.kwargs))
-    return Program(program.model, args, kwargs)
+    return TargetProgram(program.model, args, kwargs)
 
 
 def save(gpu: EmulatedDevice, folder: pathlib.Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.node_costs import MATMULS, Collective, Operation
+from dtensor_compile.graph.node_costs import MATMULS, SentCollective, Operation
 from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import Schedule
 
@@ -57,8 +57,8 @@ def _not_decomposed(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
             yield Decision("decompose_matmul", collective.where, reason, _text(collective), _text(collective))
 
 
-def _not_bucketed(collectives: Sequence[Collective]) -> Iterator[Decision]:
-    run: list[Collective] = []
+def _not_bucketed(collectives: Sequence[SentCollective]) -> Iterator[Decision]:
+    run: list[SentCollective] = []
     for collective in [*collectives, None]:
         if run and (collective is None or not _alike(run[0], collective)):
             if len(run) > 1:
@@ -71,7 +71,7 @@ def _not_bucketed(collectives: Sequence[Collective]) -> Iterator[Decision]:
             run.append(collective)
 
 
-def _alike(a: Collective, b: Collective) -> bool:
+def _alike(a: SentCollective, b: SentCollective) -> bool:
     return (a.kind, a.ranks, a.dtype) == (b.kind, b.ranks, b.dtype) and 0 < b.bytes < SMALL
 
 
@@ -93,7 +93,7 @@ def _matmul_beside(operations: Sequence[Operation], collective: int, *, after: b
     return None
 
 
-def _text(collective: Collective) -> str:
+def _text(collective: SentCollective) -> str:
     return f"{collective.kind}[{collective.mesh_dim}]"
 
 

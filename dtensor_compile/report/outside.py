@@ -1,6 +1,6 @@
 """Collectives outside of graphs, as records: what is sent in eager between graphs, in hooks and in reducers.
 
-In: what `dtensor_compile.compat.distributed.eager_collectives` sees. Out: `dtensor_compile.graph.node_costs.Collective`, with bytes
+In: what `dtensor_compile.compat.distributed.eager_collectives` sees. Out: `dtensor_compile.graph.node_costs.SentCollective`, with bytes
 counted as for those of graphs.
 """
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.compat.distributed.eager_collectives import EagerCollective, watch_eager_collectives
 from dtensor_compile.planner.search import StepKind, elements_sent
-from dtensor_compile.graph.node_costs import Collective
-from dtensor_compile.recording.recorder import Outside, Recording
+from dtensor_compile.graph.node_costs import SentCollective
+from dtensor_compile.recording.recorder import OutsideCollectives, Recording
 from dtensor_compile.report.sources import is_users
 
 #: What the name of an operator has in it -> its kind. c10d writes names without the first underscore.
@@ -36,7 +36,7 @@ def outside_recorded(recording: Recording) -> Iterator[None]:
     """
 
     def watched() -> None:
-        recording.outside = Outside()
+        recording.outside = OutsideCollectives()
 
     def tell(this: EagerCollective) -> None:
         assert recording.outside is not None
@@ -46,7 +46,7 @@ def outside_recorded(recording: Recording) -> Iterator[None]:
         yield
 
 
-def collective_outside(this: EagerCollective) -> Collective:
+def collective_outside(this: EagerCollective) -> SentCollective:
     """The record of a collective that ran in eager."""
     plain = this.name.replace("_", "")
     kind = next((kind for part, kind in _KINDS if part in plain), None)
@@ -60,7 +60,7 @@ def collective_outside(this: EagerCollective) -> Collective:
     # A backward pass has no line of the program but the one that started it.
     frames = [] if this.backward else this.stack
     own = [frame for frame in frames if is_users(frame[0]) and "site-packages" not in frame[0]]
-    return Collective(
+    return SentCollective(
         kind=kind or this.name.strip("_"),
         bytes=sent * itemsize,
         where="{}:{}: {}".format(*own[-1]) if own else "",

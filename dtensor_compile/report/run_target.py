@@ -26,7 +26,7 @@ from dtensor_compile.report.explain import failures_recorded, recorded, recorded
 from dtensor_compile.report.model import Report
 from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.target import (
-    Program,
+    TargetProgram,
     TargetError,
     call_target,
     function_of,
@@ -170,7 +170,7 @@ def _function(
         device = "cuda" if torch.cuda.is_available() and job.real else "cpu"
         return init_device_mesh(device, tuple(size for _, size in dims), mesh_dim_names=tuple(name for name, _ in dims))
 
-    def run(program: Program) -> Callable[[Callable[..., Any]], None]:
+    def run(program: TargetProgram) -> Callable[[Callable[..., Any]], None]:
         def call(compiled: Callable[..., Any]) -> None:
             with users_program(target):
                 out = program.call(compiled)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtensor_compile.graph.node_costs import Collective, Operation
+from dtensor_compile.graph.node_costs import SentCollective, Operation
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds
 
@@ -44,7 +44,7 @@ class Schedule:
     seconds: float
 
 
-def schedule(operations: Sequence[Operation], collectives: Sequence[Collective], cluster: Cluster) -> Schedule:
+def schedule(operations: Sequence[Operation], collectives: Sequence[SentCollective], cluster: Cluster) -> Schedule:
     """The schedule of one run of a graph on `cluster`."""
     now = free = 0.0
     compute: list[Timed] = []

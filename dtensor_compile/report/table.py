@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dtensor_compile.report.compare_reports import (
-    Comparison,
+    ReportComparison,
     breaks_text,
     bytes_text,
     describe_break,
@@ -45,7 +45,7 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
         console.print(part)
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
+def print_comparison(comparison: ReportComparison, console: Console) -> None:
     """Prints what changed from one report to another."""
     table = _table("against the base", console.is_terminal, "", "base", "now", "change")
     for change in comparison.changes:

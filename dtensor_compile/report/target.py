@@ -35,7 +35,7 @@ class TargetError(DTensorCompileError):
 
 
 @dataclass(frozen=True)
-class Program:
+class TargetProgram:
     """A model and one call of it.
 
     Attributes:
@@ -159,14 +159,14 @@ def call_target(function: Callable[..., Any], target: str, mesh: Callable[[], An
         return function(**({"mesh": mesh()} if "mesh" in inspect.signature(function).parameters else {}))
 
 
-def program_of(result: Any) -> Program | None:
+def program_of(result: Any) -> TargetProgram | None:
     """The model and the call that a target returned; None where it returned neither those nor a step."""
     if isinstance(result, (tuple, list)) and len(result) == 2 and callable(result[0]):
         model, inputs = result
         if isinstance(inputs, dict):
-            return Program(model, (), inputs)
-        return Program(model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
-    return Program(result) if callable(result) and not isinstance(result, torch.Tensor) else None
+            return TargetProgram(model, (), inputs)
+        return TargetProgram(model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+    return TargetProgram(result) if callable(result) and not isinstance(result, torch.Tensor) else None
 
 
 @contextlib.contextmanager

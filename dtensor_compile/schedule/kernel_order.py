@@ -30,7 +30,7 @@ from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, ar
 from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.graph.nodes import REDISTRIBUTES, communicates, is_wait, source_line
-from dtensor_compile.graph.node_costs import Collective, Operation, collective_of, flops_of, itemsize_of, module_path
+from dtensor_compile.graph.node_costs import SentCollective, Operation, collective_of, flops_of, itemsize_of, module_path
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
@@ -55,7 +55,7 @@ class KernelOrder:
     before: Simulation
     after: Simulation
     least: float
-    starts: dict[int, Collective]
+    starts: dict[int, SentCollective]
     wrapped: dict[int, bool]
     operations: list[Operation]
     own: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class KernelOrder:
     standing: int = 0
 
     @property
-    def collectives(self) -> list[Collective]:
+    def collectives(self) -> list[SentCollective]:
         """In the order in which they start."""
         return [self.starts[index] for index in self.order if index in self.starts]
 
@@ -114,7 +114,7 @@ def rearrange(
     return [nodes[index - given] for index in order if index >= given]
 
 
-def _operations(nodes: Nodes, given: int, tasks: list[Task], order: list[int], starts: Mapping[int, Collective]) -> list[Operation]:
+def _operations(nodes: Nodes, given: int, tasks: list[Task], order: list[int], starts: Mapping[int, SentCollective]) -> list[Operation]:
     """Kernels in `order` as a report has them; collectives count in the order in which they start, those that are known."""
     numbers = {index: number for number, index in enumerate(index for index in order if index in starts)}
     operations = []

@@ -27,7 +27,7 @@ from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, ar
 from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, starts_collective
-from dtensor_compile.graph.node_costs import Collective, collective_of, result_bytes, work_of
+from dtensor_compile.graph.node_costs import SentCollective, collective_of, result_bytes, work_of
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
 
@@ -91,7 +91,7 @@ def is_wrapped(node: torch.fx.Node | None) -> bool | None:
     return "reduce" in node.target._schema.name  # type: ignore[union-attr]
 
 
-def cost_of(cluster: Cluster, this: Collective) -> tuple[str, float]:
+def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
     """The link that carries a collective, and for how many seconds.
 
     Groups of all mesh dims share what leads to other hosts, since a rank has one way out; a mesh dim whose link the topology
@@ -183,7 +183,7 @@ def _aliases(node: torch.fx.Node) -> bool:
     return is_wait(node) or bool(getattr(node.target, "is_view", False)) or is_start(node.all_input_nodes[0])
 
 
-def explain(tasks: Sequence[Task], order: Sequence[int], found: Simulation, collectives: Mapping[int, Collective]) -> list[Decision]:
+def explain(tasks: Sequence[Task], order: Sequence[int], found: Simulation, collectives: Mapping[int, SentCollective]) -> list[Decision]:
     """A decision for each collective of an order: hidden, or exposed and why.
 
     Args:

@@ -27,7 +27,7 @@ from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd.constraint import agree, as_dtensor, constrain
 from dtensor_compile.spmd.logical_mesh import Mesh, get_global_mesh
 from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placements
-from dtensor_compile.spmd.propagate import Mark
+from dtensor_compile.spmd.propagate import SpreadMark
 
 _NOTE = "_dtensor_compile_mark"
 #: Texts of the meshes that something was marked on: programs with marks mix plain tensors, which are equal on all ranks, with DTensors.
@@ -41,7 +41,7 @@ class MarkOn:
     """A mark and the mesh that it speaks of."""
 
     mesh: Mesh
-    mark: Mark
+    mark: SpreadMark
 
 
 def mark_of(t: Any) -> MarkOn | None:
@@ -67,7 +67,7 @@ def guard_marks(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None
         _guard_mark(placed[0].meta["grapharg"].source)
 
 
-def note(t: torch.Tensor, mesh: Mesh, mark: Mark) -> None:
+def note(t: torch.Tensor, mesh: Mesh, mark: SpreadMark) -> None:
     """Puts a mark on a tensor; on a DTensor it says that plain tensors beside it are equal on all ranks."""
     setattr(t, _NOTE, MarkOn(mesh, mark))
 
@@ -130,7 +130,7 @@ def mark_sharding(
         if not 0 <= dim < t.dim():
             raise PlacementError(f"open dim {dim}: the tensor has the dims 0 to {t.dim() - 1}")
     _use(mesh, t)
-    note(t, mesh, Mark(axes, tuple(open_dims), priority))
+    note(t, mesh, SpreadMark(axes, tuple(open_dims), priority))
     return t
 
 
@@ -142,7 +142,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
     axes = mesh.axes(partition_spec, t.dim())
     made = constrain(t, mesh_text_in_program(mesh, t), axes, True)
     if not torch.compiler.is_compiling():
-        note(made, mesh, Mark(axes))
+        note(made, mesh, SpreadMark(axes))
     return made
 
 
@@ -171,7 +171,7 @@ def wrap_as_sharded_tensor(t: torch.Tensor, mesh: Mesh | None = None, partition_
         axes = marked.mark.axes if marked and marked.mesh == mesh else ((),) * t.dim()
     device_mesh = _use(mesh, t)
     made = as_dtensor(t, device_mesh).redistribute(device_mesh, axes_to_placements(axes, mesh.mesh_shape))
-    note(made, mesh, Mark(axes))
+    note(made, mesh, SpreadMark(axes))
     return made
 
 

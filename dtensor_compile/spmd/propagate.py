@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dtensor_compile.compat.dtensor.factors import Factor, tensor_leaves
-from dtensor_compile.compat.dtensor.record import Operator, Program
+from dtensor_compile.compat.dtensor.record import Operator, RecordedProgram
 from dtensor_compile.spmd.partition_spec import Axes
 
 #: The factors of an operator that can be cut by an axis of that many devices.
@@ -65,7 +65,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Mark:
+class SpreadMark:
     """What the user said of a tensor.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Use:
         return [(sharding, dim) for sharding, dim in both if dim is not None]
 
 
-def propagate(program: Program, marks: Sequence[tuple[torch.Tensor, Mark]], mesh_shape: Sequence[int], factors: Factors) -> dict[int, Sharding]:
+def propagate(program: RecordedProgram, marks: Sequence[tuple[torch.Tensor, SpreadMark]], mesh_shape: Sequence[int], factors: Factors) -> dict[int, Sharding]:
     """The sharding of each tensor of the program (by its ``id``) that follows from the marked ones."""
     shardings: dict[int, Sharding] = {}
     for tensor, mark in marks:

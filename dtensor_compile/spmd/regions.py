@@ -23,7 +23,7 @@ from dtensor_compile.spmd.in_place import memory_of, written_argument
 from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manual
 
 
-class Region(NamedTuple):
+class ManualRegion(NamedTuple):
     """The mesh of a region and its manual axes, those of the regions around it included."""
 
     mesh: str
@@ -41,7 +41,7 @@ def enter_regions(gm: torch.fx.GraphModule) -> None:
         _enter_graph(gm.graph, {})
 
 
-def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, Region]) -> None:
+def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, ManualRegion]) -> None:
     """A graph whose inputs are in the regions `given`; its results are in the same one, or outside where none are given."""
     inside = dict(given)
     for node in list(graph.nodes):
@@ -52,13 +52,13 @@ def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, Region]) -
             outer = inside.get(node.args[0])
             if outer and outer.axes & set(node.args[3]):
                 raise ManualRegionError(f"a manual region is entered twice along an axis ({source_line(node)}): an inner one takes others")
-            inside[node] = Region(str(node.args[1]), frozenset(node.args[3]) | (outer.axes if outer else frozenset()))
+            inside[node] = ManualRegion(str(node.args[1]), frozenset(node.args[3]) | (outer.axes if outer else frozenset()))
         elif node.target is from_manual:
             node.target = placed_from_manual
             outer = inside.get(node.args[0])
             rest = outer.axes - set(node.args[3]) if outer else frozenset()
             if outer and rest:
-                inside[node] = Region(outer.mesh, rest)
+                inside[node] = ManualRegion(outer.mesh, rest)
         elif len(here) > 1:
             names = ", ".join(used.name for used in node.all_input_nodes if used in inside)
             raise ManualRegionError(f"tensors of several manual regions meet: {names} ({source_line(node)}); close one region first")
@@ -71,14 +71,14 @@ def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, Region]) -
         _enter_checkpoint(node, inside)
 
 
-def _enter_checkpoint(node: torch.fx.Node, inside: Mapping[torch.fx.Node, Region]) -> None:
+def _enter_checkpoint(node: torch.fx.Node, inside: Mapping[torch.fx.Node, ManualRegion]) -> None:
     part = checkpointed(node)
     if part is not None:
         pairs = zip(part.graph.find_nodes(op="placeholder"), node.args[1:])
         _enter_graph(part.graph, {inner: inside[used] for inner, used in pairs if used in inside})
 
 
-def _enter(graph: torch.fx.Graph, node: torch.fx.Node, region: Region, inside: dict[torch.fx.Node, Region]) -> None:
+def _enter(graph: torch.fx.Graph, node: torch.fx.Node, region: ManualRegion, inside: dict[torch.fx.Node, ManualRegion]) -> None:
     for used in node.all_input_nodes:
         value: Any = used.meta.get("example_value")
         if used in inside or not isinstance(value, torch.Tensor):
@@ -96,7 +96,7 @@ def _enter(graph: torch.fx.Graph, node: torch.fx.Node, region: Region, inside: d
         inside[entered] = region
 
 
-def _refuse_marks(node: torch.fx.Node, region: Region) -> None:
+def _refuse_marks(node: torch.fx.Node, region: ManualRegion) -> None:
     if node.target is constrain and region.axes & {axis for entry in node.args[2] for axis in entry}:
         raise ManualRegionError(
             f"a mark names an axis along which its tensor is manual already ({source_line(node)}): in a manual region a mark cuts "
@@ -104,7 +104,7 @@ def _refuse_marks(node: torch.fx.Node, region: Region) -> None:
         )
 
 
-def _refuse_writes(node: torch.fx.Node, inside: Mapping[torch.fx.Node, Region]) -> None:
+def _refuse_writes(node: torch.fx.Node, inside: Mapping[torch.fx.Node, ManualRegion]) -> None:
     """What a region writes to a tensor from outside would differ from device to device."""
     written = written_argument(node)
     if written is not None and written not in inside and memory_of(written) is not None:
@@ -115,7 +115,7 @@ def _refuse_writes(node: torch.fx.Node, inside: Mapping[torch.fx.Node, Region]) 
 
 
 def _refuse_results(
-    output: torch.fx.Node, inside: Mapping[torch.fx.Node, Region], given: Mapping[torch.fx.Node, Region]
+    output: torch.fx.Node, inside: Mapping[torch.fx.Node, ManualRegion], given: Mapping[torch.fx.Node, ManualRegion]
 ) -> None:
     """Results are outside of regions; those of a checkpointed region that is given tensors of one are in that."""
     wanted = next(iter(given.values()), None)

@@ -29,7 +29,7 @@ from dtensor_compile.spmd.constraint import as_dtensor
 from dtensor_compile.spmd.factor_cache import FactorCache
 from dtensor_compile.spmd.logical_mesh import Mesh, get_global_mesh
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
-from dtensor_compile.spmd.propagate import Mark, propagate
+from dtensor_compile.spmd.propagate import SpreadMark, propagate
 from dtensor_compile.spmd.recurrent import IN_PROGRAMS
 
 
@@ -64,7 +64,7 @@ def find_shardings(module: nn.Module, inputs: Sequence[Any], mesh: Mesh) -> dict
     Raises:
         Whatever the module raises on tensors without values.
     """
-    marks: list[tuple[torch.Tensor, Mark]] = []
+    marks: list[tuple[torch.Tensor, SpreadMark]] = []
 
     def given(real: torch.Tensor, fake: torch.Tensor) -> None:
         marked = mark_of(real)
@@ -108,7 +108,7 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
             placed = as_dtensor(value, device_mesh).redistribute(device_mesh, placements)
         is_parameter = isinstance(tensor, nn.Parameter)
         made[id(tensor)] = nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_parameter else placed
-        note(made[id(tensor)], mesh, Mark(axes))
+        note(made[id(tensor)], mesh, SpreadMark(axes))
         rows.append(Placed(name, spec_text(placements), "marked" if marked else "follows" if any(axes) else "replicated"))
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.record import (
     Operator,
-    Program,
+    RecordedProgram,
     fake_mode,
     global_fake,
     graphs_in,
@@ -40,7 +40,7 @@ from dtensor_compile.spmd.in_place import function_name
 from dtensor_compile.spmd.manual import placed_from_manual, to_manual
 from dtensor_compile.spmd.logical_mesh import device_mesh_of
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
-from dtensor_compile.spmd.propagate import Mark, Sharding, propagate
+from dtensor_compile.spmd.propagate import SpreadMark, Sharding, propagate
 from dtensor_compile.spmd.regions import enter_regions
 from dtensor_compile.spmd.rewrite import Rewrite
 
@@ -147,8 +147,8 @@ class _GlobalRun(torch.fx.Interpreter):
         super().__init__(gm)
         self.mesh_shape = mesh_shape
         self.nodes: dict[torch.fx.Node, torch.Tensor] = {}
-        self.marks: list[tuple[torch.Tensor, Mark]] = []
-        self.program = Program()
+        self.marks: list[tuple[torch.Tensor, SpreadMark]] = []
+        self.program = RecordedProgram()
 
     def propagate(self, example_inputs: Sequence[Any], factors: FactorCache) -> dict[int, Sharding]:
         mode = fake_mode()
@@ -159,7 +159,7 @@ class _GlobalRun(torch.fx.Interpreter):
             note = mark_of(value)
             if isinstance(value, DTensor):
                 whole_or_cut = [Replicate() if p.is_partial() else p for p in value.placements]
-                self.marks.append((fake, Mark(placements_to_axes(whole_or_cut, self.mesh_shape, value.dim()))))
+                self.marks.append((fake, SpreadMark(placements_to_axes(whole_or_cut, self.mesh_shape, value.dim()))))
             elif note is not None:
                 self.marks.append((fake, note.mark))
             fakes.append(fake)
@@ -183,7 +183,7 @@ class _GlobalRun(torch.fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is constrain:
             x, _, axes, _ = args
-            self.marks.append((x, Mark(axes)))
+            self.marks.append((x, SpreadMark(axes)))
             return x
         if target is agree:
             self.program.operators.append(Operator(agree, args, {}, args))
@@ -201,5 +201,5 @@ class _GlobalRun(torch.fx.Interpreter):
         pieces = [math.prod(self.mesh_shape[a] for a in entry if a in manual) for entry in axes]
         other = x.new_empty([size // n if enters else size * n for size, n in zip(x.shape, pieces)])
         if not enters or all(x is not marked for marked, _ in self.marks):  # what the user said of it goes first
-            self.marks.append((x if enters else other, Mark(axes)))
+            self.marks.append((x if enters else other, SpreadMark(axes)))
         return other

@@ -14,7 +14,7 @@ from dtensor_compile.fixups.unread_collectives import drop_unread_collectives
 from dtensor_compile.fixups.view_again import view_again
 from dtensor_compile.graph.nodes import across, has_even_shards, redistributions
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, spread_marks
-from dtensor_compile.graph.runner import Step, run_steps
+from dtensor_compile.graph.runner import GraphStep, run_steps
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.lower_collectives import hold_collectives, hold_draws, is_repeatable, order_collectives
@@ -70,35 +70,35 @@ def repeatable(graph: torch.fx.Graph, this: Compilation) -> None:
 
 #: Redistributions.
 PLAN = (
-    Step(check_hooks, required=True, reads=True),
-    Step(bind_meshes_to_primals, required=True),
-    Step(make_tokens_real, required=True),
-    Step(make_masks_boolean, required=True),
-    Step(drop_unread_collectives, when=lambda this: not this.sends, required=True),
-    Step(captured, lambda this: (this,), reads=True),
-    Step(spread_marks, required=True, reads=True),
+    GraphStep(check_hooks, required=True, reads=True),
+    GraphStep(bind_meshes_to_primals, required=True),
+    GraphStep(make_tokens_real, required=True),
+    GraphStep(make_masks_boolean, required=True),
+    GraphStep(drop_unread_collectives, when=lambda this: not this.sends, required=True),
+    GraphStep(captured, lambda this: (this,), reads=True),
+    GraphStep(spread_marks, required=True, reads=True),
     *passes(),
-    Step(planned, lambda this: (this,), reads=True),
-    Step(judge_ranks, lambda this: (this,), required=True, reads=True),
-    Step(check_memory, required=True, reads=True),
-    Step(tell_ranges, reads=True),
-    Step(tell_shapes_left, when=lambda this: this.between_meshes, reads=True),
+    GraphStep(planned, lambda this: (this,), reads=True),
+    GraphStep(judge_ranks, lambda this: (this,), required=True, reads=True),
+    GraphStep(check_memory, required=True, reads=True),
+    GraphStep(tell_ranges, reads=True),
+    GraphStep(tell_shapes_left, when=lambda this: this.between_meshes, reads=True),
 )
 
 #: Copies, what the operators of the program have to keep, and what is kept from forward to backward.
 SHAPE = (
-    Step(spread_marks_again, required=True, reads=True),
-    Step(drop_copies),
-    Step(order_rows, when=lambda this: not this.between_meshes),
-    Step(send_transposed, when=lambda this: not this.between_meshes),
-    Step(check_memory, required=True, reads=True),
-    Step(spread_by_mask, required=True),
-    Step(repeatable, lambda this: (this,), required=True, reads=True),
-    Step(order_collectives, required=True),
-    Step(hold_collectives, required=True),
-    Step(regather, lambda this: (this.options.regather,), reads=True),
-    Step(hold_draws, required=True),
-    Step(view_again, required=True),
+    GraphStep(spread_marks_again, required=True, reads=True),
+    GraphStep(drop_copies),
+    GraphStep(order_rows, when=lambda this: not this.between_meshes),
+    GraphStep(send_transposed, when=lambda this: not this.between_meshes),
+    GraphStep(check_memory, required=True, reads=True),
+    GraphStep(spread_by_mask, required=True),
+    GraphStep(repeatable, lambda this: (this,), required=True, reads=True),
+    GraphStep(order_collectives, required=True),
+    GraphStep(hold_collectives, required=True),
+    GraphStep(regather, lambda this: (this.options.regather,), reads=True),
+    GraphStep(hold_draws, required=True),
+    GraphStep(view_again, required=True),
 )
 
 

@@ -8,7 +8,7 @@ from dtensor_compile.compat.aot.shapes import split_nary
 from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.send_contiguous import send_contiguous
 from dtensor_compile.fixups.view_again import view_again
-from dtensor_compile.graph.runner import Step, run_steps
+from dtensor_compile.graph.runner import GraphStep, run_steps
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives
 from dtensor_compile.lowering.receive_before_sending import receive_before_sending
@@ -40,32 +40,32 @@ def note_collectives(graph: torch.fx.Graph, this: Compilation) -> None:
 
 
 LOWER = (
-    Step(split_nary, required=True),
-    Step(lower_redistributions, lambda this: (this.options.strict,), required=True),
-    Step(lower_collectives, required=True),
-    Step(send_contiguous, when=lambda this: not this.aten, required=True),
+    GraphStep(split_nary, required=True),
+    GraphStep(lower_redistributions, lambda this: (this.options.strict,), required=True),
+    GraphStep(lower_collectives, required=True),
+    GraphStep(send_contiguous, when=lambda this: not this.aten, required=True),
 )
 
 #: Products in parts, how many collectives there are, the form of each, the order of all. The names are those of options.
 SCHEDULE = (
-    Step(
+    GraphStep(
         decompose_products, lambda this: (this.options.topology, this.options.overlap_memory, this.even), asked=True
     ),
-    Step(
+    GraphStep(
         bucket_collectives,
         lambda this: (this.options.topology, bucket_collectives.__name__ in this.options.enable_passes),
     ),
-    Step(reduce_by_exchange),
-    Step(schedule_graph, lambda this: (this.options.topology, this.options.overlap_memory, this.measured)),
-    Step(receive_before_sending, lambda this: (this.options.topology,)),
+    GraphStep(reduce_by_exchange),
+    GraphStep(schedule_graph, lambda this: (this.options.topology, this.options.overlap_memory, this.measured)),
+    GraphStep(receive_before_sending, lambda this: (this.options.topology,)),
 )
 
 FINISH = (
-    Step(tell_order_left, lambda this: (this,), when=lambda this: not this.orders_kernels, reads=True),
-    Step(view_again, required=True),
-    Step(lowered, lambda this: (this,), reads=True),
-    Step(note_collectives, lambda this: (this,), required=True, reads=True),
-    Step(fuse_products),
+    GraphStep(tell_order_left, lambda this: (this,), when=lambda this: not this.orders_kernels, reads=True),
+    GraphStep(view_again, required=True),
+    GraphStep(lowered, lambda this: (this,), reads=True),
+    GraphStep(note_collectives, lambda this: (this,), required=True, reads=True),
+    GraphStep(fuse_products),
 )
 
 

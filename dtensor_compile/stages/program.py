@@ -21,7 +21,7 @@ from dtensor_compile.fixups.preserved_versions import keep_versions
 from dtensor_compile.fixups.repeated_writes import write_once
 from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
 from dtensor_compile.fixups.unread_collectives import calls_collectives
-from dtensor_compile.graph.runner import Step
+from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merged_groups
 from dtensor_compile.native.loader import without_native
 from dtensor_compile.ops.redistribute_across import ORDERED
@@ -73,19 +73,19 @@ def tell_order_is_inductors(program: torch.fx.GraphModule) -> list[Decision]:
 
 #: What runs whether the program is captured or compiled as stock compiles it.
 ALWAYS = (
-    Step(check_program, lambda this: (this.inputs,), required=True),
-    Step(check_counts, required=True),
-    Step(write_once, required=True),
-    Step(guard_mesh_order, lambda this: (this.inputs,), required=True),
-    Step(spread_annotations, lambda this: (this.inputs, this.log.decided, this.options.fallback), required=True),
+    GraphStep(check_program, lambda this: (this.inputs,), required=True),
+    GraphStep(check_counts, required=True),
+    GraphStep(write_once, required=True),
+    GraphStep(guard_mesh_order, lambda this: (this.inputs,), required=True),
+    GraphStep(spread_annotations, lambda this: (this.inputs, this.log.decided, this.options.fallback), required=True),
 )
 
 CAPTURED = (
-    Step(make_groups, lambda this: (this,), required=True),
-    Step(return_bases_of_views, lambda this: (this,), required=True),
-    Step(expect_gradients, lambda this: (this,), required=True),
-    Step(tell_what_is_kept, lambda this: (this,), reads=True),
-    Step(
+    GraphStep(make_groups, lambda this: (this,), required=True),
+    GraphStep(return_bases_of_views, lambda this: (this,), required=True),
+    GraphStep(expect_gradients, lambda this: (this,), required=True),
+    GraphStep(tell_what_is_kept, lambda this: (this,), reads=True),
+    GraphStep(
         tell_order_is_inductors,
         when=lambda this: this.options.schedule and not this.aten and not this.orders_kernels,
         reads=True,

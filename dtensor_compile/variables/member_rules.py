@@ -52,7 +52,7 @@ from dtensor_compile.compat.dynamo.tracing import (
 )
 
 
-class Rule(enum.Enum):
+class MemberRule(enum.Enum):
     """What becomes of a member of an object."""
 
     BAKE = enum.auto()
@@ -66,18 +66,18 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: the rule, and for `Rule.BREAK` the code of the cause."""
+    """A row of a table: the rule, and for `MemberRule.BREAK` the code of the cause."""
 
-    rule: Rule
+    rule: MemberRule
     cause: str = ""
 
     def __post_init__(self) -> None:
-        if self.rule is Rule.BREAK:
+        if self.rule is MemberRule.BREAK:
             cause(self.cause)  # raises where there is no such cause
 
 
 Table = Mapping[str, Row]
-_UNKNOWN = Row(Rule.BREAK, "member-not-traced")
+_UNKNOWN = Row(MemberRule.BREAK, "member-not-traced")
 
 
 def table(
@@ -92,21 +92,21 @@ def table(
 ) -> Table:
     """A table from lists of names, separated by white space; `breaks` has one list per code of a cause."""
     rules = {
-        Rule.BAKE: bake,
-        Rule.ASK: ask,
-        Rule.READ: read,
-        Rule.INLINE: inline,
-        Rule.OPERATOR: operator,
-        Rule.MAKE: make,
+        MemberRule.BAKE: bake,
+        MemberRule.ASK: ask,
+        MemberRule.READ: read,
+        MemberRule.INLINE: inline,
+        MemberRule.OPERATOR: operator,
+        MemberRule.MAKE: make,
     }
     rows = {name: Row(rule) for rule, names in rules.items() for name in names.split()}
-    refused = {name: Row(Rule.BREAK, code) for code, names in (breaks or {}).items() for name in names.split()}
+    refused = {name: Row(MemberRule.BREAK, code) for code, names in (breaks or {}).items() for name in names.split()}
     return {**rows, **refused}
 
 
 def causes_of(rows: Table) -> Mapping[str, str]:
     """Name -> code of the cause, of the rows that break a graph."""
-    return {name: row.cause for name, row in rows.items() if row.rule is Rule.BREAK}
+    return {name: row.cause for name, row in rows.items() if row.rule is MemberRule.BREAK}
 
 
 class TableVariable(MemberVariable):
@@ -128,24 +128,24 @@ class TableVariable(MemberVariable):
     def python_type(self) -> type:
         return type(self.as_python_constant())
 
-    def rule(self, name: str) -> Rule:
+    def rule(self, name: str) -> MemberRule:
         return self.members.get(name, self.outside).rule
 
     def read_member(self, tx: Translator, name: str) -> VariableTracker:
         if name == "__class__":
             return class_of(self, tx)
         rule = self.rule(name)
-        if rule is Rule.INLINE:
+        if rule is MemberRule.INLINE:
             return self._inline(tx, name)
         try:
             value = self.functions.get(name) or getattr(self.as_python_constant(), name)
         except Exception as error:  # noqa: BLE001 - whatever a property raises, the program sees it
             raise_in_program(tx, error)
-        if callable(value) and rule is not Rule.READ and not isinstance(value, type):
+        if callable(value) and rule is not MemberRule.READ and not isinstance(value, type):
             return member_function(self, name, lambda args, kwargs: self.call_method(tx, name, args, kwargs))
-        if rule is Rule.READ:
+        if rule is MemberRule.READ:
             return build_member(self, tx, name, value)
-        if rule is Rule.BAKE:
+        if rule is MemberRule.BAKE:
             return build(tx, value)
         return self.refuse(name) if name in self.members else self._inline(tx, name)
 
@@ -155,13 +155,13 @@ class TableVariable(MemberVariable):
         if name == "__deepcopy__":
             args = []  # what was copied already is of no concern here
         rule = self.rule(name)
-        if rule is Rule.BAKE:
+        if rule is MemberRule.BAKE:
             return self._call_real(tx, name, args, kwargs)
-        if rule is Rule.INLINE:
+        if rule is MemberRule.INLINE:
             return self._inline(tx, name).call_function(tx, list(args), dict(kwargs))
-        if rule is Rule.OPERATOR:
+        if rule is MemberRule.OPERATOR:
             return self.operate(tx, name, args, kwargs)
-        if rule is Rule.MAKE:
+        if rule is MemberRule.MAKE:
             return self.make(tx, name, args, kwargs)
         self.refuse(name)
 

@@ -21,7 +21,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     raise_in_program,
     remember,
 )
-from dtensor_compile.variables.member_rules import OpaqueClass, Row, Rule, TableVariable, table
+from dtensor_compile.variables.member_rules import OpaqueClass, Row, MemberRule, TableVariable, table
 
 
 class PlacementVariable(TableVariable):
@@ -34,7 +34,7 @@ class PlacementVariable(TableVariable):
         inline="local_shard_size_and_offset",
         breaks={"object-state": "__setattr__ __delattr__ __dict__"},
     )
-    outside = Row(Rule.INLINE)
+    outside = Row(MemberRule.INLINE)
     #: A placement has nothing in it that a deep copy would share.
     functions = {"__copy__": copy.copy, "__deepcopy__": copy.copy}
 

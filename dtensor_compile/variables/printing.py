@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtensor_compile.compat.dynamo.after_graph import (
-    Place,
+    ArgumentPlace,
     call_after_graph,
     format_values_of_now,
     handle_loggers,
@@ -42,7 +42,7 @@ class Say:
     """
 
     function: Callable[..., None]
-    place: Place
+    place: ArgumentPlace
     names: tuple[str, ...]
 
     def __call__(self, *values: Any) -> None:
@@ -72,11 +72,11 @@ def _say(tx: Translator, what: str, function: Callable[..., None], arguments: Ar
 # ---- what Python calls when the graph has run ---------------------------------------------------------------------------------
 
 
-def _print(_: Place, *args: Any, **kwargs: Any) -> None:
+def _print(_: ArgumentPlace, *args: Any, **kwargs: Any) -> None:
     print(*args, **kwargs)
 
 
-def _warn(at: Place, message: Any, category: type[Warning] | None = None, source: Any = None) -> None:
+def _warn(at: ArgumentPlace, message: Any, category: type[Warning] | None = None, source: Any = None) -> None:
     if isinstance(message, Warning):
         category = type(message)
     registry = at.namespace.setdefault("__warningregistry__", {})
@@ -84,12 +84,12 @@ def _warn(at: Place, message: Any, category: type[Warning] | None = None, source
     warnings.warn_explicit(message, category or UserWarning, at.filename, at.line, module, registry, at.namespace, source)
 
 
-def _log(at: Place, logger: logging.Logger, level: int, message: Any, *args: Any, extra: Any = None) -> None:
+def _log(at: ArgumentPlace, logger: logging.Logger, level: int, message: Any, *args: Any, extra: Any = None) -> None:
     if logger.isEnabledFor(level):
         logger.handle(logger.makeRecord(logger.name, level, at.filename, at.line, message, args, None, at.function, extra))
 
 
-def _log_to_root(at: Place, level: int, message: Any, *args: Any, extra: Any = None) -> None:
+def _log_to_root(at: ArgumentPlace, level: int, message: Any, *args: Any, extra: Any = None) -> None:
     if not logging.root.handlers:
         logging.basicConfig()
     _log(at, logging.root, level, message, *args, extra=extra)
@@ -150,7 +150,7 @@ class _LogTo:
 
     logger: logging.Logger
 
-    def __call__(self, at: Place, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, at: ArgumentPlace, *args: Any, **kwargs: Any) -> None:
         _log(at, self.logger, *args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """What becomes of the names of ``torch.distributed`` and its subpackages: a table per module, and the entries it leads to.
 
-A row says what a call does while tracing (`members.Rule`). Names of rule `INLINE` are left to torch, which traces them like other
+A row says what a call does while tracing (`members.MemberRule`). Names of rule `INLINE` are left to torch, which traces them like other
 Python, and have no entry. A name that the installed release does not have has none either.
 """
 
@@ -36,7 +36,7 @@ from dtensor_compile.compat.dynamo.tracing import (
 from dtensor_compile.compat.dynamo.calls import NamespaceVariable, handle_calls, handle_construction, refuse_methods
 from dtensor_compile.variables import collectives
 from dtensor_compile.variables import mesh_constructors as factories
-from dtensor_compile.variables.member_rules import Row, Rule, Table, table
+from dtensor_compile.variables.member_rules import Row, MemberRule, Table, table
 
 DISTRIBUTED = table(
     operator="""
@@ -187,15 +187,15 @@ def _refusal(function: Callable[..., Any], name: str, code: str) -> Retrack:
 
 def _retrack(module: types.ModuleType, name: str, row: Row) -> Retrack | None:
     thing = getattr(module, name)
-    if row.rule is Rule.OPERATOR:
+    if row.rule is MemberRule.OPERATOR:
         return collectives.retrack(thing)
-    if row.rule is Rule.MAKE:
+    if row.rule is MemberRule.MAKE:
         return handle_calls(factories.make)
-    if row.rule is Rule.ASK:
+    if row.rule is MemberRule.ASK:
         return _ask(thing)
-    if row.rule is Rule.BAKE:
+    if row.rule is MemberRule.BAKE:
         return _bake(thing)
-    if row.rule is Rule.BREAK:
+    if row.rule is MemberRule.BREAK:
         return _refusal(thing, f"{module.__name__}.{name}", row.cause)
     return None
 
@@ -203,7 +203,7 @@ def _retrack(module: types.ModuleType, name: str, row: Row) -> Retrack | None:
 def _entries() -> Iterator[tuple[Any, Retrack]]:
     for module, rows in TABLES.items():
         for name, row in rows.items():
-            retrack = _retrack(module, name, row) if row.rule is not Rule.INLINE and name in vars(module) else None
+            retrack = _retrack(module, name, row) if row.rule is not MemberRule.INLINE and name in vars(module) else None
             if retrack is not None:
                 yield vars(module)[name], retrack
 

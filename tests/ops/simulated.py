@@ -19,7 +19,7 @@ from dtensor_compile.ir.mesh import MeshDim, MeshLayout
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops import expand as expand_module
 from dtensor_compile.ops import rearrange as rearrange_module
-from dtensor_compile.ops.expand import Place, expand
+from dtensor_compile.ops.expand import RankPlace, expand
 from dtensor_compile.planner.search import bytes_sent, plan
 
 REDUCE = {
@@ -139,7 +139,7 @@ def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=plan
         def group_name(dims):
             return ".".join(map(str, sorted(layout.group_over(rank, dims))))
 
-        place = Place(layout, rank, group_name)
+        place = RankPlace(layout, rank, group_name)
         for k, ((source, target, shape), steps, full) in enumerate(zip(cases, plans, fulls)):
             before = comm.sent[rank]
             try:

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtensor_compile import passes
 from dtensor_compile.graph.global_annotations import MARK, Mark
 from dtensor_compile.graph.rank_uniformity import spread_marks
-from dtensor_compile.graph.runner import Step, run_steps
+from dtensor_compile.graph.runner import GraphStep, run_steps
 from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.compat.dynamo.observe import node_of
@@ -44,8 +44,8 @@ class Alone:
 
 def run_alone(graph, run=None, disabled=(), enabled=(), strict=False):
     """Runs steps, or passes, on a graph; those that all redistributions get where there are none. Returns what they decided."""
-    marks = [Step(spread_marks, required=True, reads=True)]
-    steps = [*marks, *passes.steps()] if run is None else [one if isinstance(one, Step) else Step(one) for one in run]
+    marks = [GraphStep(spread_marks, required=True, reads=True)]
+    steps = [*marks, *passes.steps()] if run is None else [one if isinstance(one, GraphStep) else GraphStep(one) for one in run]
     this = Alone(Options(disable_passes=tuple(disabled), enable_passes=tuple(enabled), strict=strict))
     run_steps(graph, steps, this)
     return this.made

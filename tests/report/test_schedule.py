@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtensor_compile.graph.node_costs import Collective, Operation
+from dtensor_compile.graph.node_costs import SentCollective, Operation
 from dtensor_compile.report.missed_overlap import missed
 from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import schedule
@@ -14,7 +14,7 @@ UNIT = Cluster("unit", 1, Link(0.0, 1.0), Link(0.0, 1.0), Device(((4, 1.0),), 1.
 
 
 def gather(seconds, **about):
-    return Collective("all_gather", seconds, "/user/m.py:3: y = gather(x)", "m", "tp", (0, 1), (4,), "float32", **about)
+    return SentCollective("all_gather", seconds, "/user/m.py:3: y = gather(x)", "m", "tp", (0, 1), (4,), "float32", **about)
 
 
 def starts(i):

@@ -29,7 +29,7 @@ from dtensor_compile.testing.parity import compare_values
 from dtensor_compile.variables import torch_distributed_table as functions
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import MEMBERS as DTENSOR
-from dtensor_compile.variables.member_rules import Row, Rule, Table, table
+from dtensor_compile.variables.member_rules import Row, MemberRule, Table, table
 from dtensor_compile.variables.placement import PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 from dtensor_compile.variables.work_handles import FUTURE, WORK, CFuture
@@ -172,7 +172,7 @@ def arguments() -> tuple[Any, ...]:
 def check(example: str, row: Row) -> None:
     """Eager and compiled agree twice, and the graph breaks as the row says."""
     function = program(example)
-    breaks = row.rule is Rule.BREAK
+    breaks = row.rule is MemberRule.BREAK
     torch.manual_seed(0)
     expected = function(*arguments())
     torch._dynamo.reset()

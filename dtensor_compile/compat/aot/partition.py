@@ -74,7 +74,7 @@ def place_random_states() -> Iterator[None]:
         yield
 
 
-class Held:
+class HeldNodes:
     """Where nodes of the joint graph have to run, forward or backward, kept over Inductor's own passes on it.
 
     Inductor leaves out a multiplication by one, on 2.14 also by the number 1, and writes over what the node before says of itself,

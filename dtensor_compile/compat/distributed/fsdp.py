@@ -200,7 +200,7 @@ def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
 # ---- parameters --------------------------------------------------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+class HeldGradient(NamedTuple):
     """What becomes of a gradient at two places on its way: as it comes, and reduced over shards and not yet over replicas.
 
     At each: "hold", it is kept for a later pass; "release", what is kept is added to it before it is reduced further; "", neither.
@@ -245,7 +245,7 @@ class Sharded:
     reshard: bool
     holder: tuple[str | int, ...]
     index: int
-    held: Held
+    held: HeldGradient
 
 
 def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
@@ -280,13 +280,13 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
             )
 
 
-def _held(group: FSDPParamGroup) -> Held:
+def _held(group: FSDPParamGroup) -> HeldGradient:
     if not group.reduce_grads:
-        return Held("hold")
+        return HeldGradient("hold")
     whole, shard = "release" if _holds(group) else "", ""
     if isinstance(group.mesh_info, DDPMeshInfo):
         shard = "hold" if not group.all_reduce_grads else "release" if _has_partly_reduced(group) else ""
-    return Held(whole, shard)
+    return HeldGradient(whole, shard)
 
 
 def _data_parallel_dims(param: FSDPParam) -> tuple[int, ...]:

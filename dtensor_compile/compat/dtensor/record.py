@@ -31,14 +31,14 @@ class Operator:
 
 
 @dataclass
-class Program:
+class RecordedProgram:
     """The operators in order. A tensor is known by its identity; the list keeps all of them alive."""
 
     operators: list[Operator] = field(default_factory=list)
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: RecordedProgram) -> None:
         super().__init__()
         self.program = program
 
@@ -68,16 +68,16 @@ def global_fake(mode: FakeTensorMode, value: Any) -> Any:
 
 
 @contextmanager
-def recording_operators(mode: FakeTensorMode) -> Iterator[Program]:
+def recording_operators(mode: FakeTensorMode) -> Iterator[RecordedProgram]:
     """While it is entered, what this thread runs is recorded; tensors are those of `mode`."""
-    program = Program()
+    program = RecordedProgram()
     with torch.no_grad(), mode, _Recorder(program):
         yield program
 
 
 def record_module(
     module: torch.nn.Module, inputs: Sequence[Any], given: Callable[[torch.Tensor, torch.Tensor], None]
-) -> tuple[Program, Mapping[str, torch.Tensor]]:
+) -> tuple[RecordedProgram, Mapping[str, torch.Tensor]]:
     """What a call of a module runs, and the fake tensor of each parameter and buffer by its name.
 
     Args:
@@ -173,6 +173,6 @@ def run_node(gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torc
 
 
 __all__ = [
-    "DrawsOnShards", "Operator", "Program", "checkpointed", "fake_like", "fake_mode", "global_fake", "graphs_in", "record_module",
+    "DrawsOnShards", "Operator", "RecordedProgram", "checkpointed", "fake_like", "fake_mode", "global_fake", "graphs_in", "record_module",
     "recording_operators", "refusing_draws", "run_node", "tag_activation_checkpoint", "tracing_mode",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ _DICTS = (dicts.ConstDictVariable, getattr(dicts, "OrderedDictVariable", dicts.C
 
 
 @dataclass(frozen=True)
-class Place:
+class ArgumentPlace:
     """A line of the program: file, line, name of the function, and the namespace of its module."""
 
     filename: str
@@ -34,11 +34,11 @@ class Place:
     namespace: dict[str, Any]
 
 
-def place(tx: Translator, up: int = 0) -> Place:
+def place(tx: Translator, up: int = 0) -> ArgumentPlace:
     """The line that is being traced; with `up` that of a caller, as far as callers are part of what is compiled."""
     while up > 0 and getattr(tx, "parent", None) is not None:
         tx, up = tx.parent, up - 1
-    return Place(tx.f_code.co_filename, tx.lineno, tx.f_code.co_name, tx.f_globals)
+    return ArgumentPlace(tx.f_code.co_filename, tx.lineno, tx.f_code.co_name, tx.f_globals)
 
 
 def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:

@@ -33,7 +33,7 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>\w+)_at_\d+")
 
 
 @dataclass
-class Compilation:
+class FrameCompilation:
     """One frame that Dynamo compiles.
 
     Attributes:
@@ -71,14 +71,14 @@ class Break:
     kind: str
     message: str
     stack: tuple[tuple[str, int, str], ...]
-    compilation: Compilation | None
+    compilation: FrameCompilation | None
     error: bool
 
 
 class Watcher(Protocol):
     """Who is told what Dynamo does."""
 
-    def compiling(self, compilation: Compilation) -> None: ...
+    def compiling(self, compilation: FrameCompilation) -> None: ...
 
     def broke(self, event: Break) -> None: ...
 
@@ -89,7 +89,7 @@ _local = threading.local()
 _count = 0
 
 
-def current_compilation() -> Compilation | None:
+def current_compilation() -> FrameCompilation | None:
     """What this thread compiles now, while somebody watches."""
     under_way = getattr(_local, "under_way", None)
     return under_way[-1] if under_way else None
@@ -136,7 +136,7 @@ def watch_dynamo(watcher: Watcher) -> Iterator[None]:
         _count += 1
         resumed = _RESUMED.fullmatch(code.co_name)
         name = resumed["name"] if resumed else code.co_name
-        this = Compilation(_count, name, code.co_filename, code.co_firstlineno, outermost=not under_way)
+        this = FrameCompilation(_count, name, code.co_filename, code.co_firstlineno, outermost=not under_way)
         this.names = root_names(code, name, local_values, closure)
         watcher.compiling(this)
         under_way.append(this)
@@ -196,7 +196,7 @@ def _ends_compilation(error: Exception) -> bool:
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
-def _break(event: Exception, compilation: Compilation | None, *, error: bool) -> Break:
+def _break(event: Exception, compilation: FrameCompilation | None, *, error: bool) -> Break:
     stack = getattr(event, "real_stack", None) or torch._guards.TracingContext.extract_stack()
     frames = tuple((frame.filename, frame.lineno or 0, frame.line or "") for frame in stack or ())
     if not frames:  # an error inside of Dynamo, which has the frames in its text

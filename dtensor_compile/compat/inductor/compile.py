@@ -22,7 +22,7 @@ from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_
 from dtensor_compile.compat.hooks import feature, hook, if_there
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
-from dtensor_compile.compat.aot.partition import Held
+from dtensor_compile.compat.aot.partition import HeldNodes
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_uncompiled
 
 GraphFunction = Callable[[torch.fx.Graph], None]
@@ -164,7 +164,7 @@ def compile_with_inductor(
     from dtensor_compile.compat.inductor.kernel_nodes import ORDER, TIES, SchedulerPass, tie_draws, waits_are_kept
 
     _PASSES.works()
-    lowered, held = LoweredGraph(), Held()
+    lowered, held = LoweredGraph(), HeldNodes()
 
     def plan(graph: torch.fx.Graph) -> None:
         joint_pass(graph)

@@ -19,7 +19,7 @@ from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch.distributed.tensor import Shard
 
 from dtensor_compile.backend import dtensor
-from dtensor_compile.graph.runner import Step
+from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.stages import program
 from dtensor_compile.compat.dynamo.tracing import Entries, OpaqueVariable, install_while_tracing, installed_backends
 from dtensor_compile.testing import make_mesh, on_ranks
@@ -91,7 +91,7 @@ def test_another_backend_that_traces_inside_our_compilation_gets_torchs_trackers
 
     torch._dynamo.reset()
     seen.clear()
-    with mock.patch.object(program, "ALWAYS", (Step(compile_another, required=True),)):
+    with mock.patch.object(program, "ALWAYS", (GraphStep(compile_another, required=True),)):
         torch.compile(_program, backend="dtensor", fullgraph=True)(torch.eye(2), make_mesh((1,)))
     assert [ours for _, _, ours in seen] == [True, False]
     assert not installed_backends()
