@@ -27,6 +27,7 @@ from dtensor_compile.compat.guards import track_and_guard
 from dtensor_compile.compat.local_sizes import local_sizes_follow_global_ones
 from dtensor_compile.compat.module_floats import floats_of_modules_are_numbers
 from dtensor_compile.compat.symbol_reads import quick_expressions
+from dtensor_compile.compat.symbol_results import results_computed_once
 from dtensor_compile.spmd.annotate import plain_tensors_are_replicated
 from dtensor_compile.variables import (
     collectives,
@@ -94,6 +95,7 @@ ENTRIES = Entries(
         local_sizes_follow_global_ones,
         floats_of_modules_are_numbers,
         quick_expressions,
+        results_computed_once,
     ),
 )
 
