@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import dtensor_compile
@@ -18,6 +19,7 @@ from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dtensor import sharding
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.compat.aot.symbol_reads import quick_expressions
+from dtensor_compile.compat.aot.symbol_results import results_computed_once
 from dtensor_compile.lowering import lower
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
@@ -200,3 +202,39 @@ def test_an_expression_is_read_anew_after_a_replacement():
         assert len(product.node.expr.free_symbols) == 1
         assert b == 6
         assert product.node.expr == 36 and (product + 1).node.expr == 37
+
+
+def sizes_of_inputs(env: ShapeEnv, hint: int, names: str) -> list[torch.SymInt]:
+    return [env.create_symintnode(env.create_symbol(hint, ConstantSource(name)), hint=hint) for name in names]
+
+
+def test_an_operation_on_equal_sizes_is_computed_once_and_gives_a_node_each_time():
+    (a,) = sizes_of_inputs(ShapeEnv(), 6, "a")
+    with mock.patch.object(SymNode, "mul", autospec=True, side_effect=SymNode.mul) as computed, results_computed_once():
+        products = [(a + 1) * 4 for _ in range(3)]
+    assert computed.call_count == 1
+    assert len({id(product.node) for product in products}) == 3
+    assert len({product.node.expr for product in products}) == 1 and {product.node.hint for product in products} == {28}
+
+
+def test_a_result_is_computed_anew_after_a_replacement():
+    a, b = sizes_of_inputs(ShapeEnv(duck_shape=False), 6, "ab")
+    with results_computed_once():
+        assert len((a + b).node.expr.free_symbols) == 2 and (a + b).node.maybe_as_int() is None
+        assert a == b  # a guard, and one symbol stands for both from now on
+        assert len((a + b).node.expr.free_symbols) == 1
+        assert b == 6
+        assert (a + b).node.maybe_as_int() == 12
+
+
+def test_an_answer_without_a_guard_is_none_with_one():
+    env = ShapeEnv()
+    (a,) = sizes_of_inputs(env, 6, "a")
+    with results_computed_once():
+        with env.suppress_guards():
+            assert a % 3 == 0
+        assert not env.guards
+        for _ in range(2):
+            assert a % 3 == 0
+        (guard,) = env.guards
+    assert guard.sloc.framework_loc.filename == __file__  # the place that asked

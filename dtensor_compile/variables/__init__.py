@@ -33,6 +33,7 @@ from dtensor_compile.variables import collectives, comm_debug_mode, data_depende
 from dtensor_compile.variables import backward_hooks as hooks
 from dtensor_compile.variables import mesh_constructors as factories
 from dtensor_compile.variables import torch_distributed_table as functions
+from dtensor_compile.compat.aot.symbol_results import results_computed_once
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import refuse_members, track_spec
 from dtensor_compile.variables.member_rules import OpaqueClass
@@ -82,6 +83,7 @@ ENTRIES = Entries(
         local_sizes_follow_global_ones,
         floats_of_modules_are_numbers,
         quick_expressions,
+        results_computed_once,
     ),
 )
 

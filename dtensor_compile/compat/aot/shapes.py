@@ -142,7 +142,7 @@ def sizes_from_expressions() -> Iterator[None]:
     stock = proxy_tensor._sym_register
 
     def register(tracer: Any, function: Any, args: tuple[Any, ...], out: object) -> None:
-        for size in pytree.tree_leaves(args):
+        for size in args if all(isinstance(arg, _NUMBERS) for arg in args) else pytree.tree_leaves(args):
             if isinstance(size, torch.SymInt) and size not in tracer.symnode_tracker:
                 known = proxy_tensor.get_proxy_slot(size, tracer, None)
                 if known is not None and size not in tracer.symnode_tracker:
@@ -163,6 +163,10 @@ def sizes_from_expressions() -> Iterator[None]:
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", note_without_guards),
     ):
         yield
+
+
+#: What most operations on sizes take.
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 #: Smallest, largest and product of any number of sizes, as they are written down where a graph is traced, and of two, as Inductor reads
