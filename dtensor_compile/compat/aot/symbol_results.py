@@ -134,21 +134,21 @@ def results_computed_once() -> Iterator[None]:
         stock = getattr(SymNode, name)
 
         def operation(self: Any, other: Any) -> Any:
-            if get_proxy_mode() is not None or type(other) is not SymNode:
+            env: Any = self.shape_env
+            if get_proxy_mode() is not None or env is None or not isinstance(other, SymNode):
                 return stock(self, other)
-            a, b = self._dtensor_size, other._dtensor_size
-            version = self.shape_env._version_counter
+            a, b, version = self._dtensor_size, other._dtensor_size, env._version_counter  # type: ignore[attr-defined]
             if a is None or a.version != version:
                 a = size_of(self)
             if b is None or b.version != version:
                 b = size_of(other)
-            if a is None or b is None or other.shape_env is not self.shape_env:
+            if a is None or b is None or other.shape_env != env:
                 return stock(self, other)
             known = a.results.get((name, b))
             if known is not None:
                 return _new(known)
             result = stock(self, other)
-            if type(result) is SymNode and size_of(result) is not None and self.shape_env._version_counter == version:
+            if type(result) is SymNode and size_of(result) is not None and env._version_counter == version:
                 a.results[name, b] = result.__dict__.copy()
             return result
 
