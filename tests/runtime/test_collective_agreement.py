@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dtensor_compile import backend
+from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.recording.recorder import graph_name
 from dtensor_compile.runtime import collective_agreement as agree
 from dtensor_compile.runtime.collective_agreement import Announcement, Call
+from dtensor_compile.stages import lowered
 from dtensor_compile.testing import make_mesh, on_ranks
+from tests.stages import with_run
 
 
 def compiled(function, **kwargs):
@@ -123,12 +125,12 @@ def test_a_rank_that_recompiles_to_more_is_not_stopped_by_those_that_do_not():
 @patient
 def test_a_rank_that_cannot_compile_says_so_to_those_that_wait(which):
     """In the last case ranks 0 and 1 compile the backward pass with the forward pass: of five columns rank 2 has one, which is no symbol."""
-    rank, stock = dist.get_rank(), backend.lower_redistributions
+    rank, stock = dist.get_rank(), lower_redistributions
 
-    def lower(graph, **options):
+    def lower(graph, *options):
         if rank == 2 and which.startswith(graph_name(graph)):
             raise ValueError("nothing to lower it to\nin this place")
-        return stock(graph, **options)
+        return stock(graph, *options)
 
     def step(x):
         run = compiled(lambda x: x.norm(dim=1).redistribute(placements=[Replicate()]), dynamic=which == "backward of one rank")
@@ -141,7 +143,7 @@ def test_a_rank_that_cannot_compile_says_so_to_those_that_wait(which):
     said = "nothing to lower it to"
     if rank != 2:
         said = f"rank 2 could not compile .* all_reduce.*Rank 2 said: ValueError: {said}"
-    with unittest.mock.patch.object(backend, "lower_redistributions", lower), pytest.raises(Exception, match=said):
+    with with_run(lowered, "LOWER", "lower_redistributions", lower), pytest.raises(Exception, match=said):
         step(x)
     step(x)  # the job still runs
     torch.testing.assert_close(x.grad.full_tensor(), torch.full((5, columns), columns**-0.5, dtype=dtype))
@@ -228,11 +230,11 @@ def test_a_backward_that_one_rank_compiles_with_its_forward():
 @pytest.mark.parametrize("slow", [True, False])
 @on_ranks(2, timeout=60)
 def test_a_rank_that_compiles_slowly_is_no_alarm_and_one_that_does_not_compile_is(slow):
-    rank, stock = dist.get_rank(), backend.lower_redistributions
+    rank, stock = dist.get_rank(), lower_redistributions
 
-    def lower(graph, **options):
+    def lower(graph, *options):
         time.sleep(4 if rank and slow else 0)
-        return stock(graph, **options)
+        return stock(graph, *options)
 
     x = distribute_tensor(torch.ones(11, 3, dtype=torch.float64), make_mesh((2,), ("tp",)), [Shard(0)])
 
@@ -244,7 +246,7 @@ def test_a_rank_that_compiles_slowly_is_no_alarm_and_one_that_does_not_compile_i
 
     function = function if slow else other
     warned = unittest.mock.patch.object(agree.log, "warning")
-    with patience(0.5), unittest.mock.patch.object(backend, "lower_redistributions", lower), warned as warning:
+    with patience(0.5), with_run(lowered, "LOWER", "lower_redistributions", lower), warned as warning:
         run = compiled(function) if slow or rank == 0 else function
         if rank:
             assert run(x).sum() == (165 if slow else 198)

@@ -1,15 +1,14 @@
 """DTensors in compiled code: what they say of themselves, and conversions over meshes and placements from anywhere."""
 
-from unittest import mock
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_compile import backend
+from dtensor_compile.stages import program as program_steps
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
+from tests.stages import with_run
 from tests.variables.programs import assert_expression_like_eager, assert_like_eager
 
 EXPRESSIONS = """
@@ -94,7 +93,7 @@ def test_one_mesh_of_many_inputs_is_one_input_of_the_graph():
         ).to_local()
 
     tensors = [DTensor.from_local(torch.eye(2) + i, mesh, [Shard(0)]) for i in range(4)]
-    with mock.patch.object(backend, "check_program", count_meshes):
+    with with_run(program_steps, "ALWAYS", "check_program", count_meshes):
         assert_like_eager(program, (tensors, mesh), graphs=1)
     assert meshes == [1]
 
