@@ -88,7 +88,7 @@ def test_a_branch_on_the_rank_is_an_error_on_every_rank():
         compiled(step)(x, rank == 0)
     text = str(error.value)
     assert f"ranks {rank} and {1 - rank}" in text and f"rank {1 - rank} (of {1 + rank}) has {there}" in text
-    assert "Collective 1" in text and "test_agree.py" in text and "branch on the rank" in text
+    assert "Collective 1" in text and "test_collective_agreement.py" in text and "branch on the rank" in text
     x = x + 1  # the job still runs
     assert compiled(lambda x: x.full_tensor())(x).sum() == 16
 
