@@ -214,7 +214,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         capture_redistributions(),
         mark_local_tensors(),
         dtensor_tangents(gm, tangents),
-        backward_runs(agreement.reach_backward, agreement.fail),
+        backward_runs(agreement.reach_backward, agreement.fail, agreement.has_run),
         tokens_from_inputs(),
         bind_shard_sizes(),
         place_random_states(),
@@ -248,7 +248,7 @@ def _compile(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], opts: Opti
         compiled = plan_until_sizes_stay(compile)
     agreement.reach()
     run = heed_aliases(gm, remember_arguments(compiled, tangents), log.decided, tangents.communication)
-    return without_bases(restore_spent_graphs(gm, keep_versions(gm, run)), bases)
+    return agreement.watched(without_bases(restore_spent_graphs(gm, keep_versions(gm, run)), bases))
 
 
 def dtensor_aten(
