@@ -49,7 +49,7 @@ def dtensor(
         run_steps(gm, program.CAPTURED, this)
         compiled = compile_program(this)
         agreement.reach()
-        return program.wrap(compiled, this)
+        return agreement.watched(program.wrap(compiled, this))
 
 
 def dtensor_aten(

@@ -40,7 +40,7 @@ SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: capture_redistributions(),
     lambda this: mark_local_tensors(),
     lambda this: dtensor_tangents(this.program, this.tangents),
-    lambda this: backward_runs(this.agreement.reach_backward, this.agreement.fail),
+    lambda this: backward_runs(this.agreement.reach_backward, this.agreement.fail, this.agreement.has_run),
     lambda this: tokens_from_inputs(),
     lambda this: bind_shard_sizes(),
     lambda this: place_random_states(),

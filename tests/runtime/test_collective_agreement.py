@@ -1,20 +1,27 @@
 """Ranks whose graphs cannot run together raise before they hang; ranks that legitimately differ go on, and do not wait."""
 
+import contextlib
 import functools
+import os
+import re
+import subprocess
+import sys
 import time
 import unittest.mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.recording.recorder import graph_name
+from dtensor_compile.runtime import look_out
 from dtensor_compile.runtime import collective_agreement as agree
 from dtensor_compile.runtime.collective_agreement import Announcement, Call
 from dtensor_compile.stages import lowered
-from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.testing import RankError, make_mesh, on_ranks, run_on_ranks
 from tests.stages import with_run
 
 
@@ -227,34 +234,130 @@ def test_a_backward_that_one_rank_compiles_with_its_forward():
     torch.testing.assert_close(x.grad.full_tensor(), torch.full((5, 5), 5**-0.5))
 
 
-@pytest.mark.parametrize("slow", [True, False])
+@contextlib.contextmanager
+def warnings_told():
+    """Gathers the warnings about other ranks."""
+    told = []
+    with unittest.mock.patch.object(agree.log, "warning", lambda text, *args: told.append(text % args)):
+        yield told
+
+
+@contextlib.contextmanager
+def quiet(seconds):
+    """A rank waits for half a second before it goes on, and says after so many that another has not come."""
+    patches = unittest.mock.patch.multiple(agree, PATIENCE=0.5, QUIET=seconds), unittest.mock.patch.object(look_out, "PAUSE", 0.1)
+    with patches[0], patches[1], warnings_told() as told:
+        yield told
+
+
+@pytest.mark.parametrize("when", ["before it compiles", "while it compiles", "in eager"])
 @on_ranks(2, timeout=60)
-def test_a_rank_that_compiles_slowly_is_no_alarm_and_one_that_does_not_compile_is(slow):
+def test_a_rank_that_comes_late_is_no_alarm(when):
     rank, stock = dist.get_rank(), lower_redistributions
 
     def lower(graph, *options):
-        time.sleep(4 if rank and slow else 0)
+        time.sleep(3 if rank and when == "while it compiles" else 0)
         return stock(graph, *options)
 
-    x = distribute_tensor(torch.ones(11, 3, dtype=torch.float64), make_mesh((2,), ("tp",)), [Shard(0)])
+    # Other collectives for each case: a rank does not announce again what it has announced.
+    rows = 11 + ["before it compiles", "while it compiles", "in eager"].index(when)
+    x = distribute_tensor(torch.ones(rows, 3, dtype=torch.float64), make_mesh((2,), ("tp",)), [Shard(0)])
 
     def function(x):
-        return x.full_tensor() * 5
+        return x.full_tensor() * rows
 
-    def other(x):  # what a rank has announced for a function it does not announce again
-        return x.full_tensor() * 6
+    with quiet(60.0) as told, with_run(lowered, "LOWER", "lower_redistributions", lower):
+        run = function if rank and when == "in eager" else compiled(function)
+        time.sleep(1 if when == "while it compiles" and not rank else 3 if when != "while it compiles" and rank else 0)
+        assert run(x).sum() == 3 * rows * rows
+        assert not told
+        assert rank or not look_out._looks
 
-    function = function if slow else other
-    warned = unittest.mock.patch.object(agree.log, "warning")
-    with patience(0.5), with_run(lowered, "LOWER", "lower_redistributions", lower), warned as warning:
-        run = compiled(function) if slow or rank == 0 else function
-        if rank:
-            assert run(x).sum() == (165 if slow else 198)
+
+@on_ranks(2, timeout=60)
+def test_a_rank_that_does_not_come_is_named_while_the_others_wait():
+    x = distribute_tensor(torch.ones(14, 3, dtype=torch.float64), make_mesh((2,), ("tp",)), [Shard(0)])
+    with quiet(1.0) as told:
+        if dist.get_rank():
+            time.sleep(5)  # rank 0 has compiled, and is in its graph
+            x.full_tensor()
         else:
-            time.sleep(1 if slow else 0)  # rank 1 compiles by now
-            assert run(x).sum() == (165 if slow else 198)
-            told = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-            if slow:
-                assert not told
-            else:
-                assert len(told) == 1 and "rank 1 has said nothing" in told[0] and "it does not compile now" in told[0]
+            compiled(lambda x: x.full_tensor() * 5)(x)
+            (sentence,) = told
+            assert re.search(r"all_gather_into_tensor float64.*rank 1 has said nothing of them within \d s: it has not begun to compile", sentence)
+
+
+@on_ranks(2, timeout=60)
+def test_a_rank_that_comes_late_with_other_collectives_raises_and_the_others_say_why_they_wait():
+    rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
+    x = distribute_tensor(torch.ones(15, 3, dtype=torch.float64), mesh, [Shard(0)])
+
+    def step(x):
+        return x.sum().full_tensor() if rank else x.full_tensor()
+
+    with quiet(60.0) as told:
+        if rank:
+            time.sleep(3)
+            with pytest.raises(Exception, match="AgreementError.* to different collectives"):
+                compiled(step)(x)
+            time.sleep(1)
+            x.full_tensor()  # what rank 0 waits for
+        else:
+            compiled(step)(x)
+            assert len(told) == 1 and "to different collectives over the same process group" in told[0]
+
+
+@on_ranks(2, timeout=60)
+def test_a_rank_that_has_compiled_the_same_graph_without_its_collective_is_an_alarm_at_once():
+    rank, mesh = dist.get_rank(), make_mesh((2,), ("tp",))
+
+    def step(x):
+        return x if rank else funcol.all_reduce(x, "sum", mesh)
+
+    with quiet(60.0) as told:
+        if rank:
+            compiled(step)(torch.ones(3, dtype=torch.float64))
+            time.sleep(3)
+            funcol.all_reduce(torch.ones(3, dtype=torch.float64), "sum", mesh).sum()
+        else:
+            assert compiled(step)(torch.ones(3, dtype=torch.float64)).sum() == 6
+            assert len(told) == 1 and "it does not compile now" in told[0]
+
+
+def dies_before_it_calls():
+    with quiet(60.0) as told:
+        x = distribute_tensor(torch.ones(16, 3), make_mesh((2,), ("tp",)), [Shard(0)])
+        if dist.get_rank():
+            time.sleep(3)
+            os._exit(7)
+        try:
+            compiled(lambda x: x.full_tensor() * 5)(x)
+        except RuntimeError as error:
+            raise RuntimeError(f"rank 0 said {told}") from error
+
+
+def test_a_rank_that_dies_is_named_with_the_error():
+    with pytest.raises(RankError, match=r"rank 0 said \['graph 0 of .* rank 1 has said nothing of them within"):
+        run_on_ranks(2, dies_before_it_calls, timeout=60)
+
+
+@pytest.mark.parametrize("ends", ["the process", "the store"])
+def test_the_thread_that_looks_out_ends_with(ends, tmp_path):
+    look = "False" if ends == "the process" else "bool(client.check(['key']))"
+    program = f"""
+import threading, time
+import torch.distributed as dist
+from dtensor_compile.runtime import look_out
+look_out.PAUSE = 0.01
+server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+client = dist.TCPStore("127.0.0.1", server.port, 1, is_master=False)
+before = threading.active_count()
+look_out.look_out(lambda: {look})
+assert threading.active_count() == before + 1
+if {ends == "the store"}:
+    del server
+    time.sleep(2)
+    assert threading.active_count() == before
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,109 @@
+"""What a rank says of a graph to the others: its collectives over one process group, in order.
+
+In: a lowered graph. Out: for each process group an `Announcement`, whose digest ranks compare (`runtime.collective_agreement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, source_line, starts_collective
+from dtensor_compile.graph.node_costs import group_of
+from dtensor_compile.store.ledger import digest
+
+#: Collectives whose members all bring as many elements.
+_EQUAL_SIZES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+_NO_COLLECTIVE = ("wait_tensor", "c10d_exchange", "c10d_isend", "c10d_irecv")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of a graph.
+
+    Attributes:
+        kind: operator, reduction, dtype, and between which meshes it is part of a redistribution: ``all_reduce sum float32``.
+        elements: that each member brings; None where they may differ or are not known before the graph runs.
+        where: the user's line.
+        redistributes: whether it is part of a redistribution.
+        blocks: whether the graph, once it has run, has waited for it: on a CPU, not on a device with streams.
+    """
+
+    kind: str
+    elements: int | None
+    where: str
+    redistributes: bool = False
+    blocks: bool = False
+
+    def __str__(self) -> str:
+        size = "" if self.elements is None else f" of {self.elements} elements"
+        return f"{self.kind}{size}" + (f" at {self.where}" if self.where else "")
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The collectives of one graph over one group: digests to compare, and the calls for the message.
+
+    Attributes:
+        kinds: digest of the kinds in order.
+        sizes: digest of the sizes; ``"?"`` where one of them is symbolic, which agrees with any.
+    """
+
+    kinds: str
+    sizes: str
+    calls: tuple[Call, ...]
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], symbolic: bool) -> Announcement:
+        kinds = digest([c.kind for c in calls])
+        return cls(kinds, "?" if symbolic else digest([c.elements for c in calls]), tuple(calls))
+
+    @property
+    def digest(self) -> str:
+        return f"{self.kinds}:{self.sizes}"
+
+    @property
+    def redistributes(self) -> bool:
+        """Whether all calls are parts of redistributions, which all ranks of a group run alike."""
+        return all(call.redistributes for call in self.calls)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the graph, once it has run, has waited for the others in all of its calls."""
+        return all(call.blocks for call in self.calls)
+
+    def agrees(self, digest: str) -> bool:
+        kinds, _, sizes = digest.partition(":")
+        return kinds == self.kinds and (sizes == self.sizes or "?" in (sizes, self.sizes))
+
+
+def collectives_by_group(graph: torch.fx.Graph) -> dict[tuple[int, ...], list[Call]]:
+    """The collectives of a lowered graph in their order, by the ranks that take part."""
+    calls: dict[tuple[int, ...], list[Call]] = {}
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        namespace, name = node.target._schema.name.split("::")
+        ours = namespace == "dtensor_compile" and name.startswith("c10d_")
+        if name in _NO_COLLECTIVE or not (starts_collective(node) or ours):
+            continue
+        group = group_of(node)
+        if group is not None and group.size() > 1:
+            calls.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), []).append(_call(node, name))
+    return calls
+
+
+def _call(node: torch.fx.Node, name: str) -> Call:
+    value = next((v for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), torch.Tensor)), None)
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = [value for value, argument in zip(node.args, schema) if argument.name in ("reduce_op", "op")]
+    dtype = [] if value is None else [str(value.dtype).removeprefix("torch.")]
+    name = name.removeprefix("c10d_")
+    elements = value.numel() if value is not None and name.rstrip("_") in _EQUAL_SIZES else None
+    known = elements if isinstance(elements, int) else None
+    across = [node.meta[ACROSS]] if ACROSS in node.meta else []
+    blocks = value is not None and value.device.type == "cpu"
+    return Call(" ".join([name, *map(str, arguments), *dtype, *across]), known, source_line(node), REDISTRIBUTES in node.meta, blocks)

@@ -1,0 +1,130 @@
+"""What one rank waits for from another, before it runs a graph and while it runs it, and the sentences about it."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from dtensor_compile.runtime.announcement import Announcement
+from dtensor_compile.store.ledger import Book
+
+_COMPILING = b"1"
+
+
+def say_compiling(book: Book, compiles: bool, function: str = "") -> None:
+    """Says to the others that this rank compiles `function`, or that it is ready."""
+    book.store.set(_compiling_key(book, dist.get_rank()), _COMPILING if compiles else b"")
+    if compiles:
+        book.store.set(_begun_key(book, function, dist.get_rank()), str(book.compilations.get(function, 0)))
+
+
+class Answer(enum.Enum):
+    """What the other rank has said: nothing, that there is nothing to compare, other collectives, or that it cannot compile."""
+
+    NONE, AGREES, DIFFERS, FAILED = range(4)
+
+
+@dataclass
+class Waiting:
+    """What one other rank has to say to one announcement.
+
+    Attributes:
+        function: what was compiled, and as which `graph` of it; named alike on every rank.
+        place: of the announcement among those of the graph over these ranks.
+        same_place: key of the other rank's announcement in that place.
+        enough: keys of which each says that there is nothing to compare: it has announced the same as often, for whatever
+            functions, or takes this one from a cache.
+        failed: key under which it says that it cannot compile the same function.
+    """
+
+    book: Book
+    function: str
+    graph: str
+    ranks: tuple[int, ...]
+    mine: Announcement
+    rank: int
+    place: int
+    same_place: str
+    enough: tuple[str, ...]
+    failed: str
+
+    def answer(self) -> tuple[Answer, str]:
+        """What the other rank has said by now, and the sentence about it where the two cannot run together."""
+        store = self.book.store
+        if store.check([self.same_place]):
+            digest, calls = json.loads(store.get(self.same_place))
+            return (Answer.AGREES, "") if self.mine.agrees(digest) else (Answer.DIFFERS, self._difference(digest, calls))
+        if store.check([self.failed]):
+            return Answer.FAILED, self._failure(store.get(self.failed).decode())
+        return (Answer.AGREES if any(store.check([key]) for key in self.enough) else Answer.NONE), ""
+
+    def compiles(self) -> bool:
+        """Whether the other rank has said that it compiles, and not that it is ready: it is slow, and may still come."""
+        key = _compiling_key(self.book, self.rank)
+        return bool(self.book.store.check([key])) and self.book.store.get(key) == _COMPILING
+
+    def begun(self) -> bool:
+        """Whether the other rank has begun to compile the function as often as this one."""
+        key = _begun_key(self.book, self.function, self.rank)
+        times = int(self.book.store.get(key)) if self.book.store.check([key]) else 0
+        return times >= self.book.compilations.get(self.function, 0)
+
+    def never_calls(self) -> bool:
+        """Whether the other rank has compiled the same graph as often as this one, and never with a collective over the group."""
+        count, store = 0, self.book.store
+        while store.check([key := groups_key(self.book, self.graph, count + 1, self.rank)]):
+            count += 1
+            if list(self.ranks) in json.loads(store.get(key)):
+                return False
+        return count >= self.book.graphs.get(self.graph, 0) > 0
+
+    def late(self, seconds: float) -> str:
+        """Says that the other rank has said nothing in so many seconds, and what is known of it."""
+        does = "still compiles" if self.compiles() else "does not compile now" if self.begun() else f"has not begun to compile {self.function}"
+        return (
+            f"{self.graph} calls collectives ({', '.join(map(str, self.mine.calls[:3]))}), and rank {self.rank} has said nothing of them "
+            f"within {seconds:.0f} s: it {does}. Nothing is wrong where it comes later, or calls them from other code; if the job hangs, "
+            "look here for collectives that not all ranks call."
+        )
+
+    def missing(self) -> str:
+        """Says that the other rank never redistributes over the group (`never_calls`)."""
+        return (
+            f"ranks {dist.get_rank()} and {self.rank} compiled {self.graph} to different collectives, and rank {dist.get_rank()} would "
+            f"wait for ever: it has {self.mine.calls[0]} over ranks {', '.join(map(str, self.ranks))}, and rank {self.rank} has none "
+            "over these. Every rank of a mesh has to redistribute in the same way: look for a branch on the rank or on a value that "
+            "differs between ranks; where sizes vary (dynamic=True), ranks may have fixed other ones, and dynamic=False compiles for each."
+        )
+
+    def _failure(self, reason: str) -> str:
+        return (
+            f"rank {self.rank} could not compile what rank {dist.get_rank()} compiled as {self.graph}, and rank {dist.get_rank()} would "
+            f"wait for it for ever in {self.mine.calls[0]}. Rank {self.rank} said: {reason}"
+        )
+
+    def _difference(self, digest: str, theirs: list[str]) -> str:
+        mine = [str(call) for call in self.mine.calls]
+        at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+        here, there = (calls[at] if at < len(calls) else "no further collective" for calls in (mine, theirs))
+        return (
+            f"ranks {dist.get_rank()} and {self.rank} compiled {self.graph} to different collectives over the same process group, "
+            f"and would wait for each other for ever. Collective {at + 1} of {len(mine)}: rank {dist.get_rank()} has {here}; rank "
+            f"{self.rank} (of {len(theirs)}) has {there}. Digests {self.mine.digest} and {digest}. Every rank of a group has to "
+            "call the same collectives in the same order: look for a branch on the rank or on a value that differs between ranks."
+        )
+
+
+def groups_key(book: Book, graph: str, count: int, rank: int) -> str:
+    """Key of the groups over which a rank's graph communicates, when it was compiled for the `count`-th time."""
+    return book.key((), f"groups of {graph}", count, rank)
+
+
+def _compiling_key(book: Book, rank: int) -> str:
+    return book.key((), "compiling", rank)
+
+
+def _begun_key(book: Book, function: str, rank: int) -> str:
+    return book.key((), f"begun {function}", rank)
