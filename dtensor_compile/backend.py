@@ -59,7 +59,9 @@ def dtensor_aten(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """`dtensor` with ``options={"kernels": "aten"}``: compiles fast, runs like eager; for tests and for finding faults."""
+    """`dtensor` with ``options={"kernels": "aten"}``: compiles fast, runs like eager; for tests and for finding
+    faults.
+    """
     return dtensor(gm, example_inputs, mode=mode, options={**(options or {}), "kernels": "aten"})
 
 

@@ -1,7 +1,7 @@
 """Why a graph breaks: one registry of causes, each with a code that messages, reports and docs share.
 
-Whatever ends a graph under our backend names its cause by code. The message that the user sees begins with the title and the
-code (`break_title`), so that whoever reads messages finds the row again (`code_in`).
+Whatever ends a graph under our backend names its cause by code. The message that the user sees begins with the title
+and the code (`break_title`), so that whoever reads messages finds the row again (`code_in`).
 """
 
 from __future__ import annotations

@@ -23,14 +23,24 @@ def main(argv: list[str] | None = None) -> int:
         from dtensor_compile.report import kernels_command as kernels
 
         return kernels.main(argv[1:])
-    parser = argparse.ArgumentParser(prog="dtensor-compile", description='tools around torch.compile(model, backend="dtensor")')
+    parser = argparse.ArgumentParser(
+        prog="dtensor-compile", description='tools around torch.compile(model, backend="dtensor")'
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("report", help="what broke, what was sent, why, and what to do about it: dtensor-compile report --help")
+    commands.add_parser(
+        "report", help="what broke, what was sent, why, and what to do about it: dtensor-compile report --help"
+    )
     commands.add_parser("parity", help="compiled against eager, on ranks: dtensor-compile parity --help")
-    commands.add_parser("kernels", help="what a program becomes on a GPU that is not there: dtensor-compile kernels --help")
-    demo = commands.add_parser("demo", help="train a small Llama eager, with stock Inductor and with this backend, and compare")
+    commands.add_parser(
+        "kernels", help="what a program becomes on a GPU that is not there: dtensor-compile kernels --help"
+    )
+    demo = commands.add_parser(
+        "demo", help="train a small Llama eager, with stock Inductor and with this backend, and compare"
+    )
     demo.add_argument("--ranks", type=int, default=2, help="number of processes on this machine (default 2)")
-    demo.epilog = "other options go to dtensor_compile.demo.train: --layout {tp,fsdp,2d}, --layers, --steps, --timed, --json FILE"
+    demo.epilog = (
+        "other options go to dtensor_compile.demo.train: --layout {tp,fsdp,2d}, --layers, --steps, --timed, --json FILE"
+    )
     args, rest = parser.parse_known_args(argv)
     return run_demo(args.ranks, rest)
 

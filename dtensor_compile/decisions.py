@@ -1,4 +1,6 @@
-"""`Decision`: the one record of what was done to a program and why. Passes return it, reports show it, tests assert on it."""
+"""`Decision`: the one record of what was done to a program and why. Passes return it, reports show it, tests assert on
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class Decision:
         reason: why, in one sentence.
         before, after: what stood there, in text form.
         left_alone: a stage left this as it was, handed it back to torch, or switched itself off; `reason` says why.
-        seconds, bytes: what that costs at most: estimated seconds of a step, bytes that are sent or copied; None where no estimate exists.
+        seconds, bytes: what that costs at most: estimated seconds of a step, bytes that are sent or copied; None where
+            no estimate exists.
     """
 
     kind: str

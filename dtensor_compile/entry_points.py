@@ -1,4 +1,6 @@
-"""What the package's entry points name: ``torch.compile(model, backend="dtensor")`` loads ``dtensor_compile.entry_points:dtensor``."""
+"""What the package's entry points name: ``torch.compile(model, backend="dtensor")`` loads
+``dtensor_compile.entry_points:dtensor``.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ class PlanError(DTensorCompileError):
 
 
 class MemoryBudgetError(PlanError):
-    """Sequences of collectives lead from one spec to the other, and all hold more at once than ``redistribution_memory``."""
+    """Sequences of collectives lead from one spec to the other, and all hold more at once than
+    ``redistribution_memory``.
+    """
 
 
 class SpecTextError(DTensorCompileError, ValueError):

@@ -1,8 +1,9 @@
 """``dtensor_compile.export``: the program of one rank as a ``torch.export.ExportedProgram``, without DTensors in it.
 
-In: a module with DTensor parameters, and example arguments. Out: a program over local tensors (parameters, buffers, inputs and
-outputs), with functional collectives where DTensors were redistributed. That it computes what the module computes follows from
-tracing the module itself: each operator on a DTensor is recorded as what DTensor's own dispatch makes of it.
+In: a module with DTensor parameters, and example arguments. Out: a program over local tensors (parameters, buffers,
+inputs and outputs), with functional collectives where DTensors were redistributed. That it computes what the module
+computes follows from tracing the module itself: each operator on a DTensor is recorded as what DTensor's own dispatch
+makes of it.
 
 ``torch.export.export`` itself cannot be helped from a backend: it does not ask one.
 """
@@ -38,8 +39,8 @@ def export(
         dynamic_shapes, strict: as for ``torch.export.export``; sizes are those of local tensors.
 
     Returns:
-        A program with the names of the model's parameters. DTensor outputs are local tensors in it. Saved and loaded, it finds
-        the process groups of its collectives by name: make the same meshes in the same order before it runs.
+        A program with the names of the model's parameters. DTensor outputs are local tensors in it. Saved and loaded,
+        it finds the process groups of its collectives by name: make the same meshes in the same order before it runs.
     """
     program = LocalProgram(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
     return torch.export.export(program, *program.local_inputs, dynamic_shapes=dynamic_shapes, strict=strict)

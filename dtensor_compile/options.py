@@ -14,15 +14,22 @@ from dtensor_compile.compat.inductor.compile import inductor_config_error, induc
 from dtensor_compile.errors import OptionError, TopologyError
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.order_rows import order_rows
-from dtensor_compile.schedule.overlap import LOWERED_OPTIONAL, LOWERED_PASSES
 from dtensor_compile.lowering.send_transposed import send_transposed
 from dtensor_compile.passes import OPTIONAL, PASSES
+from dtensor_compile.schedule.overlap import LOWERED_OPTIONAL, LOWERED_PASSES
 from dtensor_compile.topology.files import to_values, topology
 from dtensor_compile.topology.links import Cluster
 
-_CHOICES = {"kernels": ("inductor", "aten"), "fallback": ("replicate", "error"), "kernel_costs": ("estimated", "measured")}
+_CHOICES = {
+    "kernels": ("inductor", "aten"),
+    "fallback": ("replicate", "error"),
+    "kernel_costs": ("estimated", "measured"),
+}
 _PASSES = {
-    "disable_passes": (*dict.fromkeys(run.__name__ for run in (*PASSES, drop_copies, order_rows, send_transposed)), *LOWERED_PASSES),
+    "disable_passes": (
+        *dict.fromkeys(run.__name__ for run in (*PASSES, drop_copies, order_rows, send_transposed)),
+        *LOWERED_PASSES,
+    ),
     "enable_passes": (*OPTIONAL, *LOWERED_OPTIONAL),
 }
 
@@ -31,26 +38,27 @@ _PASSES = {
 class Options:
     """
     Attributes:
-        capture: keep redistributions as nodes until after autograd, so that they are planned together. ``False`` compiles as
-            stock Inductor does; for finding out whether a difference comes from us.
+        capture: keep redistributions as nodes until after autograd, so that they are planned together. ``False``
+            compiles as stock Inductor does; for finding out whether a difference comes from us.
         kernels: ``"inductor"`` generates kernels; ``"aten"`` runs the lowered graph operator by operator.
         disable_passes: names of graph passes that do not run.
-        enable_passes: names of graph passes that do, of those that run only where they are asked for (`bucket_collectives` also
-            where a topology is named).
+        enable_passes: names of graph passes that do, of those that run only where they are asked for
+            (`bucket_collectives` also where a topology is named).
         strict: a pass that raises ends the compilation. Otherwise its change is dropped, with a warning.
-        fallback: an operator without a sharding rule in torch runs on replicated tensors (``"replicate"``, reported as a decision),
-            or raises as in eager (``"error"``).
-        topology: the links for which redistributions are planned: name of a preset or path of a file (`topology/files.py`). None: all
-            mesh dims are alike.
-        schedule: order what is lowered so that collectives run beside compute, in the form and number that suits the network
-            (`schedule/overlap.py`).
-        kernel_costs: the order is made for kernels as an estimate has them (``"estimated"``), or as the device at hand runs them
-            (``"measured"``, `graph/measured_kernels.py`).
+        fallback: an operator without a sharding rule in torch runs on replicated tensors (``"replicate"``, reported as
+            a decision), or raises as in eager (``"error"``).
+        topology: the links for which redistributions are planned: name of a preset or path of a file
+            (`topology/files.py`). None: all mesh dims are alike.
+        schedule: order what is lowered so that collectives run beside compute, in the form and number that suits the
+            network (`schedule/overlap.py`).
+        kernel_costs: the order is made for kernels as an estimate has them (``"estimated"``), or as the device at hand
+            runs them (``"measured"``, `graph/measured_kernels.py`).
         overlap_memory: part of the peak of live tensors that the order may add to it; infinity for no bound.
-        redistribution_memory: bytes that one redistribution may hold at once besides its input (result, buffers, what lies between
-            its steps); plans that hold more are left out. None: no bound.
-        regather: gathered tensors that backward needs are gathered again there (``"always"``), kept (``"never"``), or kept up to so
-            many bytes on each rank. None: as the program says by checkpointed regions and FSDP's ``reshard_after_forward``.
+        redistribution_memory: bytes that one redistribution may hold at once besides its input (result, buffers, what
+            lies between its steps); plans that hold more are left out. None: no bound.
+        regather: gathered tensors that backward needs are gathered again there (``"always"``), kept (``"never"``), or
+            kept up to so many bytes on each rank. None: as the program says by checkpointed regions and FSDP's
+            ``reshard_after_forward``.
         inductor: settings handed to Inductor.
     """
 
@@ -69,7 +77,8 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def cache_key(self) -> tuple[Any, ...]:
-        """All that decides what the steps do to a graph, as plain values: part of the key of torch's caches of compiled graphs.
+        """All that decides what the steps do to a graph, as plain values: part of the key of torch's caches of compiled
+        graphs.
 
         Every option counts but those of Inductor, which are in torch's own key.
         """
@@ -82,7 +91,8 @@ class Options:
         """From the arguments of ``torch.compile``.
 
         Raises:
-            OptionError: an unknown key (the message names the nearest known one) or a wrong value (it names the allowed ones).
+            OptionError: an unknown key (the message names the nearest known one) or a wrong value (it names the allowed
+                ones).
         """
         own: dict[str, Any] = {}
         inductor: dict[str, Any] = dict(mode_options(mode)) if mode and mode != "default" else {}
@@ -110,7 +120,9 @@ def _checked(name: str, value: Any) -> Any:
         return value
     if name == "overlap_memory":
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            raise OptionError(f"option {name!r} takes a part of the peak, a number not below 0 (0.05 for 5%), not {value!r}")
+            raise OptionError(
+                f"option {name!r} takes a part of the peak, a number not below 0 (0.05 for 5%), not {value!r}"
+            )
         return float(value)
     if name == "redistribution_memory":
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -119,7 +131,9 @@ def _checked(name: str, value: Any) -> Any:
     if name == "regather":
         bytes_ = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not bytes_ and value not in (None, "always", "never"):
-            raise OptionError(f"option {name!r} takes 'always', 'never', a number of bytes from 0, or None, not {value!r}")
+            raise OptionError(
+                f"option {name!r} takes 'always', 'never', a number of bytes from 0, or None, not {value!r}"
+            )
         return value
     if name == "topology":
         try:
@@ -130,8 +144,16 @@ def _checked(name: str, value: Any) -> Any:
         if value not in _CHOICES[name]:
             raise OptionError(f"option {name!r} takes one of {', '.join(map(repr, _CHOICES[name]))}, not {value!r}")
         return value
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else None
+    names = (
+        (value,)
+        if isinstance(value, str)
+        else tuple(value)
+        if isinstance(value, (list, tuple, set, frozenset))
+        else None
+    )
     unknown = [n for n in names if n not in _PASSES[name]] if names is not None else [value]
     if unknown:
-        raise OptionError(f"option {name!r} takes a list of pass names, not {unknown[0]!r}; the passes are: {', '.join(_PASSES[name])}")
+        raise OptionError(
+            f"option {name!r} takes a list of pass names, not {unknown[0]!r}; the passes are: {', '.join(_PASSES[name])}"
+        )
     return names

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/sharded_parameters.py
 
-Each rank trains on its own part of the batch. On several machines give torchrun its --nnodes and --rdzv-endpoint. With GPUs it
-takes NCCL, without gloo.
+Each rank trains on its own part of the batch. On several machines give torchrun its --nnodes and --rdzv-endpoint. With
+GPUs it takes NCCL, without gloo.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""Both at once on a 2-D mesh (dp, tp): tensor and sequence parallel inside, parameters stored in shards over the data-parallel ranks.
+"""Both at once on a 2-D mesh (dp, tp): tensor and sequence parallel inside, parameters stored in shards over the
+data-parallel ranks.
 
     torchrun --nproc-per-node 4 examples/two_dim.py
 

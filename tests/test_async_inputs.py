@@ -1,4 +1,6 @@
-"""Compiled regions whose inputs eager has not waited for: AsyncCollectiveTensors of an eager DTensor module, alone or in DTensors."""
+"""Compiled regions whose inputs eager has not waited for: AsyncCollectiveTensors of an eager DTensor module, alone or
+in DTensors.
+"""
 
 import functools
 
@@ -24,7 +26,9 @@ def row_wise(local=True):
     """A layer whose result is an AsyncCollectiveTensor, or a DTensor over one."""
     torch.manual_seed(0)
     layer = nn.Linear(8, 8, bias=False)
-    return parallelize_module(layer, make_mesh((2,), ("tp",)), RowwiseParallel(output_layouts=Shard(1), use_local_output=local))
+    return parallelize_module(
+        layer, make_mesh((2,), ("tp",)), RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
+    )
 
 
 class Gathered(nn.Module):
@@ -157,7 +161,10 @@ def run(layer, use, backend):
 
 
 def assert_as_in_eager(layer, use, backend):
-    (want, gradient, version), (got, compiled_gradient, compiled_version) = run(layer, use, None), run(layer, use, backend)
+    (want, gradient, version), (got, compiled_gradient, compiled_version) = (
+        run(layer, use, None),
+        run(layer, use, backend),
+    )
     assert type(got) is type(want) and getattr(got, "placements", None) == getattr(want, "placements", None)
     torch.testing.assert_close(got, want, msg=lambda text: f"{use.__name__}: {text}")
     torch.testing.assert_close(compiled_gradient, gradient, msg=lambda text: f"{use.__name__}, gradient: {text}")

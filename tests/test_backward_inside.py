@@ -1,4 +1,6 @@
-"""``loss.backward()`` inside of a compiled region leaves in ``.grad`` what eager leaves there: values, placements and strides."""
+"""``loss.backward()`` inside of a compiled region leaves in ``.grad`` what eager leaves there: values, placements and
+strides.
+"""
 
 import pytest
 import torch
@@ -46,7 +48,14 @@ def test_gradients_are_placed_as_in_eager(program, backend):
         for call in range(3):  # the later ones add to the gradients of the first
             program(*eager), compiled(*ours)
             for want, got in zip(eager, ours):
-                assert got.grad.placements == want.grad.placements, (name, call, got.grad.placements, want.grad.placements)
+                assert got.grad.placements == want.grad.placements, (
+                    name,
+                    call,
+                    got.grad.placements,
+                    want.grad.placements,
+                )
                 assert got.grad.stride() == want.grad.stride(), (name, call)
                 assert got.grad._local_tensor.stride() == want.grad._local_tensor.stride(), (name, call)
-                torch.testing.assert_close(got.grad.full_tensor(), want.grad.full_tensor(), msg=lambda text: f"{name}, {call}: {text}")
+                torch.testing.assert_close(
+                    got.grad.full_tensor(), want.grad.full_tensor(), msg=lambda text: f"{name}, {call}: {text}"
+                )

@@ -178,7 +178,9 @@ def shard_to_partial():
 
 def mixed_reductions():
     mesh = make_mesh((2, 2), ("dp", "tp"))
-    return message_of(lambda x: DTensor.from_local(x, mesh, [Partial(), Partial("max")]).full_tensor(), torch.ones(4, 6))
+    return message_of(
+        lambda x: DTensor.from_local(x, mesh, [Partial(), Partial("max")]).full_tensor(), torch.ones(4, 6)
+    )
 
 
 def unknown_reduction():

@@ -1,4 +1,6 @@
-"""Redistributions from one mesh to another: values, gradients and bytes against what full tensors say; eager and compiled."""
+"""Redistributions from one mesh to another: values, gradients and bytes against what full tensors say; eager and
+compiled.
+"""
 
 import itertools
 import math
@@ -13,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import dtensor_compile
+from dtensor_compile.compat.dtensor.specs import make_spec, with_local
+from dtensor_compile.errors import NoProcessGroupError
 from dtensor_compile.ir import mesh as mesh_module
 from dtensor_compile.ir.mesh import mesh_layout
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.compat.dtensor.specs import make_spec, with_local
-from dtensor_compile.errors import NoProcessGroupError
 from dtensor_compile.testing import on_ranks, run_on_ranks
 
 
@@ -148,7 +150,9 @@ def of_cases(compile_):
                 x.grad = None
             torch.autograd.backward(ys, tangents)
     for (case, shape), x, y, (mesh, spec, other, goal, full) in zip(CASES, xs, ys, parts):
-        back = tuple(Replicate() if isinstance(p, Partial) and n > 1 else p for p, n in zip(spec, mesh_layout(mesh).shape))
+        back = tuple(
+            Replicate() if isinstance(p, Partial) and n > 1 else p for p, n in zip(spec, mesh_layout(mesh).shape)
+        )
         back = tuple(Replicate() if isinstance(p, Partial) else p for p in back)
         found = is_placed(y, value_of(full, mesh_layout(mesh).shape, spec), other, goal)
         complaints += [f"{case} {shape}: {found}"] if found else []
@@ -206,7 +210,9 @@ def test_what_is_sent_in_backward_stays_there_where_inductor_drops_its_only_use(
 
 
 def meshes_made_later():
-    """Ranks 0 and 1 make a group for what they send each other, rank 2 does not; then all three make a mesh of 1 and 2."""
+    """Ranks 0 and 1 make a group for what they send each other, rank 2 does not; then all three make a mesh of 1 and
+    2.
+    """
     x = placed(distinct((3,)), DeviceMesh("cpu", [0]), (Replicate(),))
     dtensor_compile.redistribute(x, DeviceMesh("cpu", [1]), [Replicate()])
     later = DeviceMesh("cpu", [1, 2])
@@ -220,7 +226,8 @@ def test_all_ranks_can_make_a_mesh_after_some_have_sent():
     assert run_on_ranks(3, meshes_made_later, timeout=60) == [1, 2, 2]
 
 
-# ---- bytes -------------------------------------------------------------------------------------------------------------------
+# ---- bytes
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def indices(mesh, placements, shape, rank):
@@ -241,7 +248,9 @@ def bytes_of_cases():
         lacking = [indices(other, goal, shape, rank) - indices(mesh, spec, shape, rank) for rank in range(4)]
         torch._dynamo.reset()
         with dtensor_compile.record() as recording:
-            f = torch.compile(lambda x, other=other, goal=goal: dtensor_compile.redistribute(x, other, goal), backend="dtensor_aten")
+            f = torch.compile(
+                lambda x, other=other, goal=goal: dtensor_compile.redistribute(x, other, goal), backend="dtensor_aten"
+            )
             f(placed(distinct(shape), mesh, spec))
         rows.append((case, shape, 8 * sum(map(len, lacking)), recording.bytes_sent, len(recording.collectives)))
     return rows
@@ -257,11 +266,14 @@ def test_nobody_receives_an_element_twice_or_one_that_it_has():
         assert members == 0 if not needed else members >= 2, (case, shape, rows)
 
 
-# ---- loads, programs ----------------------------------------------------------------------------------------------------------
+# ---- loads, programs
+# ----------------------------------------------------------------------------------------------------------
 
 
 def stages():
-    """Two stages of a pipeline, the first on ranks 0 and 1, the second on ranks 1 to 3: loss, gradients, collectives."""
+    """Two stages of a pipeline, the first on ranks 0 and 1, the second on ranks 1 to 3: loss, gradients,
+    collectives.
+    """
     first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2, 3])
     torch.manual_seed(3)
     fulls = [torch.randn(5, 6), torch.randn(6, 7), torch.randn(7, 4)]
@@ -302,7 +314,9 @@ def test_stages_of_a_pipeline_in_one_program():
 
 
 def unused_and_equal():
-    """Two equal redistributions, and one whose result nobody uses: the same collectives on ranks that have or use nothing."""
+    """Two equal redistributions, and one whose result nobody uses: the same collectives on ranks that have or use
+    nothing.
+    """
     front, back = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1, 2])
     full = distinct((5, 2))
 
@@ -326,7 +340,9 @@ def dtypes():
     for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8):
         full = distinct((5, 3)).to(dtype)
         x = placed(full, front, (Shard(0),))
-        out = torch.compile(lambda x: dtensor_compile.redistribute(x, back, [Replicate()]), backend="dtensor_aten", fullgraph=True)(x)
+        out = torch.compile(
+            lambda x: dtensor_compile.redistribute(x, back, [Replicate()]), backend="dtensor_aten", fullgraph=True
+        )(x)
         complaints.append(is_placed(out, full, back, (Replicate(),)))
         back_again = dtensor_compile.redistribute(out, front, [Shard(1)])
         complaints.append(is_placed(back_again, full, front, (Shard(1),)))
@@ -340,10 +356,16 @@ def test_dtypes():
 def own_mesh():
     mesh = DeviceMesh("cpu", [0, 1])
     x = placed(distinct((4, 2)), mesh, (Shard(0),))
-    compiled = torch.compile(lambda x: dtensor_compile.redistribute(x, mesh, [Replicate()]), backend="dtensor_aten", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: dtensor_compile.redistribute(x, mesh, [Replicate()]), backend="dtensor_aten", fullgraph=True
+    )
     with dtensor_compile.record() as recording:
         out = compiled(x)
-    return is_placed(out, distinct((4, 2)), mesh, (Replicate(),)), recording.redistributions[0].plan, recording.redistributions[0].mesh
+    return (
+        is_placed(out, distinct((4, 2)), mesh, (Replicate(),)),
+        recording.redistributions[0].plan,
+        recording.redistributions[0].mesh,
+    )
 
 
 def test_on_its_own_mesh_it_is_the_ordinary_redistribution():
@@ -363,7 +385,8 @@ def test_second_derivative_in_eager():
     assert run_on_ranks(2, twice_differentiated) == [[12.0, 18.0]] * 2
 
 
-# ---- the report ---------------------------------------------------------------------------------------------------------------
+# ---- the report
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def reported():
@@ -371,16 +394,31 @@ def reported():
     x = placed(distinct((6, 4)), front, (Partial(),))
     report = dtensor_compile.explain(lambda x: dtensor_compile.redistribute(x, back, [Replicate()]))(x)
     (row,) = report.ours.redistributions
-    return row.before, row.after, row.mesh, row.plan, row.bytes_before, row.bytes, row.explicit, row.fate, row.source.line > 0
+    return (
+        row.before,
+        row.after,
+        row.mesh,
+        row.plan,
+        row.bytes_before,
+        row.bytes,
+        row.explicit,
+        row.fate,
+        row.source.line > 0,
+    )
 
 
 def test_report_names_both_meshes_the_plan_and_the_bytes():
     plan = ("reduce_scatter[0] P(sum)->S(0)", "exchange[0,1,2] S(0)->R")
     row = "P(sum)", "R", "cpu[2:1]@2->cpu[2:1]@1.2", plan, 288
-    assert run_on_ranks(3, reported) == [(*row, 288, True, "sent", True), (*row, 192, True, "sent", True), (*row, 0, True, "sent", True)]
+    assert run_on_ranks(3, reported) == [
+        (*row, 288, True, "sent", True),
+        (*row, 192, True, "sent", True),
+        (*row, 0, True, "sent", True),
+    ]
 
 
-# ---- what cannot work ---------------------------------------------------------------------------------------------------------
+# ---- what cannot work
+# ---------------------------------------------------------------------------------------------------------
 
 
 def refused():
@@ -431,7 +469,9 @@ def test_what_is_refused_is_named_with_the_users_line_and_alike_on_every_rank():
         for (eager_type, eager), (_, compiled) in (answer[name] for answer in answers):
             assert text in eager and text in compiled, (name, eager, compiled)
             assert eager_type in ("PlacementError", "PlanError", "MeshError")
-            assert "test_cross_mesh.py" in compiled and "dtensor_compile.redistribute(value, mesh, placements)" in compiled
+            assert (
+                "test_cross_mesh.py" in compiled and "dtensor_compile.redistribute(value, mesh, placements)" in compiled
+            )
 
 
 def by_method():
@@ -475,13 +515,21 @@ def test_ranks_that_take_a_tensor_for_other_placements_raise():
     front, back = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
     full = distinct((4,))
     x = placed(full, front, (Replicate() if dist.get_rank() else Shard(0),))
-    assert is_placed(dtensor_compile.redistribute(x, back, [Shard(0)]), full, back, (Shard(0),)) == ""  # in eager rank 0 tells
-    with pytest.raises(Exception, match=r"AgreementError: ranks .* has all_to_all_single float64 R->S\(0\) from cpu\[1:1\]@1 to"):
-        torch.compile(lambda x: dtensor_compile.redistribute(x, back, [Shard(0)]), backend="dtensor_aten", fullgraph=True)(x)
+    assert (
+        is_placed(dtensor_compile.redistribute(x, back, [Shard(0)]), full, back, (Shard(0),)) == ""
+    )  # in eager rank 0 tells
+    with pytest.raises(
+        Exception, match=r"AgreementError: ranks .* has all_to_all_single float64 R->S\(0\) from cpu\[1:1\]@1 to"
+    ):
+        torch.compile(
+            lambda x: dtensor_compile.redistribute(x, back, [Shard(0)]), backend="dtensor_aten", fullgraph=True
+        )(x)
 
 
 def cached():
-    """The same code for other meshes and placements, again and again, with torch's caches on disk: results, and what was found there."""
+    """The same code for other meshes and placements, again and again, with torch's caches on disk: results, and what
+    was found there.
+    """
     from torch._dynamo.utils import counters
 
     front, targets = DeviceMesh("cpu", [0, 1]), (DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [2, 3]))
@@ -491,7 +539,9 @@ def cached():
             torch._dynamo.reset()
             counters.clear()
             x = placed(full, front, (Shard(0),), requires_grad=True)
-            compiled = torch.compile(lambda x, mesh, goal: dtensor_compile.redistribute(x, mesh, [goal]) * 2, backend="dtensor")
+            compiled = torch.compile(
+                lambda x, mesh, goal: dtensor_compile.redistribute(x, mesh, [goal]) * 2, backend="dtensor"
+            )
             y = compiled(x, other, goal)
             y.backward(placed(full, other, (goal,)))
             found += [is_placed(y, full * 2, other, (goal,)), is_placed(x.grad, full * 2, front, (Shard(0),))]

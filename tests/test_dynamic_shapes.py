@@ -1,4 +1,6 @@
-"""Batch sizes that vary: redistributions in forward and backward follow them, also where they do not divide by the mesh."""
+"""Batch sizes that vary: redistributions in forward and backward follow them, also where they do not divide by the
+mesh.
+"""
 
 from unittest import mock
 
@@ -12,14 +14,13 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import dtensor_compile
-
 from dtensor_compile import backend
 from dtensor_compile.capture.sharding_rules import rules_anywhere
-from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.dtensor import sharding
-from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.compat.aot.symbol_reads import quick_expressions
 from dtensor_compile.compat.aot.symbol_results import results_computed_once
+from dtensor_compile.compat.distributed.fake_group import simulated_job
+from dtensor_compile.compat.dtensor import sharding
+from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.lowering import lower
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
@@ -50,7 +51,9 @@ def test_redistributions_of_a_batch_that_varies():
 @on_ranks(2)
 def test_a_result_that_is_a_view_of_an_input_when_the_batch_changes():
     mesh = make_mesh((2,), ("tp",))
-    compiled = torch.compile(lambda x: (x.view(x.shape[0], 2, 2), x.transpose(0, 1), x * 2), backend="dtensor_aten", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: (x.view(x.shape[0], 2, 2), x.transpose(0, 1), x * 2), backend="dtensor_aten", fullgraph=True
+    )
     for batch in (4, 6, 8):
         x = distribute_tensor(torch.randn(batch, 4), mesh, [Shard(0)]).requires_grad_()
         view, turned, _ = compiled(x)
@@ -83,13 +86,19 @@ def of_each_size(sizes):
 
 @pytest.mark.parametrize("sizes", [(7, 9), (9, 7, 8, 12, 3, 2), (6, 3, 9, 0, 1, 2)])
 def test_shards_that_vary_on_some_ranks_only(sizes):
-    """Of 7 rows and then 9, the shard of the last rank of three grows and the others stay: all ranks trace with symbols."""
+    """Of 7 rows and then 9, the shard of the last rank of three grows and the others stay: all ranks trace with
+    symbols.
+    """
     for found in zip(*run_on_ranks(3, of_each_size, sizes)):
-        assert len({tuple(kinds) for kinds in found if kinds}) <= 1  # a rank that has a graph for the size compiles none
+        assert (
+            len({tuple(kinds) for kinds in found if kinds}) <= 1
+        )  # a rank that has a graph for the size compiles none
 
 
 def test_lookups_by_indices_in_strided_shards():
-    """The cost of sending strided shards of a size that varies is counted without their offsets, which are in no tensor with values."""
+    """The cost of sending strided shards of a size that varies is counted without their offsets, which are in no tensor
+    with values.
+    """
     with simulated_job(4, 0):
         mesh = make_mesh((2, 2), ("dp", "tp"))
         x = distribute_tensor(torch.randn(8), mesh, [Replicate(), Shard(0)])
@@ -145,7 +154,9 @@ def test_equal_layers_with_two_batch_sizes_and_one_graph():
 
 
 def test_what_equal_layers_need_is_found_once():
-    """Decisions of sharding propagation and expansions of redistributions for symbolic sizes: as many for four layers as for two."""
+    """Decisions of sharding propagation and expansions of redistributions for symbolic sizes: as many for four layers
+    as for two.
+    """
     found = []
     with simulated_job(2, 0):
         mesh = make_mesh((2,), ("tp",))
@@ -168,10 +179,15 @@ def test_a_decision_without_its_guards_is_not_kept():
     mode = FakeTensorMode(shape_env=env)
     with simulated_job(2, 0):
         mesh = make_mesh((2,), ("tp",))
-        local = mode.from_tensor(torch.ones(6, 8), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC]))
+        local = mode.from_tensor(
+            torch.ones(6, 8), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        )
         with mode, rules_anywhere():
             x = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-            with env.suppress_guards(), mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided:
+            with (
+                env.suppress_guards(),
+                mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided,
+            ):
                 x.sum(0), x.sum(0)
                 assert decided.call_count == 2
             with mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided:

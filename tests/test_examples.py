@@ -1,4 +1,6 @@
-"""The layouts of the examples train to the same numbers as eager, in one graph, with no more collectives and bytes than stock."""
+"""The layouts of the examples train to the same numbers as eager, in one graph, with no more collectives and bytes than
+stock.
+"""
 
 import json
 

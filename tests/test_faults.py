@@ -1,5 +1,5 @@
-"""What goes wrong around a compilation ends in an error or in the right result, and in time: ranks that die, passes that raise,
-compilers that die, disks that are full."""
+"""What goes wrong around a compilation ends in an error or in the right result, and in time: ranks that die, passes
+that raise, compilers that die, disks that are full."""
 
 import os
 import pathlib
@@ -125,11 +125,15 @@ def test_a_compiler_that_dies_leaves_the_graph_to_operators(tmp_path, where):
 @on_ranks(2)
 def test_kernels_that_do_not_compile_forward_and_backward_are_reported():
     def program(x):
-        return (x.redistribute(placements=[Replicate()]).softmax(-1) * torch.ones(2, 2).sum()).redistribute(placements=[Shard(0)])
+        return (x.redistribute(placements=[Replicate()]).softmax(-1) * torch.ones(2, 2).sum()).redistribute(
+            placements=[Shard(0)]
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         compiler = pathlib.Path(folder, "g++")
-        compiler.write_text('#!/bin/sh\ncase "$*" in *.cpp*) echo "k.cpp:7: error: no such instruction" >&2; exit 1;; esac\nexec g++ "$@"\n')
+        compiler.write_text(
+            '#!/bin/sh\ncase "$*" in *.cpp*) echo "k.cpp:7: error: no such instruction" >&2; exit 1;; esac\nexec g++ "$@"\n'
+        )
         compiler.chmod(0o755)
         options = {"cpp.cxx": (None, str(compiler)), "fx_graph_cache": False}
         with record() as recording, pytest.warns(UserWarning, match="kernel of the backward graph does not compile"):

@@ -1,4 +1,6 @@
-"""Where Inductor by itself computes other numbers than eager, or none: the backend that goes through it gives eager's."""
+"""Where Inductor by itself computes other numbers than eager, or none: the backend that goes through it gives
+eager's.
+"""
 
 import pytest
 import torch
@@ -65,7 +67,9 @@ def test_operators_with_effects_and_smallest_sizes_when_the_batch_changes():
     mesh = make_mesh((2,), ("tp",))
 
     def function(x):
-        return torch.linalg.inv(x + 5 * torch.linalg.matrix_exp(x * 0)), torch.linalg.svdvals(x.full_tensor().flatten(1))
+        return torch.linalg.inv(x + 5 * torch.linalg.matrix_exp(x * 0)), torch.linalg.svdvals(
+            x.full_tensor().flatten(1)
+        )
 
     counters.reset()
     compiled = torch.compile(function, backend="dtensor", fullgraph=True)

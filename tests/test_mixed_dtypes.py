@@ -38,7 +38,10 @@ def test_bfloat16_parameters_whose_gradients_are_summed_in_float32(rows, kernels
     w = distribute_tensor(torch.randn(rows, 6).bfloat16(), mesh, [Shard(0)]).requires_grad_()
 
     def step(w, x):
-        return x.bfloat16() @ w.float().redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).bfloat16()
+        return (
+            x.bfloat16()
+            @ w.float().redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).bfloat16()
+        )
 
     x = torch.randn(4, rows) * (mesh.get_local_rank() + 1)
     assert_parity(step, [w, x], loss=square, options={"kernels": kernels})
@@ -56,7 +59,9 @@ def stored_in_float8(mesh):
     """Bytes of the shards of a weight in float8, and the scale of all."""
     w = torch.randn(8, 16)
     scale = w.abs().max() / torch.finfo(torch.float8_e4m3fn).max
-    return distribute_tensor((w / scale).to(torch.float8_e4m3fn).view(torch.uint8), mesh, [Shard(0)], src_data_rank=None), scale
+    return distribute_tensor(
+        (w / scale).to(torch.float8_e4m3fn).view(torch.uint8), mesh, [Shard(0)], src_data_rank=None
+    ), scale
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

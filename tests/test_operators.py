@@ -12,7 +12,9 @@ from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
 
 def tensor(*shape, placement=None, grad=True):
     torch.manual_seed(sum(shape))
-    return distribute_tensor(torch.randn(*shape), make_mesh((2,), ("tp",)), [placement or Shard(0)]).requires_grad_(grad)
+    return distribute_tensor(torch.randn(*shape), make_mesh((2,), ("tp",)), [placement or Shard(0)]).requires_grad_(
+        grad
+    )
 
 
 def indices(values, placement):
@@ -40,7 +42,9 @@ def test_rowwise_lookups(rows):
     for call in range(2):  # eager calls before and between, whose masks torch keeps
         assert F.embedding(i if call else j, weight).full_tensor().shape == (3, 4)
         parity(lambda i, w: F.embedding(i, w).redistribute(placements=[Replicate()]), i, weight)
-    two = lambda i, j, w: F.embedding(i, w).redistribute(placements=[Replicate()]) * F.embedding(j, w).redistribute(placements=[Shard(1)])  # noqa: E731
+    two = lambda i, j, w: (
+        F.embedding(i, w).redistribute(placements=[Replicate()]) * F.embedding(j, w).redistribute(placements=[Shard(1)])
+    )  # noqa: E731
     parity(two, i, j, weight)
 
 
@@ -98,7 +102,8 @@ def test_flattening_a_sharded_second_dim_with_symbolic_sizes():
     parity(block, tensor(3, 10, 4, placement=Shard(1)), tensor(4, 4, placement=Replicate()), dynamic=True)
 
 
-# ---- operators without a rule -----------------------------------------------------------------------------------------------
+# ---- operators without a rule
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()])
@@ -147,7 +152,9 @@ def test_a_custom_operator_runs_replicated():
 
 @on_ranks(2)
 def test_a_rule_may_compile_a_program_that_needs_rules_of_ours():
-    """torch asks a rule between a look into its cache of decisions and the entry there: the cache must not go in between."""
+    """torch asks a rule between a look into its cache of decisions and the entry there: the cache must not go in
+    between.
+    """
     a, b, asked = tensor(4, 3), tensor(5, 3, placement=Replicate()), []
 
     def rule(x):
@@ -181,7 +188,9 @@ def test_fill_keeps_the_shards():
 @pytest.mark.parametrize("shape", [(8, 8), (2, 1, 8, 8), (2, 4, 8, 8)])
 @on_ranks(2)
 def test_attention_with_a_mask(shape):
-    """Heads or batch stay sharded where the mask allows it; torch has no rule for it, so the reference are whole tensors."""
+    """Heads or batch stay sharded where the mask allows it; torch has no rule for it, so the reference are whole
+    tensors.
+    """
     torch.manual_seed(0)
     mesh = make_mesh((2,), ("tp",))
     whole, mask = torch.randn(2, 4, 8, 4), torch.rand(shape) > 0.2

@@ -96,7 +96,9 @@ def test_through_inductor():
 @pytest.mark.parametrize("schedule", [True, False])
 @on_ranks(2, timeout=240)
 def test_kernels_draw_in_the_order_of_the_program(schedule):
-    assert_parity(draws_beside_a_collective, [argument(Shard(0), 512)], loss=sum_of_squares, options={"schedule": schedule})
+    assert_parity(
+        draws_beside_a_collective, [argument(Shard(0), 512)], loss=sum_of_squares, options={"schedule": schedule}
+    )
 
 
 @on_ranks(2, timeout=240)

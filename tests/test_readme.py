@@ -13,7 +13,10 @@ from dtensor_compile.passes import PASSES
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
+}
 
 
 def test_the_readme_is_short():
@@ -41,7 +44,11 @@ def test_first_example_runs_on_two_ranks(tmp_path):
 
 
 def test_example_without_a_gpu_runs():
-    (block,) = [text for text in re.findall(r"```python\n(.*?)```", PAGES["docs/without_a_gpu.md"], re.S) if "offline.device" in text]
+    (block,) = [
+        text
+        for text in re.findall(r"```python\n(.*?)```", PAGES["docs/without_a_gpu.md"], re.S)
+        if "offline.device" in text
+    ]
     result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=250, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "all_reduce" in result.stdout and "sm_90" in result.stdout and "triton_" in result.stdout

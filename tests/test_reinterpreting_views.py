@@ -1,4 +1,6 @@
-"""Results that are an input taken for another kind of number: ``view_as_complex``, ``view_as_real``, ``view(dtype)``, ``conj``."""
+"""Results that are an input taken for another kind of number: ``view_as_complex``, ``view_as_real``, ``view(dtype)``,
+``conj``.
+"""
 
 import pytest
 import torch

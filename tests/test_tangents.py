@@ -1,4 +1,6 @@
-"""Gradients that come in placed otherwise than the results are: ``.grad`` is placed as in eager, from the first call on."""
+"""Gradients that come in placed otherwise than the results are: ``.grad`` is placed as in eager, from the first call
+on.
+"""
 
 import pytest
 import torch
@@ -90,10 +92,18 @@ def test_gradients_are_placed_as_in_eager_through_inductor():
 
 @on_ranks(4)
 def test_the_gradient_of_sums_that_are_expanded():
-    """torch makes it contiguous, for which DTensor would shard the new rows among those that hold terms (fuzz seed 89187)."""
+    """torch makes it contiguous, for which DTensor would shard the new rows among those that hold terms (fuzz seed
+    89187).
+    """
     shards = distribute_tensor(torch.randn(7), make_mesh((2, 2)), [Replicate(), Shard(0)]).to_local()
     x = DTensor.from_local(shards, make_mesh((2, 2)), [Partial(), Shard(0)], run_check=False, shape=(7,), stride=(1,))
-    assert_parity(lambda x: (x * 3).expand(2, 7), [x.detach().requires_grad_()], loss=usual_gradient, backend="dtensor_aten", calls=2)
+    assert_parity(
+        lambda x: (x * 3).expand(2, 7),
+        [x.detach().requires_grad_()],
+        loss=usual_gradient,
+        backend="dtensor_aten",
+        calls=2,
+    )
 
 
 @on_ranks(2)

@@ -1,4 +1,6 @@
-"""What people do around a compiled DTensor model: outputs, gradients, placements, buffers, modes and dtypes equal eager's."""
+"""What people do around a compiled DTensor model: outputs, gradients, placements, buffers, modes and dtypes equal
+eager's.
+"""
 
 import copy
 
@@ -170,7 +172,9 @@ def test_row_wise_embedding():
     torch.manual_seed(0)
     mesh = make_mesh((2,), ("tp",))
     model = nn.Embedding(10, 6)
-    parallelize_module(model, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False))
+    parallelize_module(
+        model, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+    )
     assert_parity(model, [torch.randint(10, (3, 4))], loss=square)
 
 

@@ -1,7 +1,8 @@
-"""Programs that run in two processes, one after the other, with one folder of caches: the second finds what the first left, and is as right.
+"""Programs that run in two processes, one after the other, with one folder of caches: the second finds what the first
+left, and is as right.
 
-`DTENSOR_COMPILE_CATALOGUE` says which part of the catalogue of programs runs: ``3/40`` are the programs 3, 43, 83, ...; ``0/1`` all of them.
-"""
+`DTENSOR_COMPILE_CATALOGUE` says which part of the catalogue of programs runs: ``3/40`` are the programs 3, 43, 83, ...;
+``0/1`` all of them."""
 
 import json
 import os
@@ -26,14 +27,25 @@ PART = os.environ.get("DTENSOR_COMPILE_CATALOGUE", "3/40")
 def run(command, folder, cwd=ROOT):
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=1700, env=environment, cwd=cwd)
+    result = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=1700, env=environment, cwd=cwd
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_right_in_the_process_that_finds_its_graphs(tmp_path, name):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.warm_programs", name]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.warm_programs",
+        name,
+    ]
     found = []
     for _ in range(2):
         answers = re.findall(r"rank (\d): .*: (equal), (\d+) found", (printed := run(command, tmp_path)))
@@ -53,6 +65,8 @@ def test_the_catalogue_is_judged_alike_with_and_without_what_caches_keep(tmp_pat
         path = tmp_path / f"{number}.json"
         chosen = ["--names", str(tmp_path / "names"), "--json", str(path)]
         run(["run_corpus.py", "--compile-backend", "dtensor", *chosen], tmp_path / "cache", CATALOGUE)
-        judged.append({record["name"]: [record.get(fact) for fact in JUDGED] for record in json.loads(path.read_text())})
+        judged.append(
+            {record["name"]: [record.get(fact) for fact in JUDGED] for record in json.loads(path.read_text())}
+        )
     assert judged[0].keys() == set(names)
     assert judged[1] == judged[0]

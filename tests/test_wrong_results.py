@@ -1,4 +1,6 @@
-"""Results that stock torch.compile gets wrong without a word: sizes, memory that is shared, gradients that were not expected."""
+"""Results that stock torch.compile gets wrong without a word: sizes, memory that is shared, gradients that were not
+expected.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,8 @@ def compiled(function, **kwargs):
     return torch.compile(function, backend="dtensor_aten", fullgraph=True, **kwargs)
 
 
-# ---- the global shape of an input -------------------------------------------------------------------------------------------
+# ---- the global shape of an input
+# -------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -54,13 +57,17 @@ def test_redistributions_follow_an_uneven_size():
 
 @on_ranks(4)
 def test_uneven_shards_over_two_dims_of_a_mesh_that_was_flattened():
-    """Eager merges the two gathers and cuts the flat dim in equal parts, which is not where the shards end: it loses values."""
+    """Eager merges the two gathers and cuts the flat dim in equal parts, which is not where the shards end: it loses
+    values.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mesh._flatten("all")
     for rows, dim in ((7, 0), (5, 0), (5, 1), (8, 0)):
         x = sharded(rows, rows, mesh=mesh, placements=[Shard(dim)] * 2, grad=True)
         whole = torch.randn(rows, rows, generator=torch.Generator().manual_seed(0))
-        run = compiled(lambda x: x.redistribute(placements=[Replicate()] * 2).to_local(grad_placements=[Replicate()] * 2))
+        run = compiled(
+            lambda x: x.redistribute(placements=[Replicate()] * 2).to_local(grad_placements=[Replicate()] * 2)
+        )
         out = run(x)
         (out * whole).sum().backward()
         assert torch.equal(out, full(rows, rows))
@@ -88,7 +95,8 @@ def test_the_shape_of_a_parameter_is_guarded():
         torch.testing.assert_close(run(x).full_tensor(), x.full_tensor() @ weights["w"].full_tensor().t() * rows)
 
 
-# ---- memory that is shared through a DTensor --------------------------------------------------------------------------------
+# ---- memory that is shared through a DTensor
+# --------------------------------------------------------------------------------
 
 
 def two_views(local, mesh):
@@ -139,7 +147,8 @@ def test_views_of_one_storage_that_do_not_overlap_are_compiled():
     torch.testing.assert_close(compiled(write_one_read_both)(x, y).to_local(), want)
 
 
-# ---- gradients that were not expected ----------------------------------------------------------------------------------------
+# ---- gradients that were not expected
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("placement", ["S(0)", "R", "P"])
@@ -150,7 +159,9 @@ def test_an_output_that_the_loss_does_not_use(placement):
 
     x = sharded(6, 4, placement=Replicate() if placement == "R" else Shard(0), grad=True)
     assert_parity(two, [x], loss=lambda out: out[0].full_tensor().square().sum(), backend="dtensor_aten")
-    if placement != "P":  # the zeros of x * 2 are sharded, and so is then the gradient; eager adds nothing and has a replicated one
+    if (
+        placement != "P"
+    ):  # the zeros of x * 2 are sharded, and so is then the gradient; eager adds nothing and has a replicated one
         assert_parity(two, [x], loss=lambda out: out[1].full_tensor().square().sum(), backend="dtensor_aten")
 
 
@@ -165,7 +176,8 @@ def test_an_unbacked_size():
     assert counters.graphs() == 1
 
 
-# ---- backward passes that raise -----------------------------------------------------------------------------------------------
+# ---- backward passes that raise
+# -----------------------------------------------------------------------------------------------
 
 
 def chunks(x):
@@ -220,7 +232,8 @@ def test_partial_outputs_and_their_gradients():
     assert_parity(lambda y: F.relu(y.redistribute(placements=[Shard(0)])), [y], backend="dtensor_aten")
 
 
-# ---- results that are views -------------------------------------------------------------------------------------------------
+# ---- results that are views
+# -------------------------------------------------------------------------------------------------
 
 
 def sum_of_full_squares(out):
@@ -255,7 +268,9 @@ def test_a_write_to_a_view_of_an_input_that_autograd_would_not_see_is_refused():
 @pytest.mark.parametrize("kind", ["sum", "avg"])
 @on_ranks(2)
 def test_the_gradient_of_a_view_of_a_partial_input(kind):
-    """It is replicated, as that of the partial input itself: partial, it would be as many times too large as there are ranks."""
+    """It is replicated, as that of the partial input itself: partial, it would be as many times too large as there are
+    ranks.
+    """
     x = DTensor.from_local(full(5, 4), make_mesh((2,), ("tp",)), [Partial(kind)], run_check=False).requires_grad_()
     whole = x.detach().full_tensor()
     for program, times in (
@@ -287,7 +302,9 @@ def views_at_an_end(x):
 @pytest.mark.parametrize("program", [beside_its_view, two_views_of_what_was_gathered, views_at_an_end])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_view_of_another_result_that_was_redistributed_for_it(program, world):
-    """Its values are not in the memory of that result: made anew from it, each rank would see rows of its own shard, or none."""
+    """Its values are not in the memory of that result: made anew from it, each rank would see rows of its own shard, or
+    none.
+    """
     run_on_ranks(world, views_that_are_none, program)
 
 
@@ -304,10 +321,14 @@ def views_that_are_none(program):
 @pytest.mark.parametrize("backend", ["dtensor_aten", "dtensor"])
 @on_ranks(2)
 def test_a_view_of_a_result_that_was_made_of_a_local_tensor(backend):
-    """Two DTensors of one local tensor: torch counted one more result of the graph than there was (fuzz seeds 87135 and 89054)."""
+    """Two DTensors of one local tensor: torch counted one more result of the graph than there was (fuzz seeds 87135 and
+    89054).
+    """
 
     def of_anothers_shard(x):
-        y = DTensor.from_local(x.to_local() * 2, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+        y = DTensor.from_local(
+            x.to_local() * 2, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
         return y, y.flatten(1)
 
     def in_two_placements(x):
@@ -315,13 +336,21 @@ def test_a_view_of_a_result_that_was_made_of_a_local_tensor(backend):
         return tuple(DTensor.from_local(shard, x.device_mesh, [p], run_check=False) for p in (Shard(0), Partial()))
 
     for program in (of_anothers_shard, in_two_placements):
-        assert_parity(program, [sharded(6, 3, 2, mesh=make_mesh((2,)), grad=True)], loss=sum_of_full_squares, backend=backend, calls=2)
+        assert_parity(
+            program,
+            [sharded(6, 3, 2, mesh=make_mesh((2,)), grad=True)],
+            loss=sum_of_full_squares,
+            backend=backend,
+            calls=2,
+        )
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @on_ranks(2)
 def test_a_mask_that_was_gathered(dim):
-    """Inductor gathered it as integers of eight bytes, for which it wrote no kernel, or one of other gradients (fuzz seed 89496)."""
+    """Inductor gathered it as integers of eight bytes, for which it wrote no kernel, or one of other gradients (fuzz
+    seed 89496).
+    """
 
     def chosen(x):
         whole = x.redistribute(placements=[Replicate()])
@@ -339,11 +368,15 @@ def test_a_mask_that_was_gathered(dim):
 @pytest.mark.parametrize("dynamic", [False, True])
 @on_ranks(3)
 def test_a_graph_that_is_retained(dynamic):
-    """A backward pass of Inductor's writes over saved tensors: torch refused to retain the graph, on the ranks that have such tensors."""
+    """A backward pass of Inductor's writes over saved tensors: torch refused to retain the graph, on the ranks that
+    have such tensors.
+    """
 
     def program(x):
         whole = x.sin().redistribute(placements=[Replicate()])
-        return torch.where((x > 0).redistribute(placements=[Replicate()]), whole.exp(), 0.0).redistribute(placements=[Shard(1)])
+        return torch.where((x > 0).redistribute(placements=[Replicate()]), whole.exp(), 0.0).redistribute(
+            placements=[Shard(1)]
+        )
 
     mesh = make_mesh((3,))
     compiled = torch.compile(program, backend="dtensor", fullgraph=True, dynamic=dynamic)
@@ -357,13 +390,20 @@ def test_a_graph_that_is_retained(dynamic):
                     for call in (program, compiled):
                         y = call(x)
                         loss = y.full_tensor().square().sum()
-                        gradients.append([torch.autograd.grad(loss, x, retain_graph=i < again)[0].full_tensor() for i in range(again + 1)])
+                        gradients.append(
+                            [
+                                torch.autograd.grad(loss, x, retain_graph=i < again)[0].full_tensor()
+                                for i in range(again + 1)
+                            ]
+                        )
                     torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @on_ranks(3)
 def test_a_size_that_only_the_backward_pass_fixes():
-    """A result was planned with a size that the trace of its gradient made a number: the graph returned one integer less."""
+    """A result was planned with a size that the trace of its gradient made a number: the graph returned one integer
+    less.
+    """
 
     def program(x):
         norm = torch.linalg.vector_norm(x, dim=1).redistribute(placements=[Shard(0)])

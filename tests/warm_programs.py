@@ -1,7 +1,8 @@
-"""Programs that train for a few steps with a batch that varies, eager and compiled; run by ``test_warm_caches.py`` in jobs that share caches.
+"""Programs that train for a few steps with a batch that varies, eager and compiled; run by ``test_warm_caches.py`` in
+jobs that share caches.
 
-torchrun --nproc-per-node 2 -m tests.warm_programs [NAME...]: prints ``NAME equal``, or what differs, and how many graphs caches had.
-"""
+torchrun --nproc-per-node 2 -m tests.warm_programs [NAME...]: prints ``NAME equal``, or what differs, and how many
+graphs caches had."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def uneven() -> nn.Module:
 
 def lookup() -> nn.Module:
     return parallelize_module(
-        nn.Embedding(64, 6), make_mesh((2,), ("tp",)), RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        nn.Embedding(64, 6),
+        make_mesh((2,), ("tp",)),
+        RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     )
 
 
@@ -69,7 +72,9 @@ class Sharded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(DTensor.from_local(numbers(4, 4), make_mesh((2,), ("dp",)), [Replicate()], run_check=False))
+        self.weight = nn.Parameter(
+            DTensor.from_local(numbers(4, 4), make_mesh((2,), ("dp",)), [Replicate()], run_check=False)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = DTensor.from_local(x, self.weight.device_mesh, [Shard(0)], run_check=False)
@@ -106,7 +111,9 @@ PROGRAMS = {name: (*parts, forward) for name, parts in MODELS.items()} | {
 }
 
 
-def train(make: Callable[[], nn.Module], data: Callable[[int], torch.Tensor], step: Callable[..., Any], compiled: bool) -> list[Any]:
+def train(
+    make: Callable[[], nn.Module], data: Callable[[int], torch.Tensor], step: Callable[..., Any], compiled: bool
+) -> list[Any]:
     torch.manual_seed(0)
     model = make()
     call = torch.compile(step, backend="dtensor", fullgraph=True) if compiled else step
@@ -126,7 +133,9 @@ def train(make: Callable[[], nn.Module], data: Callable[[int], torch.Tensor], st
 def compare(name: str) -> str:
     counters.reset()
     try:
-        differences = compare_values(name, train(*PROGRAMS[name], compiled=False), train(*PROGRAMS[name], compiled=True))
+        differences = compare_values(
+            name, train(*PROGRAMS[name], compiled=False), train(*PROGRAMS[name], compiled=True)
+        )
     except Exception:  # noqa: BLE001 - reported, and the programs after it run
         return f"raises {traceback.format_exc()[-1500:]}"
     found = torch._dynamo.utils.counters

@@ -2,9 +2,9 @@
 
     python tools/cause_coverage.py [RUN.json] [--save FILE]
 
-RUN.json is a run of the catalogue (``run_corpus.py --compile-backend inductor --json RUN.json``); without it one is made, with
-graphs up to AOTAutograd only, since breaks come before that. `--save` writes the breaks for ``tests/report/stock_breaks.json``.
-"""
+RUN.json is a run of the catalogue (``run_corpus.py --compile-backend inductor --json RUN.json``); without it one is
+made, with graphs up to AOTAutograd only, since breaks come before that. `--save` writes the breaks for
+``tests/report/stock_breaks.json``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Runs the catalogue of distributed programs for stock and for this backend, prints both columns and writes docs/coverage.md.
+"""Runs the catalogue of distributed programs for stock and for this backend, prints both columns and writes
+docs/coverage.md.
 
-    python tools/corpus.py [--corpus ../shared/corpus] [--only REGEX] [--stock RUN.json] [--aot RUN.json] [--inductor RUN.json]
+    python tools/corpus.py [--corpus ../shared/corpus] [--only REGEX] [--stock RUN.json] [--aot RUN.json] [--inductor
+    RUN.json]
 
-A run of all 486 programs takes about 10 minutes on two cores with AOTAutograd alone (`aot_eager` against `dtensor_aten`) and half an
-hour through Inductor (`dtensor`). Finished runs are given with the options; without them they are made.
-"""
+A run of all 486 programs takes about 10 minutes on two cores with AOTAutograd alone (`aot_eager` against
+`dtensor_aten`) and half an hour through Inductor (`dtensor`). Finished runs are given with the options; without them
+they are made."""
 
 from __future__ import annotations
 
@@ -83,7 +85,12 @@ def coverage(stock: Verdicts, aot: Verdicts, inductor: Verdicts, roots: dict[str
     for name, verdicts in (("stock", stock), ("ours, AOTAutograd alone", aot), ("ours, through Inductor", inductor)):
         count = collections.Counter(verdict for program, (_, verdict) in verdicts.items() if program in aot)
         lines.append(f"| {name} | " + " | ".join(str(count[v]) for v in VERDICTS) + " |")
-    lines += ["", "## Programs that do not pass", "", "| program | category | cause | stock | AOT | Inductor | reason |"]
+    lines += [
+        "",
+        "## Programs that do not pass",
+        "",
+        "| program | category | cause | stock | AOT | Inductor | reason |",
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     fine = ("PASS", "BOTH-ERR", "LENIENT")
     for program, (category, verdict) in sorted(aot.items(), key=lambda item: (item[1][0], item[0])):
@@ -119,7 +126,9 @@ def main() -> None:
         table.add_column(column, justify="left" if column == "category" else "right")
     categories = collections.Counter(category for category, _ in sides["aot"].values())
     for category, number in [*categories.items(), ("all", len(sides["aot"]))]:
-        passed = [sum(v == "PASS" and category in (c, "all") for c, v in verdicts.values()) for verdicts in sides.values()]
+        passed = [
+            sum(v == "PASS" and category in (c, "all") for c, v in verdicts.values()) for verdicts in sides.values()
+        ]
         table.add_row(category, str(number), *map(str, passed))
     Console().print(table)
     if not args.only:

@@ -1,6 +1,6 @@
 """Writes the files of docs/ that are made from the code: report.schema.json and causes.md.
 
-    python tools/docs.py            (a test fails while they are out of date)
+python tools/docs.py            (a test fails while they are out of date)
 """
 
 from __future__ import annotations

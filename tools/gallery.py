@@ -1,19 +1,20 @@
-"""Runs the gallery: each program of `examples/*/train.py` in eager, with stock torch.compile and with this backend; writes docs/gallery.md.
+"""Runs the gallery: each program of `examples/*/train.py` in eager, with stock torch.compile and with this backend;
+writes docs/gallery.md.
 
     python tools/gallery.py [NAME ...] [--repeats 9] [--json FILE] [--write]
 
-A program is a file with a function ``build(backend)``, which gives a model and a training step; its docstring names the ranks that it
-runs on. The three variants of it take turns in one job, from equal parameters and with equal batches:
+A program is a file with a function ``build(backend)``, which gives a model and a training step; its docstring names the
+ranks that it runs on. The three variants of it take turns in one job, from equal parameters and with equal batches:
 
     eager    build(None)
     stock    build("inductor")
     ours     build("dtensor")
 
-What is compared: losses of all steps and all parameters after them; graphs and graph breaks that Dynamo counted; collectives, by the
-profiler, and bytes that the process wrote to its sockets (Linux counts them), of one step; the median of a step's seconds on the slowest
-rank. The report of each program is written beside it (``report.txt``). Ends with 1 where a program differs from eager, sends more than
-eager or stock, takes longer than eager, or breaks where stock does not.
-"""
+What is compared: losses of all steps and all parameters after them; graphs and graph breaks that Dynamo counted;
+collectives, by the profiler, and bytes that the process wrote to its sockets (Linux counts them), of one step; the
+median of a step's seconds on the slowest rank. The report of each program is written beside it (``report.txt``). Ends
+with 1 where a program differs from eager, sends more than eager or stock, takes longer than eager, or breaks where
+stock does not."""
 
 from __future__ import annotations
 
@@ -39,17 +40,18 @@ from rich.console import Console
 from torch._dynamo.utils import counters
 
 from dtensor_compile import one_gloo_worker
-from dtensor_compile.report.build import build_report
 from dtensor_compile.recording.recorder import record
+from dtensor_compile.report.build import build_report
 from dtensor_compile.report.table import print_report
 from dtensor_compile.testing.count_collectives import collectives_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 VARIANTS = {"eager": None, "stock": "inductor", "ours": "dtensor"}
-#: Steps before times are taken: the first compiles, the second may once more (hooks that programs register in their first step).
+#: Steps before times are taken: the first compiles, the second may once more (hooks that programs register in their
+#: first step).
 WARM = 3
-#: Largest difference of losses from eager's, and of parameters, both relative to the largest value. Kernels of float32 that sum in
-#: another order differ by 1e-7 a step; a missing or doubled term of a gradient by 1e-3 and more.
+#: Largest difference of losses from eager's, and of parameters, both relative to the largest value. Kernels of float32
+#: that sum in another order differ by 1e-7 a step; a missing or doubled term of a gradient by 1e-3 and more.
 TOLERANCE = 2e-5
 #: Bytes of a step that are none of its collectives: messages to the store of the job.
 STORE = 4096
@@ -134,12 +136,17 @@ def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.P
         losses[variant].append(step())
         found[variant]["bytes"] = _written() - before
         found[variant]["collectives"] = collectives_run(lambda: losses[variant].append(step()))
-    whole = {v: [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in models[v].parameters()] for v in steps}
+    whole = {
+        v: [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in models[v].parameters()]
+        for v in steps
+    }
     # A parameter whose gradient is zero (the bias of keys) holds nothing but rounding, if it began as zeros.
     floor = 1e-3 * max(p.abs().max().item() for p in whole["eager"])
     for variant in steps:
         found[variant]["loss_difference"] = _difference(torch.stack(losses[variant]), torch.stack(losses["eager"]))
-        found[variant]["parameter_difference"] = max(_difference(*pair, floor) for pair in zip(whole[variant], whole["eager"]))
+        found[variant]["parameter_difference"] = max(
+            _difference(*pair, floor) for pair in zip(whole[variant], whole["eager"])
+        )
     pathlib.Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -154,7 +161,10 @@ def run(name: str, path: pathlib.Path, repeats: int, timeout: float) -> dict[str
         given = [__file__, "--child", str(path), "--repeats", str(repeats), "--json", str(out)]
         done = subprocess.run([*launch, *given], timeout=timeout, capture_output=True, text=True)
         if done.returncode:
-            said = re.findall(r"^\[rank\d+\]: (\S*(?:Error|Exception)\b.*)$", done.stderr, re.MULTILINE) or done.stderr.splitlines()[-1:]
+            said = (
+                re.findall(r"^\[rank\d+\]: (\S*(?:Error|Exception)\b.*)$", done.stderr, re.MULTILINE)
+                or done.stderr.splitlines()[-1:]
+            )
             print(done.stderr, file=sys.stderr)
             return {"program": name, "ranks": ranks, "failed": said[0]}
         each = [json.loads(pathlib.Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
@@ -219,10 +229,15 @@ def page(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         if "failed" in row:
-            lines.append(f"| [{row['program']}](../examples/{row['program']}/train.py) | {row['ranks']} | | fails | | | | | | |")
+            lines.append(
+                f"| [{row['program']}](../examples/{row['program']}/train.py) | {row['ranks']} | | fails | | | | | | |"
+            )
             continue
         ours, stock = row["ours"], row["stock"]
-        cells = [" / ".join(_cell(row, variant, what) for variant in VARIANTS) for what in ("collectives", "bytes", "seconds")]
+        cells = [
+            " / ".join(_cell(row, variant, what) for variant in VARIANTS)
+            for what in ("collectives", "bytes", "seconds")
+        ]
         graphs = ["fails" if "failed" in side else f"{side['graphs']} ({side['breaks']})" for side in (stock, ours)]
         ratio = f"{ours['seconds'] / row['eager']['seconds']:.2f}"
         differences = [f"{ours[what]:.0e}" for what in ("loss_difference", "parameter_difference")]
@@ -230,7 +245,9 @@ def page(rows: list[dict[str, Any]]) -> str:
         lines.append("| " + " | ".join([name, str(row["ranks"]), *graphs, *cells, ratio, *differences]) + " |")
     lines += ["", "What each is:", ""]
     lines += [f"- {row['program']}: {row['title']}" for row in rows if "title" in row]
-    lines += [f"- stock, {row['program']}: {row['stock']['failed']}" for row in rows if "failed" in row.get("stock", {})]
+    lines += [
+        f"- stock, {row['program']}: {row['stock']['failed']}" for row in rows if "failed" in row.get("stock", {})
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,23 +1,25 @@
 """Measures the network between the ranks of a job, and what a rank computes on.
 
-Latency and bandwidth of the network, what the backend sends for each kind of collective, and the rates of a rank's device:
+Latency and bandwidth of the network, what the backend sends for each kind of collective, and the rates of a rank's
+device:
 
     torchrun --nproc-per-node 2 tools/measure_links.py --save network.json
     python tools/netlab.py --ranks 2 --rate 1gbit -- tools/measure_links.py --save network.json
 
-Bandwidth W (bytes a second) is that of `STREAM` all-to-alls in flight at once, latency a (seconds a message) what a small one takes
-beyond its bytes:
+Bandwidth W (bytes a second) is that of `STREAM` all-to-alls in flight at once, latency a (seconds a message) what a
+small one takes beyond its bytes:
 
     seconds = (n - 1) a + bytes / W                        (`topology/links.py`)
 
-A stream, because a link may let a burst through before it holds its rate (`tools/netlab.py`: 192 KB), and looks faster than it is to
-messages with pauses between them. Both are measured while every rank computes: gloo's threads need a core as much as the products that
-they are to run beside, and on a busy core a message starts later by what the core's turns take. The device's rates are those of matrix products and copies while all ranks run them, which is how
-they are when ranks share a host.
+A stream, because a link may let a burst through before it holds its rate (`tools/netlab.py`: 192 KB), and looks faster
+than it is to messages with pauses between them. Both are measured while every rank computes: gloo's threads need a core
+as much as the products that they are to run beside, and on a busy core a message starts later by what the core's turns
+take. The device's rates are those of matrix products and copies while all ranks run them, which is how they are when
+ranks share a host.
 
-The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is sent is counted
-at the interface that `GLOO_SOCKET_IFNAME` names, headers included; other programs must not use it meanwhile. The table that is
-printed is how `topology/backends.py` was made.
+The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is
+sent is counted at the interface that `GLOO_SOCKET_IFNAME` names, headers included; other programs must not use it
+meanwhile. The table that is printed is how `topology/backends.py` was made.
 """
 
 from __future__ import annotations
@@ -122,7 +124,10 @@ def measure_link(repeats: int = 7, beside_compute: bool = True) -> Link:
     with computing() if beside_compute else contextlib.nullcontext():
         streamed = 4.0 * STREAM * elements_sent("all_to_all", n, source.numel()), seconds_of(stream, repeats)
         elements = SMALL // n * n
-        small = 4.0 * elements_sent("all_to_all", n, elements), seconds_of(collective("all_to_all", elements, n), 3 * repeats)
+        small = (
+            4.0 * elements_sent("all_to_all", n, elements),
+            seconds_of(collective("all_to_all", elements, n), 3 * repeats),
+        )
     return fit(streamed, small, n - 1)
 
 

@@ -1,18 +1,19 @@
-"""A network on one machine: each rank in a network namespace of its own, with a link of the rate and latency that you give it.
+"""A network on one machine: each rank in a network namespace of its own, with a link of the rate and latency that you
+give it.
 
     python tools/netlab.py --ranks 2 --rate 1gbit -- tools/bench/overlap.py --child
     python tools/netlab.py --ranks 4 --rate 1gbit,1gbit,1gbit,100mbit --latency 200us -- examples/two_dim.py
 
-Runs ``python SCRIPT`` once per rank, with the environment of ``torchrun`` and gloo on the link, and prints the bytes that crossed
-each link (counters of its interface, headers of TCP and Ethernet included) when all have ended.
+Runs ``python SCRIPT`` once per rank, with the environment of ``torchrun`` and gloo on the link, and prints the bytes
+that crossed each link (counters of its interface, headers of TCP and Ethernet included) when all have ended.
 
     namespace of a rank              namespace of the switch
     eth0 10.77.0.<rank + 1> ──────── p<rank> ─ bridge        (a veth pair a rank; `tc` holds both ends of it to the rate)
 
-All of it is made in namespaces of this process, so nothing else on the machine sees a packet of it, and it is removed when the
-process ends; what a killed one left behind is removed by the next. Needs root, ``ip`` and ``tc`` (package iproute2), and for a
-latency the kernel's ``sch_netem``: where one is missing the exit status is 2 and the message says which. In Python it is
-`Network`.
+All of it is made in namespaces of this process, so nothing else on the machine sees a packet of it, and it is removed
+when the process ends; what a killed one left behind is removed by the next. Needs root, ``ip`` and ``tc`` (package
+iproute2), and for a latency the kernel's ``sch_netem``: where one is missing the exit status is 2 and the message says
+which. In Python it is `Network`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Network:
     """`ranks` network namespaces on one switch, there while the context is entered.
 
     Attributes:
-        rate: of each link, in the words of `tc` ("1gbit"); one for all ranks or one each. Empty: as fast as the machine.
+        rate: of each link, in the words of `tc` ("1gbit"); one for all ranks or one each. Empty: as fast as the
+            machine.
         latency: one way, of each link ("200us"); empty for none.
 
     Raises (on entry):
@@ -128,7 +130,13 @@ class Network:
                 tc = ["tc", "-n", space, "qdisc"]
                 _do(*tc, "del", "dev", device, "root", check=False)
                 if this:
-                    _do(*tc, "add", "dev", device, *f"root handle 1: tbf rate {this} burst {BURST} latency 100ms".split())
+                    _do(
+                        *tc,
+                        "add",
+                        "dev",
+                        device,
+                        *f"root handle 1: tbf rate {this} burst {BURST} latency 100ms".split(),
+                    )
                 if delay and device == "eth0":
                     place = "parent 1:1 handle 10:" if this else "root"
                     _do(*tc, "add", "dev", device, *f"{place} netem delay {delay} limit 100000".split())
@@ -234,7 +242,9 @@ def _ended_by_signals() -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of every link, or one each with commas; as tc writes it; '' for no limit")
+    parser.add_argument(
+        "--rate", default="1gbit", help="of every link, or one each with commas; as tc writes it; '' for no limit"
+    )
     parser.add_argument("--latency", default="", help="one way, likewise (200us)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     parser.add_argument("--json", metavar="FILE", help="write the bytes per link there too")

@@ -2,8 +2,8 @@
 
     python tools/sizes.py            (ends with status 1 where there are any)
 
-Functions have at most 60 lines, classes 200, files 400, docstrings and decorators included; a class name, and a name of a module, stands for one thing.
-"""
+Functions have at most 60 lines, classes 200, files 400, docstrings and decorators included; a class name, and a name of
+a module, stands for one thing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def lengths(file: pathlib.Path) -> Iterator[tuple[str, str, int]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             assert node.end_lineno is not None
-            yield "class" if isinstance(node, ast.ClassDef) else "function", node.name, node.end_lineno - node.lineno + 1
+            yield (
+                "class" if isinstance(node, ast.ClassDef) else "function",
+                node.name,
+                node.end_lineno - node.lineno + 1,
+            )
 
 
 def main() -> int:
@@ -40,7 +44,11 @@ def main() -> int:
             if lines > MOST[kind]:
                 found.append(f"{where}: {kind} {name} has {lines} lines, {MOST[kind]} are allowed".replace("  ", " "))
     for what, names in (("class", classes), ("module", modules)):
-        found += [f"{what} {name} is {len(places)} things: {', '.join(places)}" for name, places in sorted(names.items()) if len(places) > 1]
+        found += [
+            f"{what} {name} is {len(places)} things: {', '.join(places)}"
+            for name, places in sorted(names.items())
+            if len(places) > 1
+        ]
     print("\n".join(found) or "none")
     return bool(found)
 

@@ -5,9 +5,9 @@
     python tools/torch_matrix.py --existing 2.13.0=.venv              # takes an environment that is there
     python tools/torch_matrix.py --runs 2.14.1=run.json               # and a finished run of the catalogue
 
-An environment is made by ``python -m venv`` and ``pip install`` from the index that pip is configured for; torch for CUDA takes
-several GB. What each release gave is kept in a file beside its environment, so that a release can be run again by itself: the
-table is made of all that is there. The catalogue is run where ``../shared/corpus`` is.
+An environment is made by ``python -m venv`` and ``pip install`` from the index that pip is configured for; torch for
+CUDA takes several GB. What each release gave is kept in a file beside its environment, so that a release can be run
+again by itself: the table is made of all that is there. The catalogue is run where ``../shared/corpus`` is.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def _environment(folder: pathlib.Path) -> dict[str, str]:
 
 
 def look(interpreter: pathlib.Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Versions of torch and Python, and per feature what is wrong with its hooks; ``{"error": ...}`` where nothing can be imported."""
+    """Versions of torch and Python, and per feature what is wrong with its hooks; ``{"error": ...}`` where nothing can
+    be imported.
+    """
     done = subprocess.run([str(interpreter), "-c", _LOOK], cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1]}
@@ -96,19 +98,45 @@ def count_tests(text: str) -> dict[str, int]:
 
 def run_tests(interpreter: pathlib.Path, environment: Mapping[str, str], path: str, seconds: float) -> dict[str, Any]:
     """How many tests of a file or folder have which outcome, and the names of those that do not pass."""
-    command = [str(interpreter), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--tb=no", "-rA", path]
+    command = [
+        str(interpreter),
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "--tb=no",
+        "-rA",
+        path,
+    ]
     try:
-        text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds).stdout
+        text = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
+        ).stdout
     except subprocess.TimeoutExpired:
         return {"counts": {}, "failed": [f"no end after {seconds:.0f} s"]}
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     return {"counts": count_tests(text), "failed": failed}
 
 
-def run_catalogue(interpreter: pathlib.Path, environment: Mapping[str, str], only: str | None, results: pathlib.Path) -> None:
+def run_catalogue(
+    interpreter: pathlib.Path, environment: Mapping[str, str], only: str | None, results: pathlib.Path
+) -> None:
     """Runs the catalogue, or those of its programs whose names match `only`, into the file `results`."""
-    command = [str(interpreter), "run_corpus.py", "--compile-backend", "dtensor_aten", "--json", str(results.absolute())]
-    subprocess.run([*command, *(["--only", only] if only else [])], cwd=CORPUS, env=environment, check=False, capture_output=True)
+    command = [
+        str(interpreter),
+        "run_corpus.py",
+        "--compile-backend",
+        "dtensor_aten",
+        "--json",
+        str(results.absolute()),
+    ]
+    subprocess.run(
+        [*command, *(["--only", only] if only else [])], cwd=CORPUS, env=environment, check=False, capture_output=True
+    )
 
 
 def judge(results: pathlib.Path) -> dict[str, list[str]]:
@@ -120,7 +148,9 @@ def judge(results: pathlib.Path) -> dict[str, list[str]]:
 
 
 def seen(of: Mapping[str, Any]) -> str:
-    """One line about a program of the catalogue that does not pass: a difference, an error or a graph break, without paths."""
+    """One line about a program of the catalogue that does not pass: a difference, an error or a graph break, without
+    paths.
+    """
     differs = [text for text in (*(of.get("parity") or ()), of.get("fullgraph_parity")) if text not in ("ok", None)]
     errors = [of[key]["msg"] for key in ("eager_error", "compile_error", "fullgraph_error") if of.get(key)]
     lines = [of.get("crash"), *differs, *errors, of.get("eager_bwd_err"), *(of.get("reasons") or ())]
@@ -181,10 +211,15 @@ def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
         if len(set(of_releases)) > 1:
             differing.append([f"`{name}`", *of_releases, "; ".join(dict.fromkeys(filter(None, what)))])
     failing = [
-        f"- {release}: `{name}`" for release, of in found.items() for got in of.get("tests", {}).values() for name in got["failed"]
+        f"- {release}: `{name}`"
+        for release, of in found.items()
+        for got in of.get("tests", {}).values()
+        for name in got["failed"]
     ]
     refused = [f"- {release}: {of['error']}" for release, of in found.items() if "error" in of]
-    reached = ", ".join(f"{release}: {of['date']} (Python {of['python']})" for release, of in found.items() if "error" not in of)
+    reached = ", ".join(
+        f"{release}: {of['date']} (Python {of['python']})" for release, of in found.items() if "error" not in of
+    )
     parts = [
         "# Releases of torch",
         "Made by `tools/torch_matrix.py` (`make releases`); the first release is the primary one. A feature is there where torch has "
@@ -198,7 +233,10 @@ def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
         ("## Tests that pass", table(["tests", *releases], tests) if tests else ""),
         ("## Tests that do not", "\n".join(failing)),
         ("## Catalogue of programs", table(["verdict", *releases], cases) if cases else ""),
-        ("## Programs with another verdict", table(["program", *judged, "what was seen"], differing) if differing else ""),
+        (
+            "## Programs with another verdict",
+            table(["program", *judged, "what was seen"], differing) if differing else "",
+        ),
     ):
         if text:
             parts += [title, text]
@@ -216,13 +254,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = pathlib.Path.home() / ".cache" / "dtensor_compile" / "releases"
     parser.add_argument("--releases", nargs="+", default=list(RELEASES))
-    parser.add_argument("--environments", type=pathlib.Path, default=default, help="folder of the environments, outside of the tree")
-    parser.add_argument("--existing", nargs="*", type=_of_release, default=[], metavar="RELEASE=FOLDER", help="environments that are there")
+    parser.add_argument(
+        "--environments", type=pathlib.Path, default=default, help="folder of the environments, outside of the tree"
+    )
+    parser.add_argument(
+        "--existing",
+        nargs="*",
+        type=_of_release,
+        default=[],
+        metavar="RELEASE=FOLDER",
+        help="environments that are there",
+    )
     parser.add_argument("--python", default=sys.executable, help="makes the environments")
     parser.add_argument("--tests", nargs="*", default=["tests"])
     parser.add_argument("--only", help="of the catalogue, the cases whose names match")
     parser.add_argument("--no-catalogue", action="store_true", help="what an earlier run found of it stays")
-    parser.add_argument("--runs", nargs="*", type=_of_release, default=[], metavar="RELEASE=FILE", help="finished runs of the catalogue")
+    parser.add_argument(
+        "--runs", nargs="*", type=_of_release, default=[], metavar="RELEASE=FILE", help="finished runs of the catalogue"
+    )
     parser.add_argument("--seconds", type=float, default=7200, help="for each entry of --tests")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "docs" / "releases.md")
     args = parser.parse_args(argv)
@@ -231,7 +280,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = args.environments / release
         kept.mkdir(parents=True, exist_ok=True)
         folder = pathlib.Path(existing[release]) if release in existing else kept / "environment"
-        interpreter = folder.absolute() / "bin" / "python" if release in existing else make_environment(folder, release, args.python)
+        interpreter = (
+            folder.absolute() / "bin" / "python"
+            if release in existing
+            else make_environment(folder, release, args.python)
+        )
         environment, results = _environment(kept), kept / "found.json"
         of = json.loads(results.read_text()) if results.exists() else {}
         of = {"tests": of.get("tests", {}), "catalogue": of.get("catalogue", {}), **look(interpreter, environment)}

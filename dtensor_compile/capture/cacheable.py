@@ -1,4 +1,6 @@
-"""What torch's caches between processes keep of a program: the calls of ours that they may, and the programs that they cannot."""
+"""What torch's caches between processes keep of a program: the calls of ours that they may, and the programs that they
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_compile.compat.inductor.compile import cache_refusal
 from dtensor_compile.decisions import Decision
 
+
 def survives_caches(gm: torch.fx.GraphModule) -> bool:
     """Whether the placements of a Dynamo graph's results can be written to a cache and read again.
 
@@ -24,13 +27,17 @@ def survives_caches(gm: torch.fx.GraphModule) -> bool:
 
 
 def cache_decisions(gm: torch.fx.GraphModule, functions: Collection[Callable[..., Any]]) -> list[Decision]:
-    """What keeps a Dynamo graph out of the caches on disk, so that another process compiles it again; empty where nothing does.
+    """What keeps a Dynamo graph out of the caches on disk, so that another process compiles it again; empty where
+    nothing does.
 
     Args:
-        functions: those of ours that a graph may call and be kept: they say all they do by their tensors, meshes, placements, text and
-            integers, which are in the key of a cache.
+        functions: those of ours that a graph may call and be kept: they say all they do by their tensors, meshes,
+            placements, text and integers, which are in the key of a cache.
     """
     reasons = [] if survives_caches(gm) else ["a result has a placement that a cache cannot write and read again"]
     refused = cache_refusal(gm, functions)
     reasons += [refused] if refused else []
-    return [Decision("cache", "", f"every process compiles it: {reason}", "compiled graph", "not kept", left_alone=True) for reason in reasons]
+    return [
+        Decision("cache", "", f"every process compiles it: {reason}", "compiled graph", "not kept", left_alone=True)
+        for reason in reasons
+    ]

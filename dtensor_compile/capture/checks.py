@@ -15,26 +15,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
+from dtensor_compile.capture.trace import emit_redistribution
+from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
+from dtensor_compile.compat.dtensor.specs import Spec, StridedShard, redistribute_hook
+from dtensor_compile.compat.dynamo.communication_counts import is_counting
+from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
+from dtensor_compile.graph.node_costs import GROUP_ARGUMENTS
+from dtensor_compile.graph.nodes import source_line
 from dtensor_compile.ir.mesh import mesh_layout, mesh_text
 from dtensor_compile.ir.spec import REDUCE_OPS
-from dtensor_compile.capture.trace import emit_redistribution
-from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.dynamo.communication_counts import is_counting
-from dtensor_compile.compat.dtensor.specs import Spec, StridedShard, redistribute_hook
-from dtensor_compile.compat.aot.shapes import size_hints
-from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
 from dtensor_compile.planner.shard_intervals import chunk_sizes, cuts_evenly
-from dtensor_compile.graph.nodes import source_line
-from dtensor_compile.graph.node_costs import GROUP_ARGUMENTS
 
 
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Checks the process groups and the meshes that a graph uses.
 
-    A program that uses neither compiles without a process group (on one GPU, on a laptop, in a unit test), which one note says.
+    A program that uses neither compiles without a process group (on one GPU, on a laptop, in a unit test), which one
+    note says.
 
     Raises:
-        NoProcessGroupError: ``torch.distributed`` is not initialized and the program needs it, or a group of a mesh was destroyed.
+        NoProcessGroupError: ``torch.distributed`` is not initialized and the program needs it, or a group of a mesh was
+            destroyed.
         MeshError: a mesh names ranks that do not exist, or a device type that is not there.
         PlacementError: the placements of an input do not fit its mesh or its number of dims.
     """
@@ -67,7 +69,9 @@ def _distributed(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Ite
         yield f"the mesh {mesh_layout(mesh)}"
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            of_ours = inspect.isfunction(node.target) and node.target.__module__.startswith(("dtensor_compile.", "torch.distributed."))
+            of_ours = inspect.isfunction(node.target) and node.target.__module__.startswith(
+                ("dtensor_compile.", "torch.distributed.")
+            )
             if of_ours or not _ARGUMENTS.isdisjoint(_argument_names(node.target)):
                 yield f"{getattr(node.target, '__name__', node.target)} ({source_line(node)})"
 
@@ -84,7 +88,9 @@ def _argument_names(target: Any) -> Iterator[str]:
 
 
 def check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int, what: str) -> None:
-    """Raises `PlacementError` unless there is one placement per mesh dim and each shard names one of the `ndim` tensor dims."""
+    """Raises `PlacementError` unless there is one placement per mesh dim and each shard names one of the `ndim` tensor
+    dims.
+    """
     layout = mesh_layout(compat_mesh.real_mesh(mesh))
     if len(placements) != len(layout.dims):
         raise PlacementError(
@@ -106,7 +112,8 @@ def check_shard_dims(placements: Sequence[Placement], mesh: DeviceMesh, ndim: in
 
 
 def check_reductions(placements: Sequence[Placement], what: str) -> None:
-    """Raises `PlacementError` where a tensor waits for a reduction that no collective carries out, or for two that do not commute.
+    """Raises `PlacementError` where a tensor waits for a reduction that no collective carries out, or for two that do
+    not commute.
 
     Placements of a class of the user's may reduce as they like.
     """
@@ -119,8 +126,8 @@ def check_reductions(placements: Sequence[Placement], what: str) -> None:
 
 
 def check_commuting(placements: Sequence[Placement], what: str) -> None:
-    """Raises `PlacementError` where a tensor waits for two reductions of which the order matters (as torch does, without a word on
-    what to do instead).
+    """Raises `PlacementError` where a tensor waits for two reductions of which the order matters (as torch does,
+    without a word on what to do instead).
     """
     ops = list(dict.fromkeys(p.reduce_op for p in placements if type(p) is Partial))
     if len(ops) > 1 and not set(ops) <= {"sum", "avg"}:
@@ -133,15 +140,15 @@ def check_commuting(placements: Sequence[Placement], what: str) -> None:
 
 @contextlib.contextmanager
 def check_redistributions() -> Iterator[None]:
-    """While it is entered, a redistribution to a shard of a dim that is not there raises `PlacementError` (torch: an IndexError), and
-    so does one of terms that cannot be combined.
+    """While it is entered, a redistribution to a shard of a dim that is not there raises `PlacementError` (torch: an
+    IndexError), and so does one of terms that cannot be combined.
 
-    A size that varies is fixed where a rank gets one row of it or none: torch takes 0 and 1 for other programs than all other sizes,
-    so that this rank would fix it and the others would not, and their graphs would call other collectives.
+    A size that varies is fixed where a rank gets one row of it or none: torch takes 0 and 1 for other programs than all
+    other sizes, so that this rank would fix it and the others would not, and their graphs would call other collectives.
 
-    All go by the operator, as later in the trace, but where eager's collectives are counted. What torch does takes longer, warns of
-    collectives that are not made, and for strided shards finds out what is where with tensors of indices, whose values are not there
-    while tracing.
+    All go by the operator, as later in the trace, but where eager's collectives are counted. What torch does takes
+    longer, warns of collectives that are not made, and for strided shards finds out what is where with tensors of
+    indices, whose values are not there while tracing.
     """
 
     def check(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -161,7 +168,11 @@ def check_redistributions() -> Iterator[None]:
 
 def _fix_sizes_of_single_rows(shape: Sequence[Any], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> None:
     for dim, (size, hint) in enumerate(zip(shape, size_hints(shape))):
-        cuts = [n for p, n in zip(placements, mesh_shape) if isinstance(p, (Shard, StridedShard)) and p.dim % len(shape) == dim]
+        cuts = [
+            n
+            for p, n in zip(placements, mesh_shape)
+            if isinstance(p, (Shard, StridedShard)) and p.dim % len(shape) == dim
+        ]
         if isinstance(size, torch.SymInt) and cuts and min(chunk_sizes(hint, cuts)) < 2:
             int(size)  # guards that it is what it is now
 

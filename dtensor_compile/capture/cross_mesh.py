@@ -1,7 +1,7 @@
 """`redistribute`: a DTensor on another mesh, with a gradient.
 
-torch's ``DTensor.redistribute(device_mesh=other)`` raises where placements change. This one sends what is needed, in one exchange
-among the ranks of both meshes (``ops/cross_mesh_plan.py``), in eager and as one node of a compiled graph:
+torch's ``DTensor.redistribute(device_mesh=other)`` raises where placements change. This one sends what is needed, in
+one exchange among the ranks of both meshes (``ops/cross_mesh_plan.py``), in eager and as one node of a compiled graph:
 
     y = dtensor_compile.redistribute(x, stage_1, [Shard(0)])       # x on stage_0
 """
@@ -15,10 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dtensor_compile.ops.redistribute_across import redistribute_across_op, source_of_all
-from dtensor_compile.ir.mesh import join_meshes, mesh_layout, mesh_text, parse_mesh
-from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.capture.checks import check_mesh, check_placements
+from dtensor_compile.compat.distributed.device_meshes import my_rank, real_mesh
 from dtensor_compile.compat.dtensor.specs import (
     MaskPartial,
     Partial,
@@ -32,19 +30,24 @@ from dtensor_compile.compat.dtensor.specs import (
     make_spec,
     with_local,
 )
-from dtensor_compile.compat.distributed.device_meshes import my_rank, real_mesh
 from dtensor_compile.errors import MeshError, PlacementError, SpecTextError
+from dtensor_compile.ir.mesh import join_meshes, mesh_layout, mesh_text, parse_mesh
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.ops.redistribute_across import redistribute_across_op, source_of_all
 
 
 @torch.compiler.allow_in_graph
 def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """`x` with these placements on this mesh, which may be another than its own: other ranks, another shape, a part or the whole.
+    """`x` with these placements on this mesh, which may be another than its own: other ranks, another shape, a part or
+    the whole.
 
-    Every rank of both meshes calls it; a rank that is not part of one has an empty local tensor of shape ``(0,)`` there, as in
-    torch. The ranks of both make a process group the first time. On the mesh of `x` it is ``x.redistribute``. A slice of a mesh
-    (``mesh["tp"]``) stands for all such slices: they hold the same tensor, and so do their gradients.
+    Every rank of both meshes calls it; a rank that is not part of one has an empty local tensor of shape ``(0,)``
+    there, as in torch. The ranks of both make a process group the first time. On the mesh of `x` it is
+    ``x.redistribute``. A slice of a mesh (``mesh["tp"]``) stands for all such slices: they hold the same tensor, and so
+    do their gradients.
 
-    The gradient goes back to the mesh of `x` and its placements; where those are partial it is replicated, as it is in torch.
+    The gradient goes back to the mesh of `x` and its placements; where those are partial it is replicated, as it is in
+    torch.
 
     Args:
         x: of any global shape; sizes count as constants while compiling.
@@ -55,7 +58,8 @@ def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Place
         a DTensor of the same global shape, contiguous.
 
     Raises:
-        MeshError: the meshes are of different device types, list ranks in another order than ascending, or do not fit the job.
+        MeshError: the meshes are of different device types, list ranks in another order than ascending, or do not fit
+            the job.
         PlacementError: the placements do not fit the mesh or the tensor, or one is of a class of the user's.
         PlanError: the target is partial, or the source waits for two reductions whose order matters.
         NoProcessGroupError: not all ranks of both meshes came within a minute.
@@ -101,7 +105,9 @@ class _Across(torch.autograd.Function):
             source = spec_text([Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before])
             target = spec_text(placements)
         except SpecTextError as error:
-            raise PlacementError(f"redistribute {tuple(before)} to {tuple(placements)} on another mesh: {error}") from error
+            raise PlacementError(
+                f"redistribute {tuple(before)} to {tuple(placements)} on another mesh: {error}"
+            ) from error
         meshes = mesh_text(spec.mesh), mesh_text(mesh)
         if not known and not is_traced(local):  # while tracing, ranks decide alike (compat/dtensor/sharding.py)
             source = source_of_all(source, *meshes, x.shape, local)

@@ -1,4 +1,6 @@
-"""Gradients that come into a compiled graph placed otherwise than it was compiled for (`compat.aot.tangents`), as decisions with their cost."""
+"""Gradients that come into a compiled graph placed otherwise than it was compiled for (`compat.aot.tangents`), as
+decisions with their cost.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ def _bytes_between(value: Any, expected: Sequence[Placement]) -> int:
     mesh = real_mesh(value.device_mesh)
     try:
         steps = plan_of(
-            spec_text(value.placements), spec_text(expected), parse_mesh(mesh_text(mesh)), value.shape, value.element_size(), bounded=False
+            spec_text(value.placements),
+            spec_text(expected),
+            parse_mesh(mesh_text(mesh)),
+            value.shape,
+            value.element_size(),
+            bounded=False,
         )
     except (SpecTextError, PlanError):
         return 0

@@ -1,34 +1,48 @@
-"""Operators for which DTensor has no rule, or none that can be traced: the rules of `compat.dtensor.sharding`, and what is said about them."""
+"""Operators for which DTensor has no rule, or none that can be traced: the rules of `compat.dtensor.sharding`, and what
+is said about them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 
-from dtensor_compile.compat.dynamo.tracing import options_on_stack, traces_for_us
 from dtensor_compile.compat.dtensor.sharding import fallback_reports, sharding_rules
+from dtensor_compile.compat.dynamo.tracing import options_on_stack, traces_for_us
 from dtensor_compile.decisions import Decision
 
 
 def rules_while_tracing() -> contextlib.AbstractContextManager[None]:
-    """The rules for the time of tracing; ``options={"fallback": "error"}`` leaves operators without one to torch's error."""
+    """The rules for the time of tracing; ``options={"fallback": "error"}`` leaves operators without one to torch's
+    error.
+    """
     return sharding_rules(traces_for_us, lambda: options_on_stack().get("fallback", "replicate") == "replicate")
 
 
 @contextlib.contextmanager
 def report_fallbacks(decided: Callable[[list[Decision]], None]) -> Iterator[None]:
-    """While it is entered, `decided` is told once of each operator that runs on replicated tensors for lack of a sharding rule."""
+    """While it is entered, `decided` is told once of each operator that runs on replicated tensors for lack of a
+    sharding rule.
+    """
     told: set[str] = set()
 
     def tell(op: str) -> None:
         if op not in told:
             told.add(op)
-            decided([Decision("replicate_fallback", "", f"torch has no sharding rule for {op}: it runs on replicated tensors")])
+            decided(
+                [
+                    Decision(
+                        "replicate_fallback", "", f"torch has no sharding rule for {op}: it runs on replicated tensors"
+                    )
+                ]
+            )
 
     with fallback_reports(tell):
         yield
 
 
 def rules_anywhere() -> contextlib.AbstractContextManager[None]:
-    """The rules for questions that are asked outside of tracing (which dims of an operator's tensors belong together)."""
+    """The rules for questions that are asked outside of tracing (which dims of an operator's tensors belong
+    together).
+    """
     return sharding_rules(lambda: True, lambda: True)

@@ -1,13 +1,14 @@
 """The scope in which redistributions become ``dtensor_compile::redistribute`` nodes.
 
-torch moves tensors between placements in one function, for explicit and implicit redistributions, forward and backward. While our
-backend traces, calls to it become the operator. What the operator does not speak of stays with torch, in the graph all the same, and
-the nodes that torch makes for it say why (`HANDED_BACK`):
+torch moves tensors between placements in one function, for explicit and implicit redistributions, forward and backward.
+While our backend traces, calls to it become the operator. What the operator does not speak of stays with torch, in the
+graph all the same, and the nodes that torch makes for it say why (`HANDED_BACK`):
 
-- A masked partial (row-wise embedding) owes a mask before it is summed. The mask is applied as a local operator, what is left is
-  an ordinary partial sum. Making the mask sends nothing and is torch's own code.
-- Placements of a class made by the user, changes that torch refuses, and local tensors that are not what their spec says (torch's
-  rule for a convolution over a sharded image calls the gradient of its input replicated): there torch's own code decides what comes out.
+- A masked partial (row-wise embedding) owes a mask before it is summed. The mask is applied as a local operator, what
+  is left is an ordinary partial sum. Making the mask sends nothing and is torch's own code.
+- Placements of a class made by the user, changes that torch refuses, and local tensors that are not what their spec
+  says (torch's rule for a convolution over a sharded image calls the gradient of its input replicated): there torch's
+  own code decides what comes out.
 - Meshes over a permuted list of ranks that torch made: what they mean depends on the order of torch's own steps.
 """
 
@@ -20,10 +21,6 @@ from typing import NamedTuple
 
 import torch
 
-from dtensor_compile.graph.global_annotations import mark
-from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_text, parse_mesh
-from dtensor_compile.ops.redistribute import check_local, plan_of, redistribute_op
-from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import (
     MaskPartial,
@@ -38,8 +35,12 @@ from dtensor_compile.compat.dtensor.specs import (
     stock_redistribute_local,
 )
 from dtensor_compile.compat.dynamo.observe import forcing_operator, newest_node, nodes_since
-from dtensor_compile.graph.nodes import FORCED_BY, HANDED_BACK
 from dtensor_compile.errors import PlanError, SpecTextError
+from dtensor_compile.graph.global_annotations import mark
+from dtensor_compile.graph.nodes import FORCED_BY, HANDED_BACK
+from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_text, parse_mesh
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.ops.redistribute import check_local, plan_of, redistribute_op
 
 
 class HandedBack(NamedTuple):
@@ -59,7 +60,9 @@ def capture_redistributions() -> Iterator[None]:
         yield
 
 
-def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
+def emit_redistribution(
+    local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]
+) -> torch.Tensor:
     """The local tensor in the target spec: by the operator where it speaks of the change, else by `stock`."""
     mark(local, source)
     mesh = compat_mesh.real_mesh(source.mesh)
@@ -76,7 +79,9 @@ def emit_redistribution(local: torch.Tensor, source: Spec, target: Spec, stock: 
         return _hand_back(stock, "a shard is to become partial")  # which torch refuses for most
     if any(isinstance(p, MaskPartial) for p in after):
         return _emit_to_mask(local, source, target, before, after, stock)
-    pending = [p for i, p in enumerate(before) if isinstance(p, MaskPartial) and mesh.size(i) > 1]  # one rank has every row
+    pending = [
+        p for i, p in enumerate(before) if isinstance(p, MaskPartial) and mesh.size(i) > 1
+    ]  # one rank has every row
     if len(pending) > 1:
         return _hand_back(stock, "it is partial under the masks of several mesh dims")
     before = tuple(Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before)
@@ -125,7 +130,9 @@ def _emit_to_mask(
     after: tuple[Placement, ...],
     stock: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Indices on their way into a row-wise lookup: replicate them, then let torch make the mask, which sends nothing."""
+    """Indices on their way into a row-wise lookup: replicate them, then let torch make the mask, which sends
+    nothing.
+    """
     if all(a == b or isinstance(b, MaskPartial) and isinstance(a, Replicate) for a, b in zip(before, after)):
         return stock()  # a mask alone, which sends nothing
     assert source.tensor_meta is not None

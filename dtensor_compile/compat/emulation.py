@@ -1,13 +1,15 @@
-"""torch taken for one with a GPU that is not there: fake tensors on ``cuda``, and Inductor's code for them. Undone at the end.
+"""torch taken for one with a GPU that is not there: fake tensors on ``cuda``, and Inductor's code for them. Undone at
+the end.
 
 What is taken over, each for as long as `emulated` is entered:
 
 - `CudaTensorsAreFake` is the fake tensor mode: what is on ``cuda`` is fake, everything else is real.
 - ``torch.cuda`` and Dynamo's device interface answer with the properties of the GPU.
 - A module that is moved or cast keeps its parameters, as with tensors that a device holds.
-- A torch without a GPU, whether built for CUDA or not, gets a device in name (`offline/native_code`): its autograd ends the process
-  otherwise, or asks the driver.
-- Inductor loads kernels and generated code through `Hooks`; its caches are off, and what it remembers of devices is forgotten.
+- A torch without a GPU, whether built for CUDA or not, gets a device in name (`offline/native_code`): its autograd ends
+  the process otherwise, or asks the driver.
+- Inductor loads kernels and generated code through `Hooks`; its caches are off, and what it remembers of devices is
+  forgotten.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._random
-from torch._dynamo import device_interface
 from torch._C._distributed_c10d import _create_work_from_future
+from torch._dynamo import device_interface
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
@@ -49,7 +51,10 @@ if TYPE_CHECKING:
 _GUARDS = "torch._C._dynamo.guards:"
 _GPU = feature(
     "a GPU that is not there",
-    *(hook(f"torch.cuda:{name}") for name in ("_exchange_device", "_maybe_exchange_device", "_DeviceGuard", "_lazy_init")),
+    *(
+        hook(f"torch.cuda:{name}")
+        for name in ("_exchange_device", "_maybe_exchange_device", "_DeviceGuard", "_lazy_init")
+    ),
     hook("torch._C:_ensureCUDADeviceGuardSet"),
     *(hook(_GUARDS + name) for name in ("_reinterpret_tensor", "assert_alignment", "copy_if_misaligned")),
     hook("torch._dynamo.device_interface:CudaInterface.Worker"),
@@ -85,8 +90,10 @@ class Hooks:
     """Who is told of what Inductor makes.
 
     Attributes:
-        kernel: is given the name and the source of a Triton kernel, and returns what the generated code calls ``run`` of.
-        graph: is given the text of generated code and whether it is of a backward graph, and returns a context to run it in.
+        kernel: is given the name and the source of a Triton kernel, and returns what the generated code calls ``run``
+            of.
+        graph: is given the text of generated code and whether it is of a backward graph, and returns a context to run
+            it in.
     """
 
     kernel: Callable[[str, str], Any]
@@ -122,7 +129,9 @@ def _is_for_cuda(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _with_future(result: Any) -> Any:
-    """Results of a collective, whose work has them in its future, as hooks of gradients expect; that of a fake group has nothing."""
+    """Results of a collective, whose work has them in its future, as hooks of gradients expect; that of a fake group
+    has nothing.
+    """
     if not (isinstance(result, tuple) and isinstance(result[-1], torch.ScriptObject)):
         return result  # a barrier
     future = torch.futures.Future[list[torch.Tensor]]()
@@ -163,7 +172,9 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
-    """While Dynamo traces, without a mode, optimizers make their states and ``replicate`` its wrapper; here they do with `mode`."""
+    """While Dynamo traces, without a mode, optimizers make their states and ``replicate`` its wrapper; here they do
+    with `mode`.
+    """
 
     def under(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +183,11 @@ def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
 
         return functools.wraps(function)(run)
 
-    makers = [(cls, "_init_group") for cls in vars(torch.optim).values() if isinstance(cls, type) and "_init_group" in vars(cls)]
+    makers = [
+        (cls, "_init_group")
+        for cls in vars(torch.optim).values()
+        if isinstance(cls, type) and "_init_group" in vars(cls)
+    ]
     with contextlib.ExitStack() as stack:
         for cls, name in (*makers, (DistributedDataParallel, "__init__")):
             stack.enter_context(mock.patch.object(cls, name, under(vars(cls)[name])))
@@ -181,8 +196,8 @@ def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_measured_times() -> Iterator[None]:
-    """``DistributedDataParallel`` does without the times that it measures on the device, and without comparing its parameters with those
-    of other ranks, which it reads there."""
+    """``DistributedDataParallel`` does without the times that it measures on the device, and without comparing its
+    parameters with those of other ranks, which it reads there."""
     with (
         mock.patch.object(dist.Logger, "set_runtime_stats_and_log", _nothing),
         mock.patch.object(dist, "_verify_params_across_processes", _nothing),
@@ -192,13 +207,16 @@ def _no_measured_times() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules_keep_parameters() -> Iterator[None]:
-    """``module.to(...)`` and its like change parameters in place, as they do on a device; optimizers and ties hold them.
+    """``module.to(...)`` and its like change parameters in place, as they do on a device; optimizers and ties hold
+    them.
 
     torch replaces a parameter that becomes fake by another, and cannot convert one that is fake.
     """
     stock = torch.nn.Module._apply
 
-    def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+    def apply(
+        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> torch.nn.Module:
         for child in self.children() if recurse else ():
             child._apply(fn)
         parameters = dict(self._parameters)
@@ -208,7 +226,9 @@ def _modules_keep_parameters() -> Iterator[None]:
         try:
             return stock(self, fn, recurse=False)
         finally:
-            self._parameters.update({name: value for name, value in parameters.items() if self._parameters[name] is None})
+            self._parameters.update(
+                {name: value for name, value in parameters.items() if self._parameters[name] is None}
+            )
 
     with mock.patch.object(torch.nn.Module, "_apply", apply):
         yield
@@ -250,7 +270,9 @@ def _library() -> ctypes.CDLL:
     source = importlib.resources.files("dtensor_compile.offline") / "native_code" / "cuda_device.cpp"
     try:
         with importlib.resources.as_file(source) as main:
-            return ctypes.CDLL(str(built_library("dtensor_compile_cuda_device", main, ("torch_python", "torch_cpu", "c10"))))
+            return ctypes.CDLL(
+                str(built_library("dtensor_compile_cuda_device", main, ("torch_python", "torch_cpu", "c10")))
+            )
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         raise OfflineError(
@@ -370,7 +392,16 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         "current_stream": _Stream,
         "default_stream": _Stream,
     }
-    for name in ("_lazy_init", "init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all"):
+    for name in (
+        "_lazy_init",
+        "init",
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "set_rng_state",
+        "manual_seed",
+        "manual_seed_all",
+    ):
         answers[name] = _nothing
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
@@ -378,13 +409,17 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _first, create=True))
         stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
-        stack.enter_context(mock.patch.object(fake_tensor, "run_fallback_kernel", _without_kernel(fake_tensor.run_fallback_kernel)))
+        stack.enter_context(
+            mock.patch.object(fake_tensor, "run_fallback_kernel", _without_kernel(fake_tensor.run_fallback_kernel))
+        )
         stack.enter_context(mock.patch.object(proxy_tensor, "unset_fake_temporarily", _real_on_cpu))
         yield
 
 
 def _without_kernel(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """torch runs an operator that has no rule for fake tensors on the device. One that returns nothing, as fused SGD, needs no run."""
+    """torch runs an operator that has no rule for fake tensors on the device. One that returns nothing, as fused SGD,
+    needs no run.
+    """
 
     def run(fake_mode: FakeTensorMode, func: Any, *args: Any) -> Any:
         return stock(fake_mode, func, *args) if func._schema.returns else None
@@ -472,7 +507,9 @@ def _generated_code(hooks: Hooks) -> Iterator[None]:
 
     def select(self: Any, name: str, choices: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_libraries = [choice for choice in choices if isinstance(choice, ExternKernelCaller)]
-        return stock_select(self, name, (of_libraries or choices)[:1], *args, **kwargs)  # others would have to be measured
+        return stock_select(
+            self, name, (of_libraries or choices)[:1], *args, **kwargs
+        )  # others would have to be measured
 
     def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
         as_strided = torch.as_strided if isinstance(tensor, FakeTensor) else stock_view
@@ -507,7 +544,9 @@ def _generated_code(hooks: Hooks) -> Iterator[None]:
                     del sys.modules[name]
 
 
-def _called_in(scope: Callable[[], contextlib.AbstractContextManager[Any]], call: Callable[..., Any]) -> Callable[..., Any]:
+def _called_in(
+    scope: Callable[[], contextlib.AbstractContextManager[Any]], call: Callable[..., Any]
+) -> Callable[..., Any]:
     def run(args: Any) -> Any:
         with scope():
             return call(args)
@@ -518,8 +557,8 @@ def _called_in(scope: Callable[[], contextlib.AbstractContextManager[Any]], call
 def _make_tables() -> None:
     """Tables that torch makes at first use, and keeps for good, are those of a process without the device.
 
-    Dynamo's hold functions of ``torch.cuda``, Inductor's patterns that were traced on a device, autograd's a thread for each
-    device.
+    Dynamo's hold functions of ``torch.cuda``, Inductor's patterns that were traced on a device, autograd's a thread for
+    each device.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad
 
@@ -578,7 +617,9 @@ def _forget_devices() -> None:
 class _OnCpu(TorchDispatchMode):
     """Operators run on the CPU, whatever device they name."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         def on_cpu(x: Any) -> Any:
             return torch.device("cpu") if isinstance(x, torch.device) else x
 
@@ -599,7 +640,9 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.told = told
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator) or not func.is_view and func.namespace != "prim" and func not in _NEW:
             self.told(func, args, result)

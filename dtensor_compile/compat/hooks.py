@@ -1,12 +1,13 @@
-"""Hooks: what a feature replaces or calls of torch under a private name, and what happens where torch has no such thing.
+"""Hooks: what a feature replaces or calls of torch under a private name, and what happens where torch has no such
+thing.
 
-    @needs("a feature", hook("torch._functorch.partitioners:functionalize_rng_ops", "joint_module ..."), without="this happens")
-    @contextlib.contextmanager
+    @needs("a feature", hook("torch._functorch.partitioners:functionalize_rng_ops", "joint_module ..."), without="this
+    happens") @contextlib.contextmanager
     def place_random_states() -> Iterator[None]: ...
 
-Where torch has no such function, or one with other parameters, the scope is not entered: the feature is missing, which one warning
-says, with the name of the hook; the rest works. A feature is `essential` where numbers could be wrong without it, or where a program
-asks for it by name: what would use it is an error then.
+Where torch has no such function, or one with other parameters, the scope is not entered: the feature is missing, which
+one warning says, with the name of the hook; the rest works. A feature is `essential` where numbers could be wrong
+without it, or where a program asks for it by name: what would use it is an error then.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ class Hook:
 
     Attributes:
         place: ``module:name`` or ``module:Class.name``; in a module of settings the name of one.
-        takes: parameter lists that we know how to call, names with blanks between; ``...`` at the end allows more of them. None: it
-            is enough that the name is there.
+        takes: parameter lists that we know how to call, names with blanks between; ``...`` at the end allows more of
+            them. None: it is enough that the name is there.
     """
 
     place: str
     takes: tuple[str, ...] = ()
 
     def problem(self) -> str | None:
-        """What is wrong with it in the installed release, as the end of a sentence; None where it is as it should be."""
+        """What is wrong with it in the installed release, as the end of a sentence; None where it is as it should
+        be.
+        """
         module, _, path = self.place.partition(":")
         try:
             found: Any = importlib.import_module(module)
@@ -106,8 +109,8 @@ class Feature:
     _told: bool = False
 
     def __post_init__(self) -> None:
-        """Looks at what is there already: later, scopes may have put functions of ours into the place of others. What is not
-        imported yet is looked at when the feature is first used.
+        """Looks at what is there already: later, scopes may have put functions of ours into the place of others. What
+        is not imported yet is looked at when the feature is first used.
         """
         self._known = {hook: hook.problem() for hook in self.hooks if hook.place.partition(":")[0] in sys.modules}
 
@@ -127,7 +130,9 @@ class Feature:
         problems = self.problems()
         if not problems:
             return True
-        text = f"dtensor_compile: {self.name}: torch {torch.__version__} {'; '.join(problems)}. Without it {self.without}"
+        text = (
+            f"dtensor_compile: {self.name}: torch {torch.__version__} {'; '.join(problems)}. Without it {self.without}"
+        )
         if self.essential:
             raise UnsupportedTorchError(text)
         if not self._told:

@@ -20,7 +20,7 @@ IN_PART = {
 
 def minor_release(version: str) -> str:
     """``"2.13.0+cpu"`` -> ``"2.13"``."""
-    return ".".join(version.split("+")[0].split(".")[:2])
+    return ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
 
 
 def _number(minor: str) -> tuple[int, ...]:
@@ -35,7 +35,8 @@ def _how_far_it_is(minor: str) -> str:
 
 
 def check_release(version: str = torch.__version__) -> None:
-    """Raises `UnsupportedTorchError`, with how far it is from the supported releases and their names, unless `version` is one of them.
+    """Raises `UnsupportedTorchError`, with how far it is from the supported releases and their names, unless `version`
+    is one of them.
 
     Warns where one is supported in part.
     """

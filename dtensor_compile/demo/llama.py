@@ -1,4 +1,6 @@
-"""A small Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU. Plain single-device torch; ``parallel.py`` shards it."""
+"""A small Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU. Plain single-device torch; ``parallel.py``
+shards it.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def rotary_table(head_dim: int, positions: int, base: float = 10000.0) -> torch.
 
 
 def rotate(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Rotates the two halves of each head against each other by its position; x is (batch, heads, sequence, head_dim)."""
+    """Rotates the two halves of each head against each other by its position; x is (batch, heads, sequence,
+    head_dim).
+    """
     a, b = x.chunk(2, dim=-1)
     cos, sin = rotary.unbind(1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

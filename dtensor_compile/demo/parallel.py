@@ -1,4 +1,6 @@
-"""Three ways to spread `Llama` over ranks, as users write them with torch's own API. Nothing here knows of a compiler."""
+"""Three ways to spread `Llama` over ranks, as users write them with torch's own API. Nothing here knows of a
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from dtensor_compile.demo.llama import Llama
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Tensor and sequence parallel over a 1-D mesh: weights are split by heads and by hidden units, activations between the
-    blocks by sequence; the embedding is split by rows of its table. Logits come back whole on every rank."""
+    """Tensor and sequence parallel over a 1-D mesh: weights are split by heads and by hidden units, activations between
+    the blocks by sequence; the embedding is split by rows of its table. Logits come back whole on every rank."""
     parallelize_module(
         model,
         mesh,
@@ -54,13 +56,16 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
 
 
 class Gathered(nn.Module):
-    """A parameter that is stored in shards over `mesh` and whole while it is used; its gradient is summed into the shards.
+    """A parameter that is stored in shards over `mesh` and whole while it is used; its gradient is summed into the
+    shards.
 
-    Where the whole parameter is itself a DTensor over another mesh (tensor parallel inside, sharded storage outside), `inner` is
-    that mesh and `placement` the placement on it.
+    Where the whole parameter is itself a DTensor over another mesh (tensor parallel inside, sharded storage outside),
+    `inner` is that mesh and `placement` the placement on it.
     """
 
-    def __init__(self, mesh: DeviceMesh, inner: DeviceMesh | None = None, placement: Shard | Replicate | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, inner: DeviceMesh | None = None, placement: Shard | Replicate | None = None
+    ) -> None:
         super().__init__()
         self.mesh, self.inner = mesh, inner
         rest = () if inner is None else (placement,)
@@ -73,8 +78,8 @@ class Gathered(nn.Module):
 
 
 def shard_parameters(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Data parallel over a 1-D mesh with parameters, gradients and optimizer states in shards (as FSDP stores them). Each rank
-    feeds its own part of the batch, and divides its loss by the number of ranks."""
+    """Data parallel over a 1-D mesh with parameters, gradients and optimizer states in shards (as FSDP stores them).
+    Each rank feeds its own part of the batch, and divides its loss by the number of ranks."""
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
@@ -84,8 +89,9 @@ def shard_parameters(model: Llama, mesh: DeviceMesh) -> Llama:
 
 
 def two_dim(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Both over a 2-D mesh (dp, tp): tensor and sequence parallel inside, parameters stored in shards over the data-parallel ranks.
-    A parameter is sharded over dp along another tensor dim than over tp, so that each gather is over one mesh dim."""
+    """Both over a 2-D mesh (dp, tp): tensor and sequence parallel inside, parameters stored in shards over the
+    data-parallel ranks. A parameter is sharded over dp along another tensor dim than over tp, so that each gather is
+    over one mesh dim."""
     tp = mesh[mesh.mesh_dim_names[1]]
     tensor_parallel(model, tp)
     for module in list(model.modules()):
@@ -97,5 +103,7 @@ def two_dim(model: Llama, mesh: DeviceMesh) -> Llama:
             sharded = DTensor.from_local(part, mesh, [Shard(dim), placement], run_check=False)
             setattr(module, name, nn.Parameter(sharded))
             inner = tp if isinstance(parameter, DTensor) else None
-            register_parametrization(module, name, Gathered(mesh, inner, placement) if inner else Gathered(mesh), unsafe=True)
+            register_parametrization(
+                module, name, Gathered(mesh, inner, placement) if inner else Gathered(mesh), unsafe=True
+            )
     return model

@@ -1,4 +1,5 @@
-"""Trains `Llama` eager, with stock Inductor and with this backend, from equal states on the ranks of one job, and compares them.
+"""Trains `Llama` eager, with stock Inductor and with this backend, from equal states on the ranks of one job, and
+compares them.
 
     torchrun --nproc-per-node 2 -m dtensor_compile.demo.train --layout tp
 
@@ -26,8 +27,8 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.distributed.gloo import one_gloo_worker
+from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel, two_dim
@@ -84,7 +85,9 @@ class Run:
 
 
 def batches(config: LlamaConfig, mesh: DeviceMesh, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and targets of each step for this rank: the same global batch on all ranks, split over the mesh dim ``dp``."""
+    """Tokens and targets of each step for this rank: the same global batch on all ranks, split over the mesh dim
+    ``dp``.
+    """
     generator = torch.Generator().manual_seed(1)
     names = mesh.mesh_dim_names or ()
     parts, mine = (mesh.size(names.index("dp")), mesh.get_local_rank("dp")) if "dp" in names else (1, 0)
@@ -99,7 +102,9 @@ def batches(config: LlamaConfig, mesh: DeviceMesh, steps: int) -> list[tuple[tor
 class Trainer:
     """A model, its optimizer and its batches; `step` is one training step."""
 
-    def __init__(self, layout: Layout, mesh: DeviceMesh, config: LlamaConfig, steps: int, wrap: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, layout: Layout, mesh: DeviceMesh, config: LlamaConfig, steps: int, wrap: Callable[[Any], Any]
+    ) -> None:
         torch.manual_seed(0)
         self.model = layout.apply(Llama(config).to(mesh.device_type), mesh)
         self.run = wrap(self.model)
@@ -148,7 +153,9 @@ def compare(
     recordings = {"stock": Recording(), "ours": Recording()}
     wraps: dict[str, Callable[[Any], Any]] = {"eager": lambda model: model}
     if stock:
-        wraps["stock"] = lambda model: torch.compile(model, backend="inductor", options=observe_stock(recordings["stock"]))
+        wraps["stock"] = lambda model: torch.compile(
+            model, backend="inductor", options=observe_stock(recordings["stock"])
+        )
     wraps["ours"] = lambda model: torch.compile(model, backend="dtensor", fullgraph=True)
 
     runs, trainers = [], {}
@@ -209,7 +216,8 @@ def loss_difference(run: Run, eager: Run) -> float:
 def gradient_difference(run: Run, eager: Run) -> float:
     """Largest difference of a gradient of the first step, relative to the largest value of that gradient."""
     return max(
-        ((run.gradients[name] - g).abs().max() / g.abs().max().clamp_min(1e-12)).item() for name, g in eager.gradients.items()
+        ((run.gradients[name] - g).abs().max() / g.abs().max().clamp_min(1e-12)).item()
+        for name, g in eager.gradients.items()
     )
 
 
@@ -257,7 +265,9 @@ def to_json(runs: list[Run], **facts: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="dtensor_compile.demo.train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="dtensor_compile.demo.train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--layout", choices=LAYOUTS, default="tp")
     parser.add_argument("--layers", type=int, default=LlamaConfig.layers)
     parser.add_argument("--steps", type=int, default=10)
@@ -290,7 +300,9 @@ def main(argv: list[str] | None = None) -> None:
             Console().print(table(runs, title))
             if args.json:
                 with open(args.json, "w") as file:
-                    file.write(to_json(runs, layout=args.layout, world=world, layers=config.layers, torch=torch.__version__))
+                    file.write(
+                        to_json(runs, layout=args.layout, world=world, layers=config.layers, torch=torch.__version__)
+                    )
     finally:
         dist.destroy_process_group()
 

@@ -1,14 +1,14 @@
 """Inputs that share memory through a DTensor: programs that write to them run operator by operator.
 
-AOTAutograd finds out which inputs share memory by their storages, and a DTensor does not show that of its local tensor (nor does an
-AsyncCollectiveTensor that of its own). Two DTensors over one local tensor, or a DTensor and its local tensor, then count as two values, and
-a write to one does not reach the other:
+AOTAutograd finds out which inputs share memory by their storages, and a DTensor does not show that of its local tensor
+(nor does an AsyncCollectiveTensor that of its own). Two DTensors over one local tensor, or a DTensor and its local
+tensor, then count as two values, and a write to one does not reach the other:
 
     x, y over one local tensor: x.add_(1); return x + y      # compiled alone: y is still what it was
 
-Whether inputs share memory may change from call to call, so the compiled code of a program that writes asks each time, and hands over
-to the traced program itself where it is so; the first such call is a decision. Programs that write to nothing are not asked.
-"""
+Whether inputs share memory may change from call to call, so the compiled code of a program that writes asks each time,
+and hands over to the traced program itself where it is so; the first such call is a decision. Programs that write to
+nothing are not asked."""
 
 from __future__ import annotations
 
@@ -27,14 +27,27 @@ from dtensor_compile.decisions import Decision
 #: Python's operators that write to their first argument: ``x += y``, ``x[i] = y``.
 _WRITING = {
     operator.setitem,
-    *(operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv, operator.ifloordiv, operator.imod),
+    *(
+        operator.iadd,
+        operator.isub,
+        operator.imul,
+        operator.imatmul,
+        operator.itruediv,
+        operator.ifloordiv,
+        operator.imod,
+    ),
     *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
 }
 
 
 def may_write(gm: torch.fx.GraphModule) -> bool:
     """Whether some node of a Dynamo graph may write to a tensor in place: by its name, its schema or its arguments."""
-    return any(writes_in_place(node) for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes)
+    return any(
+        writes_in_place(node)
+        for module in gm.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 def writes_in_place(node: torch.fx.Node) -> bool:
@@ -64,7 +77,8 @@ def _place_of_inplace(function: Callable[..., Any]) -> int | None:
 
 
 def shares_memory(values: tuple[Any, ...], asynchronous: bool = False) -> bool:
-    """Whether two of `values` are one tensor, or share memory that at least one of them holds in another tensor, as a DTensor does.
+    """Whether two of `values` are one tensor, or share memory that at least one of them holds in another tensor, as a
+    DTensor does.
 
     Args:
         asynchronous: AsyncCollectiveTensors are among them, which do not show the storage of the tensor that they hold.
@@ -84,7 +98,9 @@ def shares_memory(values: tuple[Any, ...], asynchronous: bool = False) -> bool:
 
 
 def _overlap(spans: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether two of these spans (in order of where they start) overlap, one of them of a tensor that another one holds."""
+    """Whether two of these spans (in order of where they start) overlap, one of them of a tensor that another one
+    holds.
+    """
     return any(
         a_held or b_held
         for i, (_, a_end, a_held) in enumerate(spans)

@@ -3,10 +3,10 @@
     before   n: "i64[4]" = torch.bincount(ids, minlength=4)              the program read the counts as a list of 4
     after    n: "i64[4]" = dtensor_compile.bincount(ids, None, 4)        raises where an id is 4 or more
 
-The same for ids below the length. For others eager's result is longer, and the program that was traced would leave counts out: an
-error says so. (While it is traced, a length that the program asks for is ``minlength``, see ``compat/dynamo/data_dependent_scalars.py``; torch's
-own check of that is folded away as soon as the length is a number.)
-"""
+The same for ids below the length. For others eager's result is longer, and the program that was traced would leave
+counts out: an error says so. (While it is traced, a length that the program asks for is ``minlength``, see
+``compat/dynamo/data_dependent_scalars.py``; torch's own check of that is folded away as soon as the length is a
+number.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The scope in which messages of convolutions over sharded images are nodes that are waited for (`compat.dtensor.convolution`)."""
+"""The scope in which messages of convolutions over sharded images are nodes that are waited for
+(`compat.dtensor.convolution`).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops.c10d import exchange
 from dtensor_compile.compat.distributed.functional_collectives import wait_tensor
 from dtensor_compile.compat.dtensor.convolution import messages_of_convolutions
+from dtensor_compile.ops.c10d import exchange
 
 
 def _exchange(
@@ -22,5 +24,7 @@ def _exchange(
 
 
 def edges_of_convolutions() -> AbstractContextManager[None]:
-    """While it is entered, compiled convolutions over sharded images exchange the columns at the edges as eager does."""
+    """While it is entered, compiled convolutions over sharded images exchange the columns at the edges as eager
+    does.
+    """
     return messages_of_convolutions(_exchange)

@@ -1,7 +1,8 @@
 """Tokens of operators with effects (``linalg.inv`` checks its result) start as real tensors.
 
-AOTAutograd orders such operators by passing a token from one to the next. Inside a DTensor operator it meets them too late to make the
-first token an input of the graph, and leaves a fake tensor in it as a constant, with which the graph cannot run.
+AOTAutograd orders such operators by passing a token from one to the next. Inside a DTensor operator it meets them too
+late to make the first token an input of the graph, and leaves a fake tensor in it as a constant, with which the graph
+cannot run.
 
     before   with_effects(_tensor_constant0: FakeTensor, aten._linalg_check_errors, info, "linalg.inv", is_matrix=False)
     after    with_effects(_tensor_constant0: Tensor, aten._linalg_check_errors, info, "linalg.inv", is_matrix=False)

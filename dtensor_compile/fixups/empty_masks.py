@@ -1,8 +1,8 @@
 """Masks of dropout where a rank has no elements.
 
-torch's ``native_dropout`` on a CPU gives a mask of booleans, but for a tensor without elements one of the tensor's own dtype (2.13,
-``aten/src/ATen/native/Dropout.cpp``). Where shards of some ranks are empty, a mask that is redistributed for a gradient would be sent as
-one dtype and received as another: bytes that nobody wrote, or the end of the job.
+torch's ``native_dropout`` on a CPU gives a mask of booleans, but for a tensor without elements one of the tensor's own
+dtype (2.13, ``aten/src/ATen/native/Dropout.cpp``). Where shards of some ranks are empty, a mask that is redistributed
+for a gradient would be sent as one dtype and received as another: bytes that nobody wrote, or the end of the job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Programs whose backward pass raises: the forward compiles, and the error comes when the backward runs, as in eager.
 
-AOTAutograd traces forward and backward at once, so that an operator without a gradient formula, or without a sharding rule for its
-gradient, would refuse a program that only runs forward. The error becomes a node that every gradient goes through:
+AOTAutograd traces forward and backward at once, so that an operator without a gradient formula, or without a sharding
+rule for its gradient, would refuse a program that only runs forward. The error becomes a node that every gradient goes
+through:
 
     before   autograd raises "aten.cat.default got mixed torch.Tensor and DTensor" while it is traced
     after    return y, raise_error(x, tangent, "RuntimeError: aten.cat.default got mixed torch.Tensor and DTensor")
@@ -67,7 +68,16 @@ def defer_backward_errors(decided: Callable[[list[Decision]], None]) -> Iterator
         if isinstance(error, DTensorCompileError):
             return None
         text = error_text(error)
-        decided([Decision("defer_backward_error", "", "the backward pass raises; it is not traced, and raises when it runs", text)])
+        decided(
+            [
+                Decision(
+                    "defer_backward_error",
+                    "",
+                    "the backward pass raises; it is not traced, and raises when it runs",
+                    text,
+                )
+            ]
+        )
         with torch.no_grad():
             return [_failing(value, tangents[0], text) for value in inputs]
 

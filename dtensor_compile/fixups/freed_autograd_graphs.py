@@ -1,9 +1,9 @@
 """Results whose autograd graph was used up by a ``backward()`` inside the region: ``loss.backward(); return loss``.
 
-Eager returns such a loss with a graph whose saved tensors are gone: it requires a gradient, and a second ``backward()`` raises.
-A compiled graph has nothing to give back for it, so the value leaves the graph detached (`compat.dynamo.backward` marks its node), and gets here, outside of
-it, a graph of one node that raises what eager raises. (Eager lets a graph that saved no tensors, a plain sum, be used twice; this
-one raises.)
+Eager returns such a loss with a graph whose saved tensors are gone: it requires a gradient, and a second ``backward()``
+raises. A compiled graph has nothing to give back for it, so the value leaves the graph detached
+(`compat.dynamo.backward` marks its node), and gets here, outside of it, a graph of one node that raises what eager
+raises. (Eager lets a graph that saved no tensors, a plain sum, be used twice; this one raises.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class _Spent(torch.autograd.Function):
 
 
 def restore_spent_graphs(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, the code of `gm`, with results that require a gradient again where `gm` says that their graph is used up."""
+    """`compiled`, the code of `gm`, with results that require a gradient again where `gm` says that their graph is used
+    up.
+    """
     (results,) = gm.graph.output_node().args
     spent = [i for i, node in enumerate(results) if isinstance(node, torch.fx.Node) and USED_UP in node.meta]
     if not spent:

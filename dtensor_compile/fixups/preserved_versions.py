@@ -1,4 +1,5 @@
-"""Inputs that a program writes to in ``torch.autograd._unsafe_preserve_version_counter`` and nowhere else keep their versions.
+"""Inputs that a program writes to in ``torch.autograd._unsafe_preserve_version_counter`` and nowhere else keep their
+versions.
 
     with torch.autograd._unsafe_preserve_version_counter(x):
         x.mul_(2)                                             # eager: x._version is what it was
@@ -14,8 +15,8 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.fixups.aliased_inputs import writes_in_place
 from dtensor_compile.compat.dynamo.version_counters import memory_named, preserved_by, set_versions
+from dtensor_compile.fixups.aliased_inputs import writes_in_place
 
 
 def keep_versions(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,11 @@
 """Operators over lists that write to one tensor twice, or read one that they have written to, become several.
 
-    before   torch._foreach_add_([a, step, b, step], 1)                                # step is one more after it: a write is lost
+    # step is one more after it: a write is lost
+    before   torch._foreach_add_([a, step, b, step], 1)
     after    torch._foreach_add_([a, step, b], 1); torch._foreach_add_([step], 1)      # two more, as in eager
 
-eager goes through the lists in order. AOTAutograd computes all results from what was there before, and writes them back. It takes
-an optimizer two of whose parameters count their steps in one tensor to meet this.
+eager goes through the lists in order. AOTAutograd computes all results from what was there before, and writes them
+back. It takes an optimizer two of whose parameters count their steps in one tensor to meet this.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def _writes_to_list(node: torch.fx.Node) -> bool:
 
 def _lists(node: torch.fx.Node) -> list[Any]:
     count = len(node.args[0])
-    return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (list, tuple)) and len(value) == count]
+    return [
+        value
+        for value in (*node.args, *node.kwargs.values())
+        if isinstance(value, (list, tuple)) and len(value) == count
+    ]
 
 
 def _runs(node: torch.fx.Node) -> list[slice]:

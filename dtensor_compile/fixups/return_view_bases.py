@@ -3,9 +3,9 @@
     before   h = x * 2; return h.view(-1), h.t()
     after    h = x * 2; return h.view(-1), h.t(), h        # the caller gets the first two
 
-In: Dynamo's graph over DTensors. Autograd has to know that such results share memory, so AOTAutograd makes each anew from their base
-when the graph has run. It does so for DTensors where the base is a result itself, and refuses them where it would have to make it one.
-"""
+In: Dynamo's graph over DTensors. Autograd has to know that such results share memory, so AOTAutograd makes each anew
+from their base when the graph has run. It does so for DTensors where the base is a result itself, and refuses them
+where it would have to make it one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ def return_bases(gm: torch.fx.GraphModule) -> int:
     """Adds to the results of `gm` the bases of those that share one; how many these are."""
     output = gm.graph.output_node()
     results: tuple[Any, ...] = output.args[0]  # type: ignore[assignment]
-    made = {id(node.meta.get("example_value")): node for node in gm.graph.nodes if node.op in ("call_function", "call_method")}
-    placed = {node: node.meta["example_value"] for node in results if isinstance(node, torch.fx.Node) and _is_placed(node)}
+    made = {
+        id(node.meta.get("example_value")): node
+        for node in gm.graph.nodes
+        if node.op in ("call_function", "call_method")
+    }
+    placed = {
+        node: node.meta["example_value"] for node in results if isinstance(node, torch.fx.Node) and _is_placed(node)
+    }
     sharing = Counter(map(_memory, placed.values()))
-    views = [value for node, value in placed.items() if node.target is not operator.getitem]  # pieces of a split are results like others
+    views = [
+        value for node, value in placed.items() if node.target is not operator.getitem
+    ]  # pieces of a split are results like others
     bases = [view._base for view in views if view._base is not None and view._base.requires_grad]
     wanted = {id(base): made[id(base)] for base in bases if id(base) in made and sharing[_memory(base)] > 1}
     added = [node for node in wanted.values() if node not in results]

@@ -1,11 +1,12 @@
-"""Where no element equals the extreme, its gradient goes nowhere: the gradient of ``x.max()`` as eager computes it on a CPU.
+"""Where no element equals the extreme, its gradient goes nowhere: the gradient of ``x.max()`` as eager computes it on a
+CPU.
 
     before   q = g / mask.sum(); grad = mask * q
     after    q = g / mask.sum(); grad = where(mask, q, 0)
 
-The same for every mask with a true element. Eager fills by the mask on a CPU; what is traced multiplies by it, and 0 * inf is nan.
-No element equals the extreme where the latter was changed in place, for instance to the largest of all ranks.
-"""
+The same for every mask with a true element. Eager fills by the mask on a CPU; what is traced multiplies by it, and 0 *
+inf is nan. No element equals the extreme where the latter was changed in place, for instance to the largest of all
+ranks."""
 
 from __future__ import annotations
 

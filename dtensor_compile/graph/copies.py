@@ -1,8 +1,8 @@
 """Copies in place of nodes that go away.
 
-A redistribution gives a new tensor. Where its reader gets another node of the graph instead, it gets a copy of that, or an output
-of the graph would be an input or another output, and a change of the one would change the other. Inductor drops the copies that
-nobody can tell from the original.
+A redistribution gives a new tensor. Where its reader gets another node of the graph instead, it gets a copy of that, or
+an output of the graph would be an input or another output, and a change of the one would change the other. Inductor
+drops the copies that nobody can tell from the original.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from dtensor_compile.graph.global_annotations import MARK
-from dtensor_compile.graph.rank_uniformity import equal, may_use_sizes, mark_of
+from dtensor_compile.graph.rank_uniformity import equal, mark_of, may_use_sizes
 
 _clone = torch.ops.aten.clone.default
 _permute = torch.ops.aten.permute.default
@@ -51,7 +51,7 @@ def is_view(node: torch.fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
-    return (target.is_view or target is torch.ops.aten._unsafe_view.default)
+    return target.is_view or target is torch.ops.aten._unsafe_view.default
 
 
 def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
@@ -60,7 +60,9 @@ def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
     Strides of dims of size 1 can be any, so that a rank that holds a single row decides as the others do.
     """
     was, now = node.meta.get("val"), original.meta.get("val")
-    return was is None or now is None or equal(was.stride(), torch.clone(now).stride()) or _order_of_dims(was) is not None
+    return (
+        was is None or now is None or equal(was.stride(), torch.clone(now).stride()) or _order_of_dims(was) is not None
+    )
 
 
 def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
@@ -119,8 +121,8 @@ def _order_of_dims(value: torch.Tensor) -> list[int] | None:
 
 
 def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) -> bool:
-    """Readers of `node` read `new`, in the strides of `node` or in others that make no difference to them; what nobody reads then
-    goes away.
+    """Readers of `node` read `new`, in the strides of `node` or in others that make no difference to them; what nobody
+    reads then goes away.
 
     Args:
         shared: `new`, or what it is a view of, has other readers.
@@ -150,11 +152,16 @@ def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) ->
 def can_be_dense(node: torch.fx.Node) -> bool:
     """Whether `replace` can put a contiguous tensor in the place of `node`."""
     value = node.meta["val"]
-    return _order_of_dims(value) is not None or _with_other_strides(node, torch.empty_like(value, memory_format=torch.contiguous_format)) is not None
+    return (
+        _order_of_dims(value) is not None
+        or _with_other_strides(node, torch.empty_like(value, memory_format=torch.contiguous_format)) is not None
+    )
 
 
 def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.fx.Node, Any] | None:
-    """Fake values of `node` and of views of it where it has the strides of `value`; None where a reader would notice."""
+    """Fake values of `node` and of views of it where it has the strides of `value`; None where a reader would
+    notice.
+    """
     changed: dict[torch.fx.Node, Any] = {node: value}
     pending = [node]
     while pending:
@@ -193,7 +200,9 @@ def _is_laid_out_as(a: Any, b: Any) -> bool:
 
 
 def erase_dead(node: torch.fx.Node) -> None:
-    """Erases a node that nobody reads and those that it alone was made of; not inputs, nor what acts on more than its result."""
+    """Erases a node that nobody reads and those that it alone was made of; not inputs, nor what acts on more than its
+    result.
+    """
     pending = [node]
     while pending:
         node = pending.pop()

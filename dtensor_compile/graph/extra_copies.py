@@ -1,9 +1,9 @@
 """Copies that are a kernel of their own: bytes that are written only to have another layout.
 
-In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot make part of
-another kernel: what they read comes from outside of generated code (a matrix product, a collective, an input) or is written for
-such a reader anyway, and what reads them is outside of it too (or an output). A copy beside an elementwise operator or a reduction
-is part of that operator's kernel and costs nothing more.
+In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot make
+part of another kernel: what they read comes from outside of generated code (a matrix product, a collective, an input)
+or is written for such a reader anyway, and what reads them is outside of it too (or an output). A copy beside an
+elementwise operator or a reduction is part of that operator's kernel and costs nothing more.
 
     wait_tensor -> permute -> clone -> mm      a kernel of its own
     wait_tensor -> permute -> clone -> mul     part of the multiplication
@@ -19,10 +19,10 @@ from collections.abc import Iterator
 
 import torch
 
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.graph.nodes import communicates, is_redistribution, read
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ops.redistribute import plan_of
 
 aten = torch.ops.aten
 
@@ -39,7 +39,18 @@ VIEWS = frozenset(
 COPIES = frozenset({aten.clone.default, aten.cat.default, aten.constant_pad_nd.default})
 
 #: Operators that run a kernel which a compiler does not write, by the beginning of their names.
-_OUTSIDE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_scaled_mm", "_grouped_mm", "sort", "topk")
+_OUTSIDE = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product",
+    "_scaled_mm",
+    "_grouped_mm",
+    "sort",
+    "topk",
+)
 
 
 def is_outside(node: torch.fx.Node) -> bool:
@@ -58,11 +69,15 @@ def sends(node: torch.fx.Node) -> bool:
     """Whether a redistribute node turns into a collective."""
     this, value = read(node), node.meta["val"]
     shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
-    return any(step.sends for step in plan_of(this.source, this.target, parse_mesh(this.mesh), shape, value.element_size()))
+    return any(
+        step.sends for step in plan_of(this.source, this.target, parse_mesh(this.mesh), shape, value.element_size())
+    )
 
 
 def sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """What the memory that a node reads was written by, behind views, and behind clones that only it reads: they are one copy."""
+    """What the memory that a node reads was written by, behind views, and behind clones that only it reads: they are
+    one copy.
+    """
     for source in node.all_input_nodes:
         if source.target in VIEWS or source.target is aten.clone.default and not _is_read_outside(source, node):
             yield from sources(source)

@@ -2,18 +2,18 @@
 
     mm: [4, 16]   of   S(1) of [4, 64] on cpu[tp=4:1]@4
 
-A redistribute node says so of itself. Of what lies between two of them a graph of local tensors says nothing: whether an operand
-is the same on every rank, or what a view is where ranks hold other sizes. DTensor knows, and says it of the tensors that it hands
-to an operator, the first time for equal ones. Marks are text and plain integers, the same on every rank, so that passes may
-decide by them.
+A redistribute node says so of itself. Of what lies between two of them a graph of local tensors says nothing: whether
+an operand is the same on every rank, or what a view is where ranks hold other sizes. DTensor knows, and says it of the
+tensors that it hands to an operator, the first time for equal ones. Marks are text and plain integers, the same on
+every rank, so that passes may decide by them.
 
-A mark means what the spec of a DTensor means: that the local tensors of all ranks are those of one global tensor. A program that
-says so of what is not (`DTensor.from_local` of other values on each rank as `Replicate`) gets what torch's own shortcuts would
-give it.
+A mark means what the spec of a DTensor means: that the local tensors of all ranks are those of one global tensor. A
+program that says so of what is not (`DTensor.from_local` of other values on each rank as `Replicate`) gets what torch's
+own shortcuts would give it.
 
 Without a mark are plain tensors, nodes between those of one operator that was
-decomposed, symbolic shapes, tensors for which the program names two specs, and local tensors of another shape than their spec says.
-"""
+decomposed, symbolic shapes, tensors for which the program names two specs, and local tensors of another shape than
+their spec says."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtensor_compile.ir.mesh import mesh_text, parse_mesh
-from dtensor_compile.ops.redistribute import check_local
-from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.compat.aot.dtensor_observer import locals_hook
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import Spec, canonical_placements
-from dtensor_compile.compat.aot.dtensor_observer import locals_hook
 from dtensor_compile.compat.dynamo.observe import node_of
 from dtensor_compile.errors import PlanError, SpecTextError
+from dtensor_compile.ir.mesh import mesh_text, parse_mesh
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.ops.redistribute import check_local
 
 #: Key of a node's ``meta``: its `Mark`; None where the program says two things of it, or what there is no mark for.
 MARK = "dtensor_compile_mark"

@@ -1,7 +1,7 @@
 """The operators of one graph put into another: what a node is lowered to.
 
-Layers of a model repeat what they are lowered to, and tracing it takes milliseconds, so that a traced graph is put in many times.
-"""
+Layers of a model repeat what they are lowered to, and tracing it takes milliseconds, so that a traced graph is put in
+many times."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 from torch.fx.node import map_arg
 
 
-def splice(graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any], *, again: bool) -> Any:
+def splice(
+    graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any], *, again: bool
+) -> Any:
     """Puts the operators of `part` where `graph` inserts; what its result is there.
 
     Args:
         inputs: nodes and numbers for the placeholders of `part`.
         meta: goes to every new node.
-        again: `part` was put in before. Two values of a graph never share a fake tensor, as passes read from it which ones share
-            memory: fake values are made again.
+        again: `part` was put in before. Two values of a graph never share a fake tensor, as passes read from it which
+            ones share memory: fake values are made again.
     """
     values = dict(zip(part.find_nodes(op="placeholder"), inputs))
     for inner in part.nodes:
@@ -53,7 +55,9 @@ def cut_out(result: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Graph:
 
 
 def without_values(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy to keep for other traces, whose nodes have no fake values (and so keep no tracer alive): `splice` it `again`."""
+    """A copy to keep for other traces, whose nodes have no fake values (and so keep no tracer alive): `splice` it
+    `again`.
+    """
     copy = torch.fx.Graph()
     values: dict[torch.fx.Node, Any] = {}
     output = copy.graph_copy(graph, values)

@@ -1,13 +1,13 @@
 """Seconds of operators as the device at hand takes them, for ``options={"kernel_costs": "measured"}``.
 
-In: a node. Out: seconds, or None where the estimate of `dtensor_compile.topology.links.compute_seconds` has to do: for all but the
-operators that torch has a formula of floating-point operations for (products, convolutions, attention), since loops that a
-compiler fuses are bound by memory and are estimated well; for those that draw random numbers, which are not to be drawn twice; and
-where the device is not there or has no memory left.
+In: a node. Out: seconds, or None where the estimate of `dtensor_compile.topology.links.compute_seconds` has to do: for
+all but the operators that torch has a formula of floating-point operations for (products, convolutions, attention),
+since loops that a compiler fuses are bound by memory and are estimated well; for those that draw random numbers, which
+are not to be drawn twice; and where the device is not there or has no memory left.
 
-An operator runs on tensors of the sizes, strides and dtypes that it will see, a few hundredths of a second for each different one.
-Ranks may measure differently: seconds decide what runs between two starts of collectives, never their order.
-"""
+An operator runs on tensors of the sizes, strides and dtypes that it will see, a few hundredths of a second for each
+different one. Ranks may measure differently: seconds decide what runs between two starts of collectives, never their
+order."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def _measure(target: Any, args: Any, kwargs: Any) -> float | None:
     try:
         with without_modes(), torch.no_grad():
             args, kwargs = pytree.tree_map(_stand_in, (args, kwargs))
-            timer = Timer("run()", globals={"run": lambda: target(*args, **kwargs)}, num_threads=torch.get_num_threads())
+            timer = Timer(
+                "run()", globals={"run": lambda: target(*args, **kwargs)}, num_threads=torch.get_num_threads()
+            )
             return timer.blocked_autorange(min_run_time=REPEATED).median
     except (RuntimeError, AssertionError, NotImplementedError):  # no such device, no memory, no kernel for it
         return None

@@ -1,10 +1,10 @@
 """What a lowered graph sends and computes: its collectives and operators in order, with sizes, lines and modules.
 
-In: a forward or backward graph after lowering, of this backend or of another. Out: plain records, so that nothing of torch is
-held.
-Works are counted from the fake values of the nodes: floating-point operations by torch's own formulas, bytes read and written
-from shapes. A compiler makes one kernel of an elementwise operator and what feeds it, so that such an operator only writes its
-result.
+In: a forward or backward graph after lowering, of this backend or of another. Out: plain records, so that nothing of
+torch is held.
+Works are counted from the fake values of the nodes: floating-point operations by torch's own formulas, bytes read and
+written from shapes. A compiler makes one kernel of an elementwise operator and what feeds it, so that such an operator
+only writes its result.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from dtensor_compile.ir.mesh import group_dim_name
-from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
-from dtensor_compile.planner.search import StepKind, elements_sent
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.graph.nodes import RECORDED_AS, source_line, starts_collective
+from dtensor_compile.ir.mesh import group_dim_name
+from dtensor_compile.planner.search import StepKind, elements_sent
 
 _KINDS: dict[str, StepKind] = {
     "all_reduce": "all_reduce",
@@ -56,8 +56,8 @@ class SentCollective:
         mesh_dim: name of the mesh dim that the group belongs to, or the name of the group.
         ranks: global ranks of the group.
         shape, dtype: of the local input; symbolic sizes by their hints.
-        carries: of each `CapturedRedistribution` that it carries, the number, and the bytes that it sends of it; several where
-            collectives were merged.
+        carries: of each `CapturedRedistribution` that it carries, the number, and the bytes that it sends of it;
+            several where collectives were merged.
     """
 
     kind: str
@@ -252,7 +252,9 @@ _SELF = ("self", "fn", None)
 
 
 def module_path(node: torch.fx.Node) -> str:
-    """Path of the innermost module whose forward a node belongs to; for a node of the backward that of its forward operator."""
+    """Path of the innermost module whose forward a node belongs to; for a node of the backward that of its forward
+    operator.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""

@@ -10,30 +10,31 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.ops.redistribute_across import redistribute_across_op
-from dtensor_compile.ops.groups import REDISTRIBUTES as REDISTRIBUTES
-from dtensor_compile.ops.held_gradients import HOLDS
-from dtensor_compile.graph.global_annotations import MARK, Mark
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ops.messages import STARTS
-from dtensor_compile.ops.redistribute import plan_of, redistribute_op
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.aot.fx import as_fake_as
-from dtensor_compile.compat.dynamo.observe import FRAME
 from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.compat.distributed.functional_collectives import wait_tensor
+from dtensor_compile.compat.dynamo.observe import FRAME
 from dtensor_compile.errors import MemoryBudgetError
+from dtensor_compile.graph.global_annotations import MARK, Mark
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.ops.groups import REDISTRIBUTES as REDISTRIBUTES
+from dtensor_compile.ops.held_gradients import HOLDS
+from dtensor_compile.ops.messages import STARTS
+from dtensor_compile.ops.redistribute import plan_of, redistribute_op
+from dtensor_compile.ops.redistribute_across import redistribute_across_op
 from dtensor_compile.planner.search import bytes_sent, collectives
 from dtensor_compile.planner.shard_intervals import cuts_evenly
 
-#: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become collectives. Of a
-#: collective that was merged of several: pairs of the number and the bytes that are sent for it.
+#: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become
+#: collectives. Of a collective that was merged of several: pairs of the number and the bytes that are sent for it.
 RECORDED_AS = "dtensor_compile_recorded_as"
 
 #: Key of a node's ``meta``: the operator whose sharding rule asked for the redistribution, empty where the program did.
 FORCED_BY = "dtensor_compile_forced_by"
 
-#: Key of the ``meta`` of nodes that torch's own code made of a redistribution: a `dtensor_compile.capture.trace.HandedBack`.
+#: Key of the ``meta`` of nodes that torch's own code made of a redistribution: a
+#: `dtensor_compile.capture.trace.HandedBack`.
 HANDED_BACK = "dtensor_compile_handed_back"
 
 #: Key of a node's ``meta``: it starts a part of what was one collective, and stays by itself.
@@ -101,14 +102,18 @@ def is_wait(node: torch.fx.Node) -> bool:
 
 
 def is_fixed(node: torch.fx.Node) -> bool:
-    """Whether a node of a lowered graph stays where it is: it writes to memory, has effects, or communicates where it stands."""
+    """Whether a node of a lowered graph stays where it is: it writes to memory, has effects, or communicates where it
+    stands.
+    """
     if node.op != "call_function" or is_start(node) or is_wait(node) or node.target in HOLDS:
         return False
     return communicates(node.target) or node.is_impure(impure_random=False)
 
 
 def communicates(target: Any) -> bool:
-    """Whether an operator sends, or waits for what is sent. What holds gradients has an effect on those of one parameter alone."""
+    """Whether an operator sends, or waits for what is sent. What holds gradients has an effect on those of one
+    parameter alone.
+    """
     return getattr(target, "namespace", None) in COMMUNICATES and target not in HOLDS
 
 
@@ -159,7 +164,8 @@ def cost_of(nodes: Iterable[torch.fx.Node]) -> Cost:
 
 
 def has_even_shards(node: torch.fx.Node) -> bool:
-    """Whether the local tensors of a redistribute node, before and after, have the same sizes on every rank of the mesh.
+    """Whether the local tensors of a redistribute node, before and after, have the same sizes on every rank of the
+    mesh.
 
     A symbolic size counts with its hint: that is what a rank sees of it while it compiles.
     """
@@ -187,7 +193,8 @@ def call(
     before: torch.fx.Node,
     mark: Mark | None = None,
 ) -> torch.fx.Node:
-    """A new node in front of `before`, with the origin of `like`, in the graph of `before`, and the fake value of its own.
+    """A new node in front of `before`, with the origin of `like`, in the graph of `before`, and the fake value of its
+    own.
 
     Args:
         mark: what it is globally.
@@ -219,7 +226,9 @@ _BETWEEN = (os.path.dirname(torch.__file__) + os.sep, str(pathlib.Path(__file__)
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """The user's line that caused a node, ``file:line: code``; for a node of the backward that of its forward operator."""
+    """The user's line that caused a node, ``file:line: code``; for a node of the backward that of its forward
+    operator.
+    """
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return ""

@@ -1,9 +1,9 @@
 """What ranks know alike of a node.
 
-Every rank runs the passes on a graph of its own and has to come to the same end, or ranks would call other collectives. Where
-all shards are even, ranks see the same sizes. Where some are not, a size of 1 on the one rank looks like what is broadcast, and a
-view like none; there a pass asks for marks (``graph/global_annotations.py``), and what has none stays where it is.
-"""
+Every rank runs the passes on a graph of its own and has to come to the same end, or ranks would call other collectives.
+Where all shards are even, ranks see the same sizes. Where some are not, a size of 1 on the one rank looks like what is
+broadcast, and a view like none; there a pass asks for marks (``graph/global_annotations.py``), and what has none stays
+where it is."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from dtensor_compile.graph.global_annotations import MARK, Mark
+from dtensor_compile.graph.nodes import is_redistribution, read
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.planner.shard_intervals import cuts_evenly
-from dtensor_compile.graph.nodes import is_redistribution, read
 
 aten = torch.ops.aten
 
-#: What gives back what it gets, and what adds; their results are what their arguments are globally, also where these owe a sum.
+#: What gives back what it gets, and what adds; their results are what their arguments are globally, also where these
+#: owe a sum.
 COPIES = (aten.clone.default, aten.detach.default, aten.alias.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
 
@@ -55,8 +56,8 @@ def may_use_sizes() -> bool:
 
 
 def nodes_of_equal_sizes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """The nodes of `graph` whose local tensors have the same sizes on every rank: all, or where shards are uneven those of which a
-    mark says so, and what is computed of such ones alone.
+    """The nodes of `graph` whose local tensors have the same sizes on every rank: all, or where shards are uneven those
+    of which a mark says so, and what is computed of such ones alone.
     """
     if may_use_sizes():
         return set(graph.nodes)
@@ -89,9 +90,9 @@ def mark_of(node: Any) -> Mark | None:
 def spread_marks(graph: torch.fx.Graph) -> None:
     """Marks what is made as something marked was: by the same operators from arguments with the same marks.
 
-    Tracing marks the arguments of an operator the first time only (`compat.aot.dtensor_observer`); later layers of a model repeat the first.
-    Sums and copies of what is marked are marked too: a program may add local tensors that it took out of DTensors.
-    """
+    Tracing marks the arguments of an operator the first time only (`compat.aot.dtensor_observer`); later layers of a
+    model repeat the first. Sums and copies of what is marked are marked too: a program may add local tensors that it
+    took out of DTensors."""
     made: dict[str, Mark | None] = {}
     names: dict[torch.fx.Node, str] = {}
     numbers: dict[Mark | str, int] = {}

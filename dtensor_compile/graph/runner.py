@@ -1,8 +1,9 @@
-"""Steps on a graph, one after the other, all under one guard: what each takes, whether it may fail, what it took and decided.
+"""Steps on a graph, one after the other, all under one guard: what each takes, whether it may fail, what it took and
+decided.
 
-A `GraphStep` is data: a function on a graph, what it is given besides, when it applies, and whether numbers depend on it. Where a step
-raises that they do not depend on, its change is taken back, a warning and a decision say so, and the next one runs. Where they do,
-its exception goes on, with a note that names the step.
+A `GraphStep` is data: a function on a graph, what it is given besides, when it applies, and whether numbers depend on
+it. Where a step raises that they do not depend on, its change is taken back, a warning and a decision say so, and the
+next one runs. Where they do, its exception goes on, with a note that names the step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Policy(Protocol):
     """What `run_steps` has to know of a compilation; `dtensor_compile.options.Options` has the first three.
 
     Attributes:
-        disable_passes, enable_passes: names of steps that do not run, and of those that run only where they are asked for.
+        disable_passes, enable_passes: names of steps that do not run, and of those that run only where they are asked
+            for.
         strict: what raises ends the compilation.
     """
 
@@ -58,8 +60,8 @@ class GraphStep:
     """One step on a graph.
 
     Attributes:
-        run: changes a graph in place. Returns what it decided: a step that decides nothing changes nothing. A required one may return
-            None.
+        run: changes a graph in place. Returns what it decided: a step that decides nothing changes nothing. A required
+            one may return None.
         takes: the arguments of `run` after the graph, given the compilation.
         when: whether the step applies to a compilation.
         required: numbers depend on it.
@@ -83,8 +85,8 @@ class GraphStep:
 def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[GraphStep], this: StepContext) -> None:
     """Runs steps in order on a graph, or on the module of one.
 
-    Ranks have to come to the same end; what steps may decide by where shards are uneven is said by `sizes_differ`, for all of them as
-    the graph was before the first.
+    Ranks have to come to the same end; what steps may decide by where shards are uneven is said by `sizes_differ`, for
+    all of them as the graph was before the first.
 
     Raises:
         Exception: what a required step raised, or any one where the options are strict.
@@ -123,7 +125,12 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
 
 def applies(step: GraphStep, this: StepContext) -> bool:
     """Whether a step runs in a compilation."""
-    if step.name in this.options.disable_passes and not step.required or step.asked and step.name not in this.options.enable_passes:
+    if (
+        step.name in this.options.disable_passes
+        and not step.required
+        or step.asked
+        and step.name not in this.options.enable_passes
+    ):
         return False
     return step.when(this)
 

@@ -51,7 +51,7 @@ def enable() -> None:
     if "_missing_" in vars(DynamoBackend):
         raise RuntimeError(
             "accelerate.utils.DynamoBackend has a `_missing_` of its own, which enable() would replace: "
-            "compile the model itself, by model.compile(backend=\"dtensor\") after accelerator.prepare"
+            'compile the model itself, by model.compile(backend="dtensor") after accelerator.prepare'
         )
     DynamoBackend._missing_ = classmethod(_missing)
     for name, value in _values.items():

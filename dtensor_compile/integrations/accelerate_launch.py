@@ -1,12 +1,13 @@
-"""`accelerate launch` that knows the backend's names: the command line of accelerate, in front of which stands another module.
+"""`accelerate launch` that knows the backend's names: the command line of accelerate, in front of which stands another
+module.
 
     accelerate launch --dynamo_backend dtensor train.py --epochs 3          # invalid choice: 'dtensor'
     python -m dtensor_compile.integrations.accelerate_launch --dynamo_backend dtensor train.py --epochs 3
 
-accelerate checks the name twice: in the launcher, against the choices of its parser, and in each process that it starts, where the
-script makes an `Accelerator`. So this module enables the names here, and has the launcher start the script through this module, which
-enables them there (`integrations.accelerate.enable`) before it runs the script as ``__main__``.
-"""
+accelerate checks the name twice: in the launcher, against the choices of its parser, and in each process that it
+starts, where the script makes an `Accelerator`. So this module enables the names here, and has the launcher start the
+script through this module, which enables them there (`integrations.accelerate.enable`) before it runs the script as
+``__main__``."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+# isort: skip - the module above says so where accelerate is missing
+from accelerate.commands.config import config_utils
+
 from dtensor_compile.integrations.accelerate import NAMES, enable
 
-from accelerate.commands.config import config_utils  # isort: skip - the module above says so where accelerate is missing
 from accelerate.commands.launch import launch_command, launch_command_parser  # isort: skip
 
 #: First argument of the processes that the launcher starts, by what follows it.
@@ -30,8 +33,14 @@ def launch(arguments: Sequence[str]) -> None:
     config_utils.DYNAMO_BACKENDS.extend(name for name in NAMES if name not in config_utils.DYNAMO_BACKENDS)
     parsed = launch_command_parser().parse_args(arguments)
     if parsed.no_python:
-        raise SystemExit("accelerate_launch: --no_python starts no Python that could enable the backend; name it in the program")
-    parsed.training_script_args = [_MODULE if parsed.module else _SCRIPT, parsed.training_script, *parsed.training_script_args]
+        raise SystemExit(
+            "accelerate_launch: --no_python starts no Python that could enable the backend; name it in the program"
+        )
+    parsed.training_script_args = [
+        _MODULE if parsed.module else _SCRIPT,
+        parsed.training_script,
+        *parsed.training_script_args,
+    ]
     parsed.training_script, parsed.module = "dtensor_compile.integrations.accelerate_launch", True
     launch_command(parsed)
 

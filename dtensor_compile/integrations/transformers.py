@@ -6,10 +6,10 @@
     model = Qwen3MoeForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(fsdp_size=8, ep_size=8))
     step = torch.compile(step, backend="dtensor")
 
-transformers sends each token to the rank of its expert and asks, in Python, whether any token has come. How many came only the data
-decides, so that the question ends the graph in every layer, under any backend. It is asked for the sake of experts that leave the
-autograd graph where they get no row; those that are computed as grouped or batched products take no rows as well as any other number.
-"""
+transformers sends each token to the rank of its expert and asks, in Python, whether any token has come. How many came
+only the data decides, so that the question ends the graph in every layer, under any backend. It is asked for the sake
+of experts that leave the autograd graph where they get no row; those that are computed as grouped or batched products
+take no rows as well as any other number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class AllToAll(AllToAllEP):
     The exchange, its backward and what the experts compute are transformers' own, with the same collectives.
     """
 
-    def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """The weighted sum of what its experts make of each token.
 
         Args:
@@ -56,10 +58,11 @@ class Auto(AutoEP):
 
 
 def all_to_all_without_branches() -> None:
-    """From now on ``DistributedConfig(ep_implementation="all_to_all")``, and "auto", are one graph; eager code runs as before.
+    """From now on ``DistributedConfig(ep_implementation="all_to_all")``, and "auto", are one graph; eager code runs as
+    before.
 
     Call it before a model is distributed. Only experts as grouped or batched products are one graph
-    (``experts_implementation="grouped_mm"``, which is the default, or "batched_mm"); transformers' loop over experts ends it.
-    """
+    (``experts_implementation="grouped_mm"``, which is the default, or "batched_mm"); transformers' loop over experts
+    ends it."""
     EPImplementationInterface.register("all_to_all", AllToAll)
     EPImplementationInterface.register("auto", Auto)

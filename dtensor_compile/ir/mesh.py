@@ -5,9 +5,9 @@
     cpu[dp_tp=2:2*2:1]@4        two dims flattened into one
     cpu[2:1]@3.1                a mesh without dim names over ranks 3 and 1
 
-Strides index the list of ranks after ``@`` (one number n means 0..n-1). A rank finds its own coordinate and its own groups
-from the text and its rank alone, so the text of a slice of a mesh does not differ between ranks, and neither does a graph
-that carries it.
+Strides index the list of ranks after ``@`` (one number n means 0..n-1). A rank finds its own coordinate and its own
+groups from the text and its rank alone, so the text of a slice of a mesh does not differ between ranks, and neither
+does a graph that carries it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -99,10 +98,12 @@ class MeshLayout:
 
     @functools.cached_property
     def in_rank_order(self) -> bool:
-        """Whether coordinates grow with ranks in every group. torch makes process groups in rank order, so that of a mesh which is not (a
-        permuted list of ranks) exchanges shards in another order than that of the mesh; see `mesh_in_its_order`.
-        """
-        if all(before < after for before, after in itertools.pairwise(self.ranks)):  # then positions in a group say it all
+        """Whether coordinates grow with ranks in every group. torch makes process groups in rank order, so that of a
+        mesh which is not (a permuted list of ranks) exchanges shards in another order than that of the mesh; see
+        `mesh_in_its_order`."""
+        if all(
+            before < after for before, after in itertools.pairwise(self.ranks)
+        ):  # then positions in a group say it all
             return all(before < after for dim in self.dims for before, after in itertools.pairwise(dim.offsets()))
         groups = [self.group(rank, dim) for rank in self.ranks for dim in range(len(self.dims))]
         return all(tuple(sorted(group)) == group for group in groups)
@@ -162,8 +163,8 @@ _ordered_groups: set[str] = set()
 def mesh_text(mesh: DeviceMesh) -> str:
     """Text of a mesh; remembers the mesh, so that `group_name` finds its process groups by the text.
 
-    Of two meshes of one text the newer one is remembered, but none that torch ordered in place of one with groups in its own order.
-    """
+    Of two meshes of one text the newer one is remembered, but none that torch ordered in place of one with groups in
+    its own order."""
     mesh = compat_mesh.real_mesh(mesh)
     layout = mesh_layout(mesh)
     text, known = str(layout), _meshes.get(str(layout))
@@ -175,9 +176,9 @@ def mesh_text(mesh: DeviceMesh) -> str:
 def mesh_in_its_order(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """A mesh over all ranks of the job, in any order, whose process groups have their ranks in that order.
 
-    torch's own, ``DeviceMesh(device_type, ranks)``, sorts the ranks of each group: where they do not ascend along a mesh dim, it
-    scatters and gathers shards by rank, and computes by the coordinate which shard a rank has. All ranks have to call this.
-    """
+    torch's own, ``DeviceMesh(device_type, ranks)``, sorts the ranks of each group: where they do not ascend along a
+    mesh dim, it scatters and gathers shards by rank, and computes by the coordinate which shard a rank has. All ranks
+    have to call this."""
     groups = []
     for dim, name in enumerate(names):
         for line in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
@@ -189,18 +190,22 @@ def mesh_in_its_order(device_type: str, ranks: torch.Tensor, names: tuple[str, .
 
 
 def groups_in_mesh_order(mesh: DeviceMesh, layout: MeshLayout) -> bool:
-    """Whether shards that process groups of the mesh (of that layout) exchange are in the order of the mesh; the same on all ranks."""
+    """Whether shards that process groups of the mesh (of that layout) exchange are in the order of the mesh; the same
+    on all ranks.
+    """
     if layout.in_rank_order or not compat_mesh.is_member(mesh):
         return True
     return all(compat_mesh.group_name(mesh, dim) in _ordered_groups for dim in range(mesh.ndim))
 
 
-_guard_mesh_order = fact_guard("GROUPS_IN_MESH_ORDER", lambda t: groups_in_mesh_order(t.device_mesh, mesh_layout(t.device_mesh)))
+_guard_mesh_order = fact_guard(
+    "GROUPS_IN_MESH_ORDER", lambda t: groups_in_mesh_order(t.device_mesh, mesh_layout(t.device_mesh))
+)
 
 
 def guard_mesh_order(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> None:
-    """The code that is being compiled holds for inputs whose meshes have their groups in this order: torch calls meshes equal that
-    differ in nothing else."""
+    """The code that is being compiled holds for inputs whose meshes have their groups in this order: torch calls meshes
+    equal that differ in nothing else."""
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
         if not isinstance(value, DTensor) or "grapharg" not in node.meta:
             continue
@@ -264,15 +269,17 @@ def merges(text: str) -> bool:
 
 
 def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
-    """Makes the process groups over several mesh dims that plans over these meshes may use, before anything is compiled.
+    """Makes the process groups over several mesh dims that plans over these meshes may use, before anything is
+    compiled.
 
-    Made in advance, they are there as well on a rank that finds its graph in a cache while another compiles it. Ranks make theirs in
-    the same order, that of the meshes in the program, and only once all ranks of the mesh have come (`store.rendezvous`): where some
-    run other code, plans of the others do without such groups, and nobody waits for long.
+    Made in advance, they are there as well on a rank that finds its graph in a cache while another compiles it. Ranks
+    make theirs in the same order, that of the meshes in the program, and only once all ranks of the mesh have come
+    (`store.rendezvous`): where some run other code, plans of the others do without such groups, and nobody waits for
+    long.
 
     Returns:
-        whether all are there that plans may use; False where a mesh has so many dims that groups are made when a plan first needs
-        them.
+        whether all are there that plans may use; False where a mesh has so many dims that groups are made when a plan
+        first needs them.
     """
     complete = True
     for mesh in meshes:
@@ -300,16 +307,21 @@ def without_merged_groups(meshes: Iterable[DeviceMesh]) -> list[Decision]:
     """A decision for each of these meshes whose ranks did not all come to make groups over several mesh dims."""
     texts = [mesh_text(real) for mesh in meshes if compat_mesh.is_member(real := compat_mesh.real_mesh(mesh))]
     reason = "its ranks did not all come in time to make groups over several mesh dims: plans send one mesh dim after the other"
-    return [Decision("merge_groups", "", reason, text, text, left_alone=True) for text in texts if _merged.get(text) is False]
+    return [
+        Decision("merge_groups", "", reason, text, text, left_alone=True)
+        for text in texts
+        if _merged.get(text) is False
+    ]
 
 
-#: Seconds that a rank waits for all ranks of two meshes between which a tensor is redistributed. Nothing else leads from the one
-#: to the other, so that this is longer than ranks that run the same program are apart.
+#: Seconds that a rank waits for all ranks of two meshes between which a tensor is redistributed. Nothing else leads
+#: from the one to the other, so that this is longer than ranks that run the same program are apart.
 JOIN_PATIENCE = 60.0
 
 
 def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
-    """Name of the process group over all ranks of some meshes, for one of these ranks; they make it together where there is none.
+    """Name of the process group over all ranks of some meshes, for one of these ranks; they make it together where
+    there is none.
 
     Args:
         texts: the meshes, for the message.

@@ -31,7 +31,9 @@ def placement_text(placement: Placement) -> str:
         return "R"
     if type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
         return f"P({placement.reduce_op})"
-    raise SpecTextError(f"{placement!r} has no text form; known are Shard, Replicate, strided shards and Partial of {', '.join(REDUCE_OPS)}")
+    raise SpecTextError(
+        f"{placement!r} has no text form; known are Shard, Replicate, strided shards and Partial of {', '.join(REDUCE_OPS)}"
+    )
 
 
 def spec_text(placements: Sequence[Placement]) -> str:

@@ -1,12 +1,13 @@
-"""Every ``dtensor_compile::redistribute`` and ``redistribute_across`` node becomes the functional collectives of its plan.
+"""Every ``dtensor_compile::redistribute`` and ``redistribute_across`` node becomes the functional collectives of its
+plan.
 
     before   y = redistribute(x, "S(0)", "R", mesh, [8, 4])
     after    g = all_gather_into_tensor(x, 2, group); y = wait_tensor(g)
 
 The operator's eager kernel is traced on the fake input of the node, so what runs is what the operator means.
 
-Collectives of a `redistribute_across` are not marked as `REDISTRIBUTES`: ranks of one mesh alone have other graphs than those of
-both, so that they stay in the order of the program, as what a program sends itself does.
+Collectives of a `redistribute_across` are not marked as `REDISTRIBUTES`: ranks of one mesh alone have other graphs than
+those of both, so that they stay in the order of the program, as what a program sends itself does.
 """
 
 from __future__ import annotations
@@ -17,19 +18,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtensor_compile.ops.redistribute_across import carry_out_across
-from dtensor_compile.ops.groups import GROUP
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ops.redistribute import carry_out, decided_by, redistribute_op
-from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.compat.inductor.compile import trace_local
-from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.compat.aot.shapes import expressions, has_hint
+from dtensor_compile.compat.distributed.device_meshes import my_rank
+from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
-from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.graph.inline_subgraph import cut_out, splice, without_values
-from dtensor_compile.graph.nodes import ACROSS, RECORDED_AS, REDISTRIBUTES, across, cost, describe, read, redistributions, source_line
+from dtensor_compile.graph.nodes import (
+    ACROSS,
+    RECORDED_AS,
+    REDISTRIBUTES,
+    across,
+    cost,
+    describe,
+    read,
+    redistributions,
+    source_line,
+)
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.ops.expand import local_shape
+from dtensor_compile.ops.groups import GROUP
+from dtensor_compile.ops.redistribute import carry_out, decided_by, redistribute_op
+from dtensor_compile.ops.redistribute_across import carry_out_across
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (
@@ -37,8 +48,8 @@ _INHERITED = (
 )  # fmt: skip
 
 
-#: Expansions that were traced before, in this process, by what decides them, without fake values: those belong to one trace. Graphs
-#: that are compiled again, for another size or with a pass switched off, repeat most of theirs.
+#: Expansions that were traced before, in this process, by what decides them, without fake values: those belong to one
+#: trace. Graphs that are compiled again, for another size or with a pass switched off, repeat most of theirs.
 _known: dict[Any, torch.fx.Graph] = {}
 _MOST_KNOWN = 1 << 13
 
@@ -70,13 +81,23 @@ class _Expansion(NamedTuple):
         sizes = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in shape]
         extents = (*sizes, *value.shape, *value.stride())
         fixed = not symbolic and all(isinstance(size, int) for size in extents)
-        decides = (of_one_mesh, *texts, *map(type, extents), *expressions(extents), len(value.shape), value.dtype, value.device)
+        decides = (
+            of_one_mesh,
+            *texts,
+            *map(type, extents),
+            *expressions(extents),
+            len(value.shape),
+            value.dtype,
+            value.device,
+        )
         # A number that only the data decides may have checks in what is traced, which copies of it would not.
         key = decides if all(map(has_hint, extents)) else node
         return cls(key, of_one_mesh, tuple(texts), shape, [source, *symbolic], fixed)
 
     def lasting(self) -> Any:
-        """What decides it in every graph of this process, None where nothing does; process groups that it needs are made."""
+        """What decides it in every graph of this process, None where nothing does; process groups that it needs are
+        made.
+        """
         if not (self.fixed and self.of_one_mesh):
             return None
         return self.key, decided_by(*self.texts, self.shape, self.inputs[0].meta["val"].element_size())
@@ -85,11 +106,15 @@ class _Expansion(NamedTuple):
         """What is traced on the values of `inputs`."""
         remaining = iter(sizes)
         given = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in self.shape]
-        return carry_out(local, *self.texts, given) if self.of_one_mesh else carry_out_across(local, *self.texts, given, 0)
+        return (
+            carry_out(local, *self.texts, given) if self.of_one_mesh else carry_out_across(local, *self.texts, given, 0)
+        )
 
 
 def lower_redistributions(graph: torch.fx.Graph, strict: bool = False) -> list[Decision]:
-    """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a decision says so."""
+    """Lowers every node of `graph`. A node that cannot be lowered stays and runs through its eager kernel, and a
+    decision says so.
+    """
     decisions: list[Decision] = []
     nodes = [*redistributions(graph), *across(graph)]
     for node in redistributions(graph):
@@ -101,13 +126,17 @@ def lower_redistributions(graph: torch.fx.Graph, strict: bool = False) -> list[D
             _lower_node(node, traced, fresh)
         except Exception as error:
             if strict and isinstance(error, PlanError):
-                raise PlanError(f"{node.args[0].name} of {node.meta['val'].dtype} at {source_line(node)}: {error}") from error
+                raise PlanError(
+                    f"{node.args[0].name} of {node.meta['val'].dtype} at {source_line(node)}: {error}"
+                ) from error
             if strict:
                 raise
             reason = f"runs through the operator's eager kernel: {type(error).__name__}: {error}"
             warnings.warn(f"dtensor_compile: {describe(node)} at {source_line(node)} {reason}", stacklevel=2)
             text, sent = describe(node), _bytes_sent(node)
-            decisions.append(Decision("lower_redistributions", source_line(node), reason, text, text, left_alone=True, bytes=sent))
+            decisions.append(
+                Decision("lower_redistributions", source_line(node), reason, text, text, left_alone=True, bytes=sent)
+            )
     return decisions
 
 
@@ -122,7 +151,8 @@ def _bytes_sent(node: torch.fx.Node) -> int | None:
 
 
 def _say_sizes(node: torch.fx.Node) -> None:
-    """A local tensor of a global shape of integers has sizes that are integers, also where what it is made of says so in symbols only.
+    """A local tensor of a global shape of integers has sizes that are integers, also where what it is made of says so
+    in symbols only.
 
         before   g = mm(t, x): [2*(s//2), 8]; y = redistribute(g, "P", "S(0)", mesh, [4, 8])
         after    g = mm(t, x); h = reshape(g, [4, 8]); y = redistribute(h, "P", "S(0)", mesh, [4, 8])
@@ -133,7 +163,11 @@ def _say_sizes(node: torch.fx.Node) -> None:
     value = this.local.meta["val"]
     layout = parse_mesh(this.mesh)
     coordinate = layout.coordinate(my_rank())
-    if coordinate is None or not all(isinstance(size, int) for size in this.shape) or all(isinstance(size, int) for size in value.shape):
+    if (
+        coordinate is None
+        or not all(isinstance(size, int) for size in this.shape)
+        or all(isinstance(size, int) for size in value.shape)
+    ):
         return
     sizes = local_shape(parse_spec(this.source), layout, coordinate, this.shape)
     with node.graph.inserting_before(node):
@@ -147,8 +181,8 @@ def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: M
     """Replaces one redistribute node by the expansion of its plan.
 
     Args:
-        traced: expansions that are in the graph, by what decides them; layers of a model repeat theirs, and tracing one takes
-            milliseconds.
+        traced: expansions that are in the graph, by what decides them; layers of a model repeat theirs, and tracing one
+            takes milliseconds.
         fresh: some that are not yet, in which the fake values are those of the graph.
     """
     graph, this = node.graph, _Expansion.of(node)
@@ -160,7 +194,9 @@ def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: M
             traced[this.key] = _known[lasting]
         else:
             part = fresh.get(this.key)
-            traced[this.key] = part if part is not None else trace_local(this.function, [n.meta["val"] for n in this.inputs]).graph
+            traced[this.key] = (
+                part if part is not None else trace_local(this.function, [n.meta["val"] for n in this.inputs]).graph
+            )
             if lasting is not None:
                 if len(_known) >= _MOST_KNOWN:
                     _known.clear()

@@ -6,10 +6,10 @@
     before   s = c10d_isend(x, 1, 0, group, 0); r = c10d_irecv(y, 1, 0, group, 1); b = relu(x); c = r + b
     after    e = c10d_exchange([x, y], [0, 1], ...); r = e[1]; b = relu(x); r' = wait_tensor(r); c = r' + b; wait_tensor(e[0])
 
-Nothing is sent in another order than that of the program, since ranks need not run the same program (stages of a pipeline). Waits
-move towards the first use, which no other rank can notice, and not beyond a write to memory that a message may still be read
-from. Messages between ranks that follow each other without a use of what arrives are started as one batch: were each finished
-before the next starts, two ranks that send to each other would wait for ever.
+Nothing is sent in another order than that of the program, since ranks need not run the same program (stages of a
+pipeline). Waits move towards the first use, which no other rank can notice, and not beyond a write to memory that a
+message may still be read from. Messages between ranks that follow each other without a use of what arrives are started
+as one batch: were each finished before the next starts, two ranks that send to each other would wait for ever.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor_compile.ops.redistribute_across import ORDERED
-from dtensor_compile.ops.c10d import FUNCTIONAL, LOWERED, exchange, irecv, isend
-from dtensor_compile.ops.held_gradients import HOLDS
-from dtensor_compile.ops.random_ops import EFFECTS
 from dtensor_compile.compat.distributed.functional_collectives import (
     lower_as_collective,
     lower_as_effect,
@@ -33,6 +29,10 @@ from dtensor_compile.compat.distributed.functional_collectives import (
     wait_tensor,
 )
 from dtensor_compile.graph.nodes import communicates, cost_of, is_redistribution, is_wait
+from dtensor_compile.ops.c10d import FUNCTIONAL, LOWERED, exchange, irecv, isend
+from dtensor_compile.ops.held_gradients import HOLDS
+from dtensor_compile.ops.random_ops import EFFECTS
+from dtensor_compile.ops.redistribute_across import ORDERED
 
 #: Nodes that run once, in the order of the program, with their place in it as the last argument.
 _ORDERED = ORDERED | {*EFFECTS, *HOLDS}
@@ -56,10 +56,11 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
 
 def hold_collectives(graph: torch.fx.Graph) -> None:
-    """On the joint graph: what is sent in backward is not moved into forward, and what backward alone needs is sent there.
+    """On the joint graph: what is sent in backward is not moved into forward, and what backward alone needs is sent
+    there.
 
-    The partitioner would choose, for what needs no gradient, where less has to be kept, by the sizes of local tensors. Where shards
-    are uneven these differ between ranks, and so would the collectives of their graphs.
+    The partitioner would choose, for what needs no gradient, where less has to be kept, by the sizes of local tensors.
+    Where shards are uneven these differ between ranks, and so would the collectives of their graphs.
     """
     results = next(iter(graph.find_nodes(op="output"))).all_input_nodes
     results += [wait for wait in filter(is_wait, graph.nodes) if not wait.users]  # of the program, where it was traced
@@ -79,14 +80,18 @@ def hold_collectives(graph: torch.fx.Graph) -> None:
 
 
 def _sends(node: torch.fx.Node) -> bool:
-    """Whether ranks send something, and the partitioner may choose when (`order_collectives` has placed what the program sends)."""
+    """Whether ranks send something, and the partitioner may choose when (`order_collectives` has placed what the
+    program sends).
+    """
     if is_redistribution(node):
         return cost_of([node]).collectives > 0
     return communicates(node.target) and node.target is not wait_tensor and node.target not in _ORDERED
 
 
 def hold_draws(graph: torch.fx.Graph) -> None:
-    """On the joint graph: what draws from torch's generator draws once, where it was traced, whether its numbers are used or not."""
+    """On the joint graph: what draws from torch's generator draws once, where it was traced, whether its numbers are
+    used or not.
+    """
     for node in graph.nodes:
         if _draws(node) and node.target not in _ORDERED:
             stay_where_traced(node)
@@ -109,7 +114,12 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
     batch = _Batch()
     for node in graph.nodes:  # also meets the waits that are put in further down
         is_message = node.target in (isend, irecv)
-        if is_message and batch.feeds(node) or not is_message and (communicates(node.target) or _writes(node) or node.op == "output"):
+        if (
+            is_message
+            and batch.feeds(node)
+            or not is_message
+            and (communicates(node.target) or _writes(node) or node.op == "output")
+        ):
             batch.lower()
             batch = _Batch()
         if is_message:
@@ -137,7 +147,8 @@ def _lower_functional(node: torch.fx.Node) -> None:
 
 @dataclass
 class _Batch:
-    """Messages that may start together: none needs what another one brings, and no other communication lies between them.
+    """Messages that may start together: none needs what another one brings, and no other communication lies between
+    them.
 
     Attributes:
         messages: in the order of the graph.
@@ -167,7 +178,9 @@ class _Batch:
             place = user
         tensors, peers, tags, groups = (list(column) for column in zip(*(node.args[:4] for node in messages)))
         kinds = [int(node.target is irecv) for node in messages]
-        values = [node.meta["val"] if receives else node.meta["val"].new_empty(1) for node, receives in zip(messages, kinds)]
+        values = [
+            node.meta["val"] if receives else node.meta["val"].new_empty(1) for node, receives in zip(messages, kinds)
+        ]
         with last.graph.inserting_before(last):
             start = _call(last, exchange, (tensors, kinds, peers, tags, groups), values)
             results = [_call(node, operator.getitem, (start, i), values[i]) for i, node in enumerate(messages)]

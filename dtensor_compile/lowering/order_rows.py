@@ -1,22 +1,23 @@
 """Gathered rows stay in the order of the collective: no copy stands between a gather and a matrix product.
 
-In: a joint graph with redistribute nodes. Out: the same values, the permutations at other places. A gather of ``S(1)`` leaves its
-chunks one after the other, (n, B, S/n, D), where its readers want (B, S, D). With X' the rows of X in the order of the chunks, P that
-permutation, f any operator that treats row by row:
+In: a joint graph with redistribute nodes. Out: the same values, the permutations at other places. A gather of ``S(1)``
+leaves its chunks one after the other, (n, B, S/n, D), where its readers want (B, S, D). With X' the rows of X in the
+order of the chunks, P that permutation, f any operator that treats row by row:
 
     (P X) W = P (X W)        f(P X) = P f(X)        (P X)^T (P Y) = X^T Y        P^-1 P X = X
 
-So the permutation moves behind products and elementwise operators until it is undone by that of a reduce_scatter, whose input has
-the same order, or meets a copy that is made anyway (the transposition of heads), of which it becomes part. Products of gradients and
-activations sum over rows: both sides have them in the same order. Rows keep their values to the bit; sums over rows have another order.
+So the permutation moves behind products and elementwise operators until it is undone by that of a reduce_scatter, whose
+input has the same order, or meets a copy that is made anyway (the transposition of heads), of which it becomes part.
+Products of gradients and activations sum over rows: both sides have them in the same order. Rows keep their values to
+the bit; sums over rows have another order.
 
     before   g = redistribute(x, S(1)->R, [B, S, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(1))
     after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
 
-It pays where fewer bytes are written by copies of their own afterwards (`graph/extra_copies.py`); else nothing changes. Left alone:
-symbolic and uneven sizes, with a decision each, dims that another mesh dim cuts too, and gathers of the last dim. Where other tensors of
-the graph are cut unevenly, rows and copies count of which all ranks know that they have the same sizes (`nodes_of_equal_sizes`).
-"""
+It pays where fewer bytes are written by copies of their own afterwards (`graph/extra_copies.py`); else nothing changes.
+Left alone: symbolic and uneven sizes, with a decision each, dims that another mesh dim cuts too, and gathers of the
+last dim. Where other tensors of the graph are cut unevenly, rows and copies count of which all ranks know that they
+have the same sizes (`nodes_of_equal_sizes`)."""
 
 from __future__ import annotations
 
@@ -27,24 +28,28 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ops.redistribute import redistribute_op
-from dtensor_compile.ir.spec import parse_spec, spec_text
-from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.compat.aot.fx import copy_of_graph, put_back
+from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.extra_copies import VIEWS, bytes_of, is_outside, is_standalone, readers
-from dtensor_compile.graph.rank_uniformity import nodes_of_equal_sizes
 from dtensor_compile.graph.nodes import has_even_shards, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.rank_uniformity import nodes_of_equal_sizes
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.ops.redistribute import redistribute_op
 
 aten = torch.ops.aten
 
-_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default, aten.alias.default})
+_RESHAPES = frozenset(
+    {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default, aten.alias.default}
+)
 _ROWWISE = frozenset({aten.clone.default, torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 
 
 class Rows(NamedTuple):
-    """How rows are ordered: `lead` times `chunks` times `length` of them, in a program; chunks come first in a collective."""
+    """How rows are ordered: `lead` times `chunks` times `length` of them, in a program; chunks come first in a
+    collective.
+    """
 
     lead: int
     chunks: int
@@ -134,7 +139,9 @@ def moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, i
 
 
 def _copied(graph: torch.fx.Graph, counts: Callable[[torch.fx.Node], bool]) -> int:
-    """Bytes of copies of their own, with those that gathers and reduce_scatters turn into when they are lowered; of the nodes that count."""
+    """Bytes of copies of their own, with those that gathers and reduce_scatters turn into when they are lowered; of the
+    nodes that count.
+    """
     total = 0
     for node in filter(counts, graph.nodes):
         if is_standalone(node):
@@ -154,7 +161,9 @@ def _copied_for(node: torch.fx.Node) -> int:
 
 
 def _sends_in_order(node: torch.fx.Node) -> bool:
-    """Whether what a redistribution sends or receives lies as the program has it: chunk after chunk, or it is no gather."""
+    """Whether what a redistribution sends or receives lies as the program has it: chunk after chunk, or it is no
+    gather.
+    """
     this, value = read(node), node.meta["val"]
     _, dim = moved(this.source, this.target, parse_mesh(this.mesh).shape) or (0, 0)
     return not all(isinstance(size, int) for size in value.shape) or math.prod(value.shape[:dim]) == 1
@@ -216,12 +225,17 @@ class _Order:
         reason = f"rows stay in the order of the collective, {self.rows.chunks} chunks; their permutation is part of another kernel"
         return Decision("order_rows", source_line(node), reason, str(read(node)), "the same over chunks")
 
-    # ---- rows in the order of the chunks -----------------------------------------------------------------------------------------
+    # ---- rows in the order of the chunks
+    # -----------------------------------------------------------------------------------------
 
     def _rest(self, node: torch.fx.Node) -> list[int] | None:
         """Sizes behind the rows; None where the node's leading dims are not the rows."""
         value = node.meta.get("val")
-        if node not in self.equal or not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        if (
+            node not in self.equal
+            or not isinstance(value, torch.Tensor)
+            or not all(isinstance(size, int) for size in value.shape)
+        ):
             return None
         if not value.is_contiguous():
             return None
@@ -233,7 +247,11 @@ class _Order:
     def _follow(self, node: torch.fx.Node) -> bool:
         """Computes `node` in order where its operands are; whether it is."""
         rest = self._rest(node)
-        if node.op != "call_function" or rest is None or not any(source in self.in_order for source in node.all_input_nodes):
+        if (
+            node.op != "call_function"
+            or rest is None
+            or not any(source in self.in_order for source in node.all_input_nodes)
+        ):
             return node in self.in_order
         if node.target in _RESHAPES:
             self._view(node, self.in_order[node.args[0]], rest)
@@ -256,8 +274,12 @@ class _Order:
         cut = [p for p in (*placements[0], *placements[1]) if isinstance(p, (Shard, StridedShard))]
         if any(p.dim < first or isinstance(p, StridedShard) for p in cut) or len(this.shape) - first != len(rest):
             return
-        texts = [spec_text([Shard(p.dim - first + 1) if isinstance(p, Shard) else p for p in spec]) for spec in placements]
-        self._add(node, redistribute_op, self.in_order[this.local], *texts, this.mesh, [self.rows.count, *this.shape[first:]])
+        texts = [
+            spec_text([Shard(p.dim - first + 1) if isinstance(p, Shard) else p for p in spec]) for spec in placements
+        ]
+        self._add(
+            node, redistribute_op, self.in_order[this.local], *texts, this.mesh, [self.rows.count, *this.shape[first:]]
+        )
 
     @staticmethod
     def _contiguous(node: torch.fx.Node) -> dict[str, Any]:
@@ -272,7 +294,11 @@ class _Order:
 
     def _from_rows(self, node: Any) -> bool:
         """Whether a right operand is a transposed one with rows: a product of rows with rows."""
-        return isinstance(node, torch.fx.Node) and node.target in VIEWS and any(s in self.in_order for s in node.all_input_nodes)
+        return (
+            isinstance(node, torch.fx.Node)
+            and node.target in VIEWS
+            and any(s in self.in_order for s in node.all_input_nodes)
+        )
 
     def _view(self, node: torch.fx.Node, place: torch.fx.Node, rest: list[int]) -> None:
         """`node`, a view, in order: `place`, in another shape where it has another."""
@@ -295,7 +321,8 @@ class _Order:
         self.made.add(new)
         return new
 
-    # ---- the ends ----------------------------------------------------------------------------------------------------------------
+    # ---- the ends
+    # ----------------------------------------------------------------------------------------------------------------
 
     def _mesh_dim(self, node: torch.fx.Node) -> int:
         this = read(node)
@@ -366,7 +393,9 @@ class _Order:
             return [node.args[0]]  # type: ignore[list-item]
         if not _is_pointwise(node.target):
             return []
-        return [source for source in node.all_input_nodes if not self._elementwise(source, rest) or source in self.in_order]
+        return [
+            source for source in node.all_input_nodes if not self._elementwise(source, rest) or source in self.in_order
+        ]
 
     def _is_written_freely(self, node: torch.fx.Node) -> bool:
         """Whether `node` is in order, or can be at no copy of its own."""

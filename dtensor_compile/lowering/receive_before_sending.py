@@ -3,17 +3,18 @@
     before   s = all_to_all_single(x, [k, k], [k, k], group); y = wait(s)
     after    s = dtensor_compile.all_to_all_single(x, [k, k], [k, k], group); y = wait(s)
 
-The same bytes, as messages for which each rank says first that it is ready to receive (`ops/messages.py`). gloo's own exchange and
-its gathers between two ranks take turns instead, which costs up to twice the time on a network that carries both directions.
+The same bytes, as messages for which each rank says first that it is ready to receive (`ops/messages.py`). gloo's own
+exchange and its gathers between two ranks take turns instead, which costs up to twice the time on a network that
+carries both directions.
 
     exchanges    always: with 2 and 4 ranks, 16 KiB to 8 MiB to each, at 1 Gbit/s they took 0.32 to 1.02 of gloo's time
     gathers      of two ranks, from `LEAST` on, below which the thread that computes spends more on messages than they save. gloo's gathers
-                 of more ranks go around a ring, in which no connection is used both ways but each rank waits for the one before it:
-                 they become messages where the user names a topology that has no link between hosts twice on the way, one rank a host
-                 or one host (4 ranks: 0.17 to 0.91 of gloo's time)
+                 of more ranks go around a ring, in which no connection is used both ways but each rank waits for the
+                 one before it: they become messages where the user names a topology that has no link between hosts
+                 twice on the way, one rank a host or one host (4 ranks: 0.17 to 0.91 of gloo's time)
 
-Only what all ranks run alike (`REDISTRIBUTES`); what is decided follows from the kind, the ranks, and the sizes of gathers, which are equal
-on all of them.
+Only what all ranks run alike (`REDISTRIBUTES`); what is decided follows from the kind, the ranks, and the sizes of
+gathers, which are equal on all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from collections.abc import Sequence
 
 import torch
 
-from dtensor_compile.ops.messages import AS_MESSAGES, all_to_all
 from dtensor_compile.compat.distributed.functional_collectives import lower_as_collective
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering.reduce_by_exchange import on_gloo
-from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES
 from dtensor_compile.graph.node_costs import collective_of
+from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES
+from dtensor_compile.lowering.reduce_by_exchange import on_gloo
+from dtensor_compile.ops.messages import AS_MESSAGES, all_to_all
 from dtensor_compile.topology.links import Cluster
 
 #: Bytes that a rank sends in a gather from which on messages pay.
@@ -35,7 +36,8 @@ LEAST = 1 << 15
 
 
 def receive_before_sending(graph: torch.fx.Graph, topology: Cluster | None = None) -> list[Decision]:
-    """Replaces the collectives of a lowered graph in which gloo's ranks would take turns; a decision for each line and kind.
+    """Replaces the collectives of a lowered graph in which gloo's ranks would take turns; a decision for each line and
+    kind.
 
     Args:
         topology: of the job, where the user names it.
@@ -61,7 +63,9 @@ def _pays(node: torch.fx.Node, topology: Cluster | None) -> bool:
     if any(isinstance(size, torch.SymInt) for value in values for size in value.shape):
         return False
     this = collective_of(node)
-    return this.bytes >= LEAST and (len(this.ranks) == 2 or topology is not None and _has_own_links(this.ranks, topology))
+    return this.bytes >= LEAST and (
+        len(this.ranks) == 2 or topology is not None and _has_own_links(this.ranks, topology)
+    )
 
 
 def _has_own_links(ranks: Sequence[int], topology: Cluster) -> bool:

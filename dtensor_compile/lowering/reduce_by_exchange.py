@@ -3,14 +3,14 @@
     before   s = reduce_scatter_tensor(x, "sum", 2, group); y = wait(s)
     after    s = all_to_all_single(x, [k, k], [k, k], group); w = wait(s); y = w[:k] + w[k:]
 
-Rank r keeps part r of the sum over all ranks. Gloo has no reduce-scatter: torch lets it reduce the whole on every rank and keeps
-a part, which sends the input twice over (`topology/backends.py`). Exchanging the parts sends what has to be sent, (n-1)/n of the
-input, and the additions become part of the kernel that reads them.
+Rank r keeps part r of the sum over all ranks. Gloo has no reduce-scatter: torch lets it reduce the whole on every rank
+and keeps a part, which sends the input twice over (`topology/backends.py`). Exchanging the parts sends what has to be
+sent, (n-1)/n of the input, and the additions become part of the kernel that reads them.
 
-The same numbers: with 2 ranks there is one addition, whose order does not matter. With more, parts are added in the order of
-ranks, with a rounding after each as gloo does it; gloo goes around a ring that starts elsewhere for each part, so that the last
-bits may differ. A mean is the sum divided by n, as torch computes it for gloo. Only these two, of numbers that gloo exchanges, and
-only what all ranks run alike (`REDISTRIBUTES`).
+The same numbers: with 2 ranks there is one addition, whose order does not matter. With more, parts are added in the
+order of ranks, with a rounding after each as gloo does it; gloo goes around a ring that starts elsewhere for each part,
+so that the last bits may differ. A mean is the sum divided by n, as torch computes it for gloo. Only these two, of
+numbers that gloo exchanges, and only what all ranks run alike (`REDISTRIBUTES`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
 from dtensor_compile.compat.inductor.compile import trace_local
-from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.inline_subgraph import splice
 from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES, is_wait, source_line
@@ -74,7 +74,9 @@ def on_gloo(group: str, x: torch.Tensor) -> bool:
     """Whether a tensor is sent by gloo, as it is, over the group of that name."""
     found = group_named(group)
     on_cpu = x.device.type == "cpu" and not x.is_complex() and x.dtype != torch.bool
-    return on_cpu and found is not None and dist.get_backend(found) in ("gloo", "fake")  # a simulated job is one of gloo on CPUs
+    return (
+        on_cpu and found is not None and dist.get_backend(found) in ("gloo", "fake")
+    )  # a simulated job is one of gloo on CPUs
 
 
 def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
@@ -104,7 +106,11 @@ def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.
     with graph.inserting_before(wait):
         done = _waited(exchange, inherited)
         value = done.meta["val"]
-        key = (op, n, rows, value.shape, value.dtype, value.device) if all(isinstance(size, int) for size in (rows, *value.shape)) else start
+        key = (
+            (op, n, rows, value.shape, value.dtype, value.device)
+            if all(isinstance(size, int) for size in (rows, *value.shape))
+            else start
+        )
         again = key in traced
         if not again:
             sizes = (value, part if isinstance(part, int) else part.meta["val"])
@@ -147,7 +153,9 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> Non
     graph.erase_node(start)
 
 
-def _part(packed: tuple[int, int], where: slice, shape: Sequence[int], op: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def _part(
+    packed: tuple[int, int], where: slice, shape: Sequence[int], op: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda parts: _reduced(parts.view(packed)[:, where], op).view(shape)
 
 

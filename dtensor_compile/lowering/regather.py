@@ -3,13 +3,14 @@
     kept              forward  g = gather(w); y = mm(x, g); return y, x, g         backward  gx = mm(t, g.T)
     gathered again    forward  g = gather(w); y = mm(x, g); return y, x, w         backward  g = gather(w); gx = mm(t, g.T)
 
-In: the joint graph, and ``regather``: ``"always"``, ``"never"``, or the bytes of gathered tensors that one rank may keep. Out: the
-gathers that backward needs are tagged, and a decision for each. Where bytes are bounded those are kept whose bytes take longest to
-gather again, and of alike ones the later: backward needs them first, so they are held for the shortest time.
+In: the joint graph, and ``regather``: ``"always"``, ``"never"``, or the bytes of gathered tensors that one rank may
+keep. Out: the gathers that backward needs are tagged, and a decision for each. Where bytes are bounded those are kept
+whose bytes take longest to gather again, and of alike ones the later: backward needs them first, so they are held for
+the shortest time.
 
-A gather is a redistribution of the forward from shards, no partial sums among them, to a larger local tensor. Views and casts of
-its result are repeated with it, or they would be kept instead. All ranks decide alike: by specs, global sizes and plans.
-"""
+A gather is a redistribution of the forward from shards, no partial sums among them, to a larger local tensor. Views and
+casts of its result are repeated with it, or they would be kept instead. All ranks decide alike: by specs, global sizes
+and plans."""
 
 from __future__ import annotations
 
@@ -18,15 +19,19 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ops.redistribute import plan_of
-from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.compat.distributed.functional_collectives import keep_for_backward, run_again_in_backward, traced_in_backward
-from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.distributed.functional_collectives import (
+    keep_for_backward,
+    run_again_in_backward,
+    traced_in_backward,
+)
+from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.planner.step_costs import local_elements
 from dtensor_compile.graph.nodes import read, redistributions, source_line
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.ops.redistribute import plan_of
+from dtensor_compile.planner.step_costs import local_elements
 
 Regather = str | int
 
@@ -52,8 +57,8 @@ def regather(graph: torch.fx.Graph, wanted: Regather | None) -> list[Decision]:
     """Tags the gathers of a joint graph for the partitioner.
 
     Args:
-        wanted: None leaves it to the program: what a checkpointed region or FSDP's ``reshard_after_forward`` repeats is repeated,
-            all else is kept.
+        wanted: None leaves it to the program: what a checkpointed region or FSDP's ``reshard_after_forward`` repeats is
+            repeated, all else is kept.
     """
     if wanted is None:
         return []
@@ -68,7 +73,9 @@ def regather(graph: torch.fx.Graph, wanted: Regather | None) -> list[Decision]:
         else:
             for node in gather.nodes:
                 run_again_in_backward(node)
-        reason = f"{gather.bytes:,} bytes on each rank, {gather.seconds * 1e6:.0f} us to gather again; regather={wanted!r}"
+        reason = (
+            f"{gather.bytes:,} bytes on each rank, {gather.seconds * 1e6:.0f} us to gather again; regather={wanted!r}"
+        )
         after = "kept for backward" if gather in kept else "gathered again in backward"
         decisions.append(Decision("regather", source_line(first), reason, str(read(first)), after))
     return decisions

@@ -1,7 +1,8 @@
-"""Matrices that are gathered or scattered along their columns are sent transposed, where only matrix products read or make them.
+"""Matrices that are gathered or scattered along their columns are sent transposed, where only matrix products read or
+make them.
 
-A collective has the chunks of its ranks one after the other, which columns are not: W (O, I) gathered from (O, I/n) is copied once
-more, whole. Its transpose is gathered by rows, and a matrix product reads either:
+A collective has the chunks of its ranks one after the other, which columns are not: W (O, I) gathered from (O, I/n) is
+copied once more, whole. Its transpose is gathered by rows, and a matrix product reads either:
 
     gather(W, columns) = gather(W^T, rows)^T        scatter(A B, columns) = scatter(B^T A^T, rows)^T
 
@@ -13,8 +14,8 @@ What is copied instead is the shard, a part of 1/n, and that is part of another 
     before   g = redistribute(mm(a, b), P(sum)->S(1), [O, I])
     after    g = clone(t(redistribute(mm(t(b), t(a)), P(sum)->S(0), [I, O])))
 
-It pays always. Numbers are those of the same products with other strides. Left alone: symbolic and uneven sizes, with a decision each,
-columns that another mesh dim cuts too, and matrices that anything else reads.
+It pays always. Numbers are those of the same products with other strides. Left alone: symbolic and uneven sizes, with a
+decision each, columns that another mesh dim cuts too, and matrices that anything else reads.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.compat.dtensor.specs import Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.extra_copies import bytes_of
-from dtensor_compile.lowering.order_rows import moved, why_sizes_do_not_fit
 from dtensor_compile.graph.nodes import RedistributeNode, call, read, redistribute, redistributions, source_line
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.lowering.order_rows import moved, why_sizes_do_not_fit
 
 aten = torch.ops.aten
 
@@ -51,7 +52,9 @@ def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
             made = _scatter(node, this)
         if made is None:
             continue
-        decisions.append(Decision("send_transposed", source_line(node), "columns are sent as rows of the transpose", str(this), made))
+        decisions.append(
+            Decision("send_transposed", source_line(node), "columns are sent as rows of the transpose", str(this), made)
+        )
         graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.target is not aten.mm.default and not _is_view(node))
     return decisions
@@ -96,18 +99,23 @@ def _scatter(node: torch.fx.Node, this: RedistributeNode) -> str | None:
     if product is None:
         return None
     if not flipped:
-        left, right = (call(aten.permute.default, (factor, [1, 0]), like=product, before=node) for factor in product.args)
+        left, right = (
+            call(aten.permute.default, (factor, [1, 0]), like=product, before=node) for factor in product.args
+        )
         product = call(aten.mm.default, (right, left), like=product, before=node)
     part = redistribute(_transposed(this, product), like=node, before=node)
     back = call(aten.permute.default, (part, [1, 0]), like=node, before=node)
-    node.replace_all_uses_with(call(aten.clone.default, (back,), {"memory_format": torch.contiguous_format}, like=node, before=node))
+    node.replace_all_uses_with(
+        call(aten.clone.default, (back,), {"memory_format": torch.contiguous_format}, like=node, before=node)
+    )
     return str(read(part))
 
 
 def _transposed(this: RedistributeNode, local: torch.fx.Node) -> RedistributeNode:
     """The same redistribution of the transpose, `local`."""
     source, target = (
-        spec_text([Shard(1 - p.dim) if isinstance(p, Shard) else p for p in parse_spec(text)]) for text in (this.source, this.target)
+        spec_text([Shard(1 - p.dim) if isinstance(p, Shard) else p for p in parse_spec(text)])
+        for text in (this.source, this.target)
     )
     return RedistributeNode(local, source, target, this.mesh, tuple(reversed(this.shape)))
 
@@ -132,7 +140,9 @@ def _is_read_by_products(node: torch.fx.Node) -> bool:
 
 
 def _made_by_product(node: Any) -> tuple[torch.fx.Node | None, bool]:
-    """The matrix product that a node alone is a view of, and whether it is the transpose of it; None where there is none."""
+    """The matrix product that a node alone is a view of, and whether it is the transpose of it; None where there is
+    none.
+    """
     flipped = False
     while isinstance(node, torch.fx.Node) and len(node.users) == 1:
         if node.target is aten.mm.default:

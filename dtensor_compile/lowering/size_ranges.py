@@ -1,19 +1,21 @@
 """For which sizes a plan stays the cheapest, where sizes vary; and what a plan costs as an expression of them.
 
-In: a plan that was made for the hints of symbolic sizes, and those sizes. Out: the values of one symbol, the others at their hints, for
-which no legal plan is cheaper; or the bytes and seconds of the plan in the symbols. The plan itself is right for all sizes.
+In: a plan that was made for the hints of symbolic sizes, and those sizes. Out: the values of one symbol, the others at
+their hints, for which no legal plan is cheaper; or the bytes and seconds of the plan in the symbols. The plan itself is
+right for all sizes.
 
-Which steps are legal depends on what sizes are multiples of (`Problem.divisors`), not on the sizes. Where shards are even every local
-tensor has a s + b elements of the symbol s, and what a step costs is affine in s:
+Which steps are legal depends on what sizes are multiples of (`Problem.divisors`), not on the sizes. Where shards are
+even every local tensor has a s + b elements of the symbol s, and what a step costs is affine in s:
 
     elements = k_e (a s + b)        seconds = rounds latency + (f / W + c / copy) itemsize k_e (a s + b)
 
-So candidates are known for all s from their costs at two values, and one plan stops being the cheapest where its line meets another
-one. All plans are found that no other beats at both ends of the range (count of collectives, elements and seconds: Martins'
-multi-label algorithm, E. Martins: On a multicriteria shortest path problem, 1984).
+So candidates are known for all s from their costs at two values, and one plan stops being the cheapest where its line
+meets another one. All plans are found that no other beats at both ends of the range (count of collectives, elements and
+seconds: Martins' multi-label algorithm, E. Martins: On a multicriteria shortest path problem, 1984).
 
-Without a topology the fewest bytes win. All elements are proportional to the size, so that the plan stays the cheapest for all. With
-one, seconds decide: latency for small sizes, bandwidth for large ones, and the range is finite where another plan takes over.
+Without a topology the fewest bytes win. All elements are proportional to the size, so that the plan stays the cheapest
+for all. With one, seconds decide: latency for small sizes, bandwidth for large ones, and the range is finite where
+another plan takes over.
 
     RS(0) -> S(1)S(1) of (16 s0, 64) on dp=2,tp=8, 1 Gbyte/s and 400:
         slice, all_gather, slice        cheapest for 2 <= s0 <= 549
@@ -32,15 +34,15 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
-from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
-from dtensor_compile.ops.redistribute import plan_of
-from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.compat.dtensor.specs import Replicate
 from dtensor_compile.compat.aot.shapes import Symbol, divisors, expressions, symbols_of
+from dtensor_compile.compat.dtensor.specs import Replicate
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.nodes import read, redistributions, source_line
+from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.planner.steps import Problem, State, Step, moves
 from dtensor_compile.planner.torch_greedy import torch_steps
-from dtensor_compile.graph.nodes import read, redistributions, source_line
 from dtensor_compile.topology.network import Network, current_memory, network_of
 
 #: Value of a symbol from which on plans are no longer compared: a range that reaches it has no end.
@@ -54,7 +56,9 @@ MARGIN = 1e-9
 
 
 def tell_ranges(graph: torch.fx.Graph) -> list[Decision]:
-    """A decision for every redistribution of symbolic sizes in `graph` that sends: for which sizes its plan is the cheapest."""
+    """A decision for every redistribution of symbolic sizes in `graph` that sends: for which sizes its plan is the
+    cheapest.
+    """
     decisions = []
     for node in redistributions(graph):
         this = read(node)
@@ -64,7 +68,9 @@ def tell_ranges(graph: torch.fx.Graph) -> list[Decision]:
         if reason:
             names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
             steps = plan_of(this.source, this.target, layout, shape, itemsize)
-            decisions.append(Decision("plan", source_line(node), reason, str(this), ", ".join(step.text(names) for step in steps)))
+            decisions.append(
+                Decision("plan", source_line(node), reason, str(this), ", ".join(step.text(names) for step in steps))
+            )
     return decisions
 
 
@@ -93,9 +99,15 @@ class Range:
 
 
 def symbolic(
-    steps: Sequence[Step], mesh_shape: Sequence[int], shape: Sequence[Any], itemsize: int = 4, *, network: Network = Network()
+    steps: Sequence[Step],
+    mesh_shape: Sequence[int],
+    shape: Sequence[Any],
+    itemsize: int = 4,
+    *,
+    network: Network = Network(),
 ) -> SymbolicCost:
-    """What a plan costs for a global tensor of `shape`: integers, torch's symbolic ones, or expressions of positive integer symbols.
+    """What a plan costs for a global tensor of `shape`: integers, torch's symbolic ones, or expressions of positive
+    integer symbols.
 
     Equal to what `plan` says of its steps for every size, uneven ones too. Raises nothing.
     """
@@ -105,7 +117,10 @@ def symbolic(
         problem = Problem(step.before, step.after, tuple(mesh_shape), sizes, sizes, itemsize, network)
         priced = problem.step(step.kind, step.mesh_dims, step.before, step.after)
         elements, seconds = elements + priced.elements, seconds + priced.seconds
-    return SymbolicCost(sympy.simplify(elements * itemsize).replace(_is_rounded_up, lambda floor: -sympy.ceiling(-floor.args[0])), seconds)
+    return SymbolicCost(
+        sympy.simplify(elements * itemsize).replace(_is_rounded_up, lambda floor: -sympy.ceiling(-floor.args[0])),
+        seconds,
+    )
 
 
 def _is_rounded_up(expression: sympy.Expr) -> bool:
@@ -161,7 +176,9 @@ Line = tuple[tuple[int, int], ...]
 
 
 def _line(sizes: Sequence[sympy.Expr], symbol: Symbol, others: dict[sympy.Symbol, int]) -> Line | None:
-    """The sizes as functions of one symbol, the others at their hints; None where one is not affine, or more than one varies."""
+    """The sizes as functions of one symbol, the others at their hints; None where one is not affine, or more than one
+    varies.
+    """
     line = []
     for size in sizes:
         size = sympy.sympify(size).xreplace({other: sympy.Integer(hint) for other, hint in others.items()})
@@ -192,8 +209,8 @@ def cheapest_range(
         source, target, mesh_shape, itemsize, network, divisors: as for `dtensor_compile.planner.search.plan`.
         line: the global shape, per dim (a, b) for a size of ``a s + b``; exactly one varies.
 
-    Only values for which shards are even count. None where there are none, where `steps` is not the cheapest at the nearest to the hint
-    that counts, and where there are more candidates than are worth the time.
+    Only values for which shards are even count. None where there are none, where `steps` is not the cheapest at the
+    nearest to the hint that counts, and where there are more candidates than are worth the time.
     """
     mesh_shape, divisors = tuple(mesh_shape), tuple(divisors)
     start, goal = (
@@ -261,7 +278,9 @@ class _Price(NamedTuple):
     def plus(self, steps: tuple[Step, Step]) -> _Price:
         elements = self.elements[0] + steps[0].elements, self.elements[1] + steps[1].elements
         return _Price(
-            self.collectives + steps[0].sends, elements, (self.seconds[0] + steps[0].seconds, self.seconds[1] + steps[1].seconds)
+            self.collectives + steps[0].sends,
+            elements,
+            (self.seconds[0] + steps[0].seconds, self.seconds[1] + steps[1].seconds),
         )
 
     def is_never_more(self, other: _Price) -> bool:
@@ -346,11 +365,15 @@ class _Rivals:
         return elements, price.seconds[0] + float(at) * (price.seconds[1] - price.seconds[0])
 
     def worth_a_look(self, every: int) -> list[int]:
-        """The values, ascending, between which nothing changes: the ends, and those around the crossings of two lines."""
+        """The values, ascending, between which nothing changes: the ends, and those around the crossings of two
+        lines.
+        """
         found = {self.first, self.last}
         for at in self._crossings():
             place = self.first + (at * (self.last - self.first) // every * every if 0 <= at <= 1 else 0)
-            found.update(value for value in range(place - every, place + 3 * every, every) if self.first <= value <= self.last)
+            found.update(
+                value for value in range(place - every, place + 3 * every, every) if self.first <= value <= self.last
+            )
         return sorted(found)
 
     def _crossings(self) -> Iterator[Fraction]:

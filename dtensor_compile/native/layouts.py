@@ -12,7 +12,9 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def layouts(expected: Sequence[Layout], complain: Callable[..., None]) -> Callable[[tuple[torch.Tensor, ...]], None]:
-    """A function of a tuple of tensors; it asks `complain` about each that has other sizes and strides than `expected` says."""
+    """A function of a tuple of tensors; it asks `complain` about each that has other sizes and strides than `expected`
+    says.
+    """
     if native() is not None:
         return native().Layouts(tuple(expected), complain)
 

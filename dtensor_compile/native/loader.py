@@ -1,29 +1,32 @@
-"""The C++ part of a compiled call, built once per machine and torch release; where it cannot be built, torch's own way stands.
+"""The C++ part of a compiled call, built once per machine and torch release; where it cannot be built, torch's own way
+stands.
 
 What is in it (`native_code/`, a subject a file). Callable objects, each made once at compile time:
 
-- ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a tensor is what the graph was
-  compiled for. It compares what a plain tensor's guard compares, of the DTensor and of its local tensor, and the spec: its
-  identity first; mesh, placements, order of shards and dtype where that differs.
+- ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a tensor is what the graph
+  was compiled for. It compares what a plain tensor's guard compares, of the DTensor and of its local tensor, and the
+  spec: its identity first; mesh, placements, order of shards and dtype where that differs.
 - ``Unwrap(plan)(arguments)``: the inputs of the graph, local tensors and meshes in place of DTensors.
-- ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are made again only for another mesh or other
-  sizes. With `accumulate`, a gradient goes right into ``.grad`` of its parameter where autograd would do nothing but that.
+- ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are made again only for another mesh or
+  other sizes. With `accumulate`, a gradient goes right into ``.grad`` of its parameter where autograd would do nothing
+  but that.
 
-- ``Fetch(roots, plan)(*objects)``: what the inputs of a graph are read from `objects`, in a tuple. The plan is a list of reads
-  ``(from, step, key, wanted)``: `from` is the place of an earlier read, or ``-1 - i`` for object `i`; the step `READS` of an
-  attribute, an item, a gradient, or the value or key at a position of a dict.
-- ``GuardAll(roots, plan, checks)(*objects)``: whether all that one such walk finds is what the graph was compiled for. A check
-  ``(place, expected)`` says of a read that a `Guard` accepts it, that it has a type, or that it is what another read finds.
+- ``Fetch(roots, plan)(*objects)``: what the inputs of a graph are read from `objects`, in a tuple. The plan is a list
+  of reads ``(from, step, key, wanted)``: `from` is the place of an earlier read, or ``-1 - i`` for object `i`; the step
+  `READS` of an attribute, an item, a gradient, or the value or key at a position of a dict.
+- ``GuardAll(roots, plan, checks)(*objects)``: whether all that one such walk finds is what the graph was compiled for.
+  A check ``(place, expected)`` says of a read that a `Guard` accepts it, that it has a type, or that it is what another
+  read finds.
 
-- ``Layouts(expected, complain)(tensors)``: that tensors have the sizes and strides of `expected`, a tuple of ``(sizes, strides)``;
-  ``complain(tensor, sizes, strides, "input")`` is asked about one that has not.
-- ``Arguments(values, hold)()``: the arguments of a call as long as they are what they were: a list of them, or None once a tensor
-  is gone or was written to. With `hold`, tensors do not go.
+- ``Layouts(expected, complain)(tensors)``: that tensors have the sizes and strides of `expected`, a tuple of ``(sizes,
+  strides)``; ``complain(tensor, sizes, strides, "input")`` is asked about one that has not.
+- ``Arguments(values, hold)()``: the arguments of a call as long as they are what they were: a list of them, or None
+  once a tensor is gone or was written to. With `hold`, tensors do not go.
 
-And functions of a tuple of values: ``own_storages``, whether surely no two tensors in it, or local tensors of DTensors, have one
-storage; ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does; ``detached_views``, a list of
-its tensors with views detached; ``without_wrappers``, whether none is a tensor that ``torch.func`` wraps.
-"""
+And functions of a tuple of values: ``own_storages``, whether surely no two tensors in it, or local tensors of DTensors,
+have one storage; ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does;
+``detached_views``, a list of its tensors with views detached; ``without_wrappers``, whether none is a tensor that
+``torch.func`` wraps."""
 
 from __future__ import annotations
 
@@ -62,11 +65,12 @@ _LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
 @functools.cache
 def native() -> types.ModuleType | None:
-    """The C++ module; None, with a warning, where there is no compiler or it fails. The first call on a machine builds it (20 s).
+    """The C++ module; None, with a warning, where there is no compiler or it fails. The first call on a machine builds
+    it (20 s).
 
-    None before torch 2.13 as well: what it reads of tensors is not what these have, and its guards would let through what they should not.
-    ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler, with options where there are some.
-    """
+    None before torch 2.13 as well: what it reads of tensors is not what these have, and its guards would let through
+    what they should not. ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler,
+    with options where there are some."""
     if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0" or torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
         return None
     try:
@@ -75,7 +79,9 @@ def native() -> types.ModuleType | None:
     except (OSError, ImportError, AttributeError, TypeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _refused.append(str(reason))
-        log.warning("calls cost what they cost under torch: the C++ part of dtensor_compile could not be built (%s)", reason)
+        log.warning(
+            "calls cost what they cost under torch: the C++ part of dtensor_compile could not be built (%s)", reason
+        )
         return None
     return module
 

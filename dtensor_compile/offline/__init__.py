@@ -12,7 +12,7 @@
 - ``job``: the process is one rank of a job whose other ranks exist in name only.
 """
 
-from dtensor_compile.offline.emulated_device import EmulatedDevice, EmulatedGraph, Kernel, IssuedStep, device
+from dtensor_compile.offline.emulated_device import EmulatedDevice, EmulatedGraph, IssuedStep, Kernel, device
 from dtensor_compile.offline.simulated_job import job
 
 __all__ = ["EmulatedDevice", "EmulatedGraph", "Kernel", "IssuedStep", "device", "job"]

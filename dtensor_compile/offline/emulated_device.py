@@ -1,8 +1,9 @@
 """`device`: a GPU that is not there. Programs compile for it as they would on it; nothing computes.
 
-In: a preset's name (`topology/gpus.py`) or a file. While the context is entered, tensors on ``cuda`` are fake and everything else
-is real. Inductor lowers to Triton, Triton to PTX and cubin for the architecture. A compiled function runs its generated code once
-through, in the order in which a GPU would be given the work, and each step of that is noted:
+In: a preset's name (`topology/gpus.py`) or a file. While the context is entered, tensors on ``cuda`` are fake and
+everything else is real. Inductor lowers to Triton, Triton to PTX and cubin for the architecture. A compiled function
+runs its generated code once through, in the order in which a GPU would be given the work, and each step of that is
+noted:
 
     with device("h200") as gpu:
         x = torch.randn(64, 256, device="cuda")
@@ -11,8 +12,8 @@ through, in the order in which a GPU would be given the work, and each step of t
     gpu.kernels[0].cubin          # machine code for sm_90
     print(gpu.graphs[0].order())  # kernel triton_per_fused__softmax_0
 
-What a GPU would measure is not measured: matrix products are the library's (no ``max_autotune``), none is padded, and each kernel
-has the first configuration that Inductor tries. CUDA graphs are left out.
+What a GPU would measure is not measured: matrix products are the library's (no ``max_autotune``), none is padded, and
+each kernel has the first configuration that Inductor tries. CUDA graphs are left out.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class IssuedStep:
     """One thing that generated code asks the device, or the network, to do.
 
     Attributes:
-        kind: ``"kernel"`` (Triton's), ``"operator"`` (of a library, by the name of the operator), ``"start"`` and ``"wait"`` of a
-            collective.
+        kind: ``"kernel"`` (Triton's), ``"operator"`` (of a library, by the name of the operator), ``"start"`` and
+            ``"wait"`` of a collective.
         name: of the kernel, the operator or the collective.
         number: of the collective, counted from 0 in the order of their starts; -1 for others.
         sends: dtype and shape of what a collective is given, where it starts.
@@ -107,7 +108,9 @@ class EmulatedDevice:
         return [kernel for graph in self.graphs for kernel in graph.kernels]
 
     def table(self) -> str:
-        """Registers of a thread, bytes of shared memory of a block and of spills of a thread: a line for each kernel."""
+        """Registers of a thread, bytes of shared memory of a block and of spills of a thread: a line for each
+        kernel.
+        """
         rows = [("kernel", "registers", "shared", "spills", "configuration")]
         for kernel in self.kernels:
             b = kernel.binary
@@ -118,7 +121,9 @@ class EmulatedDevice:
         return f"{self.gpu.name}, {self.gpu.architecture}\n" + "".join(f"{line.rstrip()}\n" for line in lines)
 
     def _kernel(self, name: str, source: str) -> Any:
-        if source not in self._pending:  # Inductor asks once when it writes a kernel, and once for the code that calls it
+        if (
+            source not in self._pending
+        ):  # Inductor asks once when it writes a kernel, and once for the code that calls it
             # Not in threads: Python 3.11 has one depth for all of them when it makes syntax trees.
             try:
                 self._pending[source] = Kernel(name, source, compile_kernel(load_kernel(name, source), self.gpu))
@@ -184,11 +189,12 @@ def _storage(tensor: torch.Tensor) -> int:
 def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
     """While it is entered, this process seems to have GPUs of that kind, 8 of them, whose tensors have no values.
 
-    Functions that are compiled meanwhile are forgotten at the end, as are those from before; torch is then as it was. It is for
-    one thread.
+    Functions that are compiled meanwhile are forgotten at the end, as are those from before; torch is then as it was.
+    It is for one thread.
 
     Args:
-        name: of a preset (``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``), or a TOML or JSON file (`topology/files.py`).
+        name: of a preset (``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``), or a TOML or JSON file
+            (`topology/files.py`).
 
     Raises:
         TopologyError: neither is there, or the file does not say what a GPU is.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dtensor_compile.ir.mesh import forget_meshes
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.errors import OfflineError
+from dtensor_compile.ir.mesh import forget_meshes
 
 
 @contextlib.contextmanager

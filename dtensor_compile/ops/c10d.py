@@ -5,15 +5,16 @@
     c10d_isend, c10d_irecv, c10d_barrier
     overwrite_(Tensor(a!) x, Tensor value) -> ()
 
-All but `overwrite_` are functional: the result is new and complete. A collective that works in place is the functional one, and
-then `overwrite_`: eager's collectives write into memory without autograd's knowledge, so gradients pass by a collective as if it
-had not been there, and so it is here.
+All but `overwrite_` are functional: the result is new and complete. A collective that works in place is the functional
+one, and then `overwrite_`: eager's collectives write into memory without autograd's knowledge, so gradients pass by a
+collective as if it had not been there, and so it is here.
 
-`peer` is a rank of the group, `group` the name of one, `order` the place among all communication of a graph: it tells apart what
-looks the same, so that two messages never become one. No node is ever dropped, since another rank may count on it.
+`peer` is a rank of the group, `group` the name of one, `order` the place among all communication of a graph: it tells
+apart what looks the same, so that two messages never become one. No node is ever dropped, since another rank may count
+on it.
 
-In a lowered graph (``lowering/lower_collectives.py``) messages between ranks are `c10d_exchange`, which starts several at once.
-"""
+In a lowered graph (``lowering/lower_collectives.py``) messages between ranks are `c10d_exchange`, which starts several
+at once."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.compat.distributed.functional_collectives import (
     REDUCTIONS,
     functional,
@@ -30,7 +32,6 @@ from dtensor_compile.compat.distributed.functional_collectives import (
     wait_later,
     wait_tensor,
 )
-from dtensor_compile.compat.distributed.device_meshes import group_named
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 
@@ -53,7 +54,8 @@ def _nothing(device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.empty(0, device=device)
 
 
-# ---- in place --------------------------------------------------------------------------------------------------------------
+# ---- in place
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _overwrite(x: torch.Tensor, value: torch.Tensor) -> None:
@@ -73,7 +75,8 @@ overwrite_ = define("overwrite_", "(Tensor(a!) x, Tensor value) -> ()", _overwri
 hide_mutation_from_autograd(overwrite_)
 
 
-# ---- collectives that torch has a functional form of ---------------------------------------------------------------------------
+# ---- collectives that torch has a functional form of
+# ---------------------------------------------------------------------------
 
 
 def _times(x: torch.Tensor, n: int) -> list[int]:
@@ -111,7 +114,8 @@ FUNCTIONAL = {
 }
 
 
-# ---- collectives that run as they do in eager ----------------------------------------------------------------------------------
+# ---- collectives that run as they do in eager
+# ----------------------------------------------------------------------------------
 
 Tensors = list[torch.Tensor]
 #: Fills the outputs: ``(outputs, inputs, peer, reduction, group)``.
@@ -135,9 +139,13 @@ def _filling(name: str, fill: Fill) -> torch._ops.OpOverload:
 
 reduce = _filling("reduce", lambda out, _, peer, op, group: dist.reduce(out[0], group_dst=peer, op=op, group=group))
 gather = _filling("gather", lambda out, x, peer, _, group: dist.gather(x[0], out or None, group_dst=peer, group=group))
-scatter = _filling("scatter", lambda out, x, peer, _, group: dist.scatter(out[0], x or None, group_src=peer, group=group))
+scatter = _filling(
+    "scatter", lambda out, x, peer, _, group: dist.scatter(out[0], x or None, group_src=peer, group=group)
+)
 all_gather = _filling("all_gather", lambda out, x, _, __, group: dist.all_gather(out, x[0], group=group))
-reduce_scatter = _filling("reduce_scatter", lambda out, x, _, op, group: dist.reduce_scatter(out[0], x, op=op, group=group))
+reduce_scatter = _filling(
+    "reduce_scatter", lambda out, x, _, op, group: dist.reduce_scatter(out[0], x, op=op, group=group)
+)
 all_to_all = _filling("all_to_all", lambda out, x, _, __, group: dist.all_to_all(out, x, group=group))
 
 
@@ -159,11 +167,15 @@ def _check_equal(text: str, sizes: Sequence[int], group: str, order: int) -> tor
 
 #: Raises where ranks disagree about what they call a tensor (``DTensor.from_local(..., run_check=True)``).
 check_equal = define(
-    "c10d_check_equal", "(str text, SymInt[] sizes, str group, int order) -> Tensor", _check_equal, lambda *_: _nothing()
+    "c10d_check_equal",
+    "(str text, SymInt[] sizes, str group, int order) -> Tensor",
+    _check_equal,
+    lambda *_: _nothing(),
 )
 
 
-# ---- from one rank to another --------------------------------------------------------------------------------------------------
+# ---- from one rank to another
+# --------------------------------------------------------------------------------------------------
 
 
 def _isend(x: torch.Tensor, peer: int, tag: int, group: str, order: int) -> torch.Tensor:
@@ -194,7 +206,9 @@ irecv = define(
 def _exchange(
     tensors: Tensors, kinds: Sequence[int], peers: Sequence[int], tags: Sequence[int], groups: Sequence[str]
 ) -> Tensors:
-    """Starts messages, in order; one that is on its way keeps a copy of what it sends, since the graph may reuse the memory."""
+    """Starts messages, in order; one that is on its way keeps a copy of what it sends, since the graph may reuse the
+    memory.
+    """
     operations, results = [], []
     for x, receives, peer, tag, group in zip(tensors, kinds, peers, tags, groups):
         buffer = x.new_empty(x.shape) if receives else x.detach().clone(memory_format=torch.contiguous_format)
@@ -218,8 +232,8 @@ def _fake_exchange(
     return [x.new_empty(x.shape) if r else x.new_empty(1, dtype=torch.float32) for x, r in zip(tensors, kinds)]
 
 
-#: Messages of one batch. `kinds`: 1 receives a tensor like the given one, 0 sends it. Each result is to be waited for; that of a
-#: message that was sent means nothing else.
+#: Messages of one batch. `kinds`: 1 receives a tensor like the given one, 0 sends it. Each result is to be waited for;
+#: that of a message that was sent means nothing else.
 exchange = define(
     "c10d_exchange",
     "(Tensor[] tensors, int[] kinds, int[] peers, int[] tags, str[] groups) -> Tensor[]",

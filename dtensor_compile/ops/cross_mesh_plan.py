@@ -1,16 +1,16 @@
 """A redistribution from one mesh to another, whose ranks overlap or not: who sends what to whom, and that carried out.
 
-In: a spec on a source mesh, one on a target mesh, the global shape. Out: an `Across`: steps on the source mesh, where a sum is
-better reduced there, then one all-to-all among the ranks of both meshes in which every rank gets what it lacks:
+In: a spec on a source mesh, one on a target mesh, the global shape. Out: an `Across`: steps on the source mesh, where a
+sum is better reduced there, then one all-to-all among the ranks of both meshes in which every rank gets what it lacks:
 
     S(0) on ranks 0,1 -> S(0) on ranks 2,3      0 sends its half to 2, 1 to 3
     S(0) on ranks 0,1 -> R on ranks 1,2         0 sends its half to 1 and 2, 1 sends its own to 2 alone
     P(sum) on 0,1 -> S(0) on 2,3                2 and 3 get their half of both terms and add them up
     P(sum) on 0,1 -> R on 2,3                   reduce_scatter on 0,1, then both halves to 2 and 3
 
-Nobody receives an element twice or one that it has (of a sum: a term of one). Ranks that hold the same block share the load
-(`planner/exchange.py`). The text of a slice of a mesh stands for all such slices, which hold the same tensor: each of their ranks is
-a holder, or gets its part.
+Nobody receives an element twice or one that it has (of a sum: a term of one). Ranks that hold the same block share the
+load (`planner/exchange.py`). The text of a slice of a mesh stands for all such slices, which hold the same tensor: each
+of their ranks is a holder, or gets its part.
 
 Plans depend on specs, sizes and the two meshes alone: all ranks of both choose the same one.
 """
@@ -25,18 +25,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dtensor_compile.ir.mesh import MeshLayout
-from dtensor_compile.ir.spec import placement_text, spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import PlanError
-from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner.step_costs import local_elements
-from dtensor_compile.planner.exchange import REDUCES, overlap, serve
+from dtensor_compile.ir.mesh import MeshLayout
+from dtensor_compile.ir.spec import placement_text, spec_text
 from dtensor_compile.ops.expand import RankPlace, canonical, expand
-from dtensor_compile.planner.memory import exchanged, peak
-from dtensor_compile.planner.steps import State, Step
-from dtensor_compile.planner.search import checked, collectives, largest_target, over_budget, plan
 from dtensor_compile.ops.rearrange import Boxes, Held, exchange_boxes, take
+from dtensor_compile.planner import shard_intervals as shards
+from dtensor_compile.planner.exchange import REDUCES, overlap, serve
+from dtensor_compile.planner.memory import exchanged, peak
+from dtensor_compile.planner.search import checked, collectives, largest_target, over_budget, plan
+from dtensor_compile.planner.step_costs import local_elements
+from dtensor_compile.planner.steps import State, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,9 @@ class Exchange:
     @property
     def held(self) -> int:
         """Elements that one member holds at once besides its input: what it sends, what it receives and its result."""
-        results = [math.prod(shards.length(parts) for parts in needs.values()) for needs in self.needs if needs is not None]
+        results = [
+            math.prod(shards.length(parts) for parts in needs.values()) for needs in self.needs if needs is not None
+        ]
         if not self.sends:
             return max(results)
         return exchanged(self.elements, max(self.terms) + 1, max(results)).most
@@ -145,7 +147,8 @@ def plan_across(
     itemsize: int = 4,
     memory: int | None = None,
 ) -> Across:
-    """The plan in which the busiest rank sends the fewest bytes, then all together, then with the fewest collectives and steps.
+    """The plan in which the busiest rank sends the fewest bytes, then all together, then with the fewest collectives
+    and steps.
 
     Args:
         source, target: specs on the two meshes.
@@ -155,7 +158,8 @@ def plan_across(
 
     Raises:
         MemoryBudgetError: every plan holds more than `memory`.
-        PlanError: a placement names a dim that the tensor does not have, a spec does not fit its mesh, or the target is partial.
+        PlanError: a placement names a dim that the tensor does not have, a spec does not fit its mesh, or the target is
+            partial.
     """
     start, goal = checked(source, source_mesh.shape, shape), checked(target, target_mesh.shape, shape)
     partial = next((p for p in goal if isinstance(p, Partial)), None)
@@ -171,7 +175,10 @@ def plan_across(
         return min(fitting, key=_cost)
 
     def leads(other: State) -> bool:
-        return any(this.held * itemsize <= memory for this in _candidates(start, other, source_mesh, target_mesh, shape, itemsize))
+        return any(
+            this.held * itemsize <= memory
+            for this in _candidates(start, other, source_mesh, target_mesh, shape, itemsize)
+        )
 
     legal = largest_target(goal, None, len(shape), lambda other: local_elements(other, target_mesh.shape, shape), leads)
     best = min(found, key=_cost)
@@ -218,7 +225,9 @@ def _exchange(before: State, after: State, source: MeshLayout, target: MeshLayou
     summed = [i for i, p in enumerate(before) if isinstance(p, Partial)]
     places = [source.coordinate(rank) for rank in ranks]
     pending = [tuple(place[i] for i in summed) if place is not None else () for place in places]
-    number = {term: k for k, term in enumerate(sorted({term for term, place in zip(pending, places) if place is not None}))}
+    number = {
+        term: k for k, term in enumerate(sorted({term for term, place in zip(pending, places) if place is not None}))
+    }
     terms = tuple(number.get(term, 0) for term in pending)
     blocks: dict[object, list[int]] = {}
     for member, block in enumerate(has):
@@ -230,11 +239,17 @@ def _exchange(before: State, after: State, source: MeshLayout, target: MeshLayou
     return Exchange(ranks, has, needs, terms, sent, split, shares, op)
 
 
-def _held(state: Sequence[Placement], mesh: MeshLayout, ranks: Sequence[int], shape: Sequence[int]) -> tuple[Held | None, ...]:
+def _held(
+    state: Sequence[Placement], mesh: MeshLayout, ranks: Sequence[int], shape: Sequence[int]
+) -> tuple[Held | None, ...]:
     found: list[Held | None] = []
     for rank in ranks:
         at = mesh.coordinate(rank)
-        cut = None if at is None else {d: shards.intervals(state, mesh.shape, d, size, at) for d, size in enumerate(shape)}
+        cut = (
+            None
+            if at is None
+            else {d: shards.intervals(state, mesh.shape, d, size, at) for d, size in enumerate(shape)}
+        )
         found.append(cut)
     return tuple(found)
 
@@ -277,8 +292,12 @@ def expand_across(
 
 
 def absent(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The local tensor of a rank that is not part of the mesh, as torch makes it: of shape ``(0,)``, and a zero without dims."""
-    return x.new_empty(0) if shape else torch.full((), 0, dtype=x.dtype, device=x.device)  # Inductor takes no new_zeros here
+    """The local tensor of a rank that is not part of the mesh, as torch makes it: of shape ``(0,)``, and a zero without
+    dims.
+    """
+    return (
+        x.new_empty(0) if shape else torch.full((), 0, dtype=x.dtype, device=x.device)
+    )  # Inductor takes no new_zeros here
 
 
 def _exchanged(x: torch.Tensor, exchange: Exchange, me: int, shape: Sequence[int], group: str) -> torch.Tensor:

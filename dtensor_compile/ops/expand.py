@@ -1,9 +1,9 @@
 """A plan carried out on a local tensor: the eager kernel, the fake kernel and the lowering all call `expand`.
 
-In: the local tensor of this rank, a plan, the layout of the mesh. Out: the local tensor in the target spec. Every step is one
-functional collective (or a local slice) between two rearrangements; a rearrangement is one permutation that a compiler can fuse
-into what produces or reads the tensor. Uneven shards are padded to the size of the largest for the collective and cut again after
-it; even ones are not.
+In: the local tensor of this rank, a plan, the layout of the mesh. Out: the local tensor in the target spec. Every step
+is one functional collective (or a local slice) between two rearrangements; a rearrangement is one permutation that a
+compiler can fuse into what produces or reads the tensor. Uneven shards are padded to the size of the largest for the
+collective and cut again after it; even ones are not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.ir.mesh import MeshLayout
-from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.compat.aot.shapes import has_hint, is_multiple
-from dtensor_compile.planner.steps import Step
+from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.ir.mesh import MeshLayout
 from dtensor_compile.ops.rearrange import rearrange
+from dtensor_compile.planner.steps import Step
 
 #: The process group of this rank along these mesh dims together, by name.
 GroupName = Callable[[tuple[int, ...]], str]
@@ -41,16 +41,21 @@ class RankPlace:
 
 
 def shard_range(size: Any, n: int, coordinate: int) -> tuple[Any, Any]:
-    """Start and length of the shard that `coordinate` of `n` holds of a dim of `size` elements (as ``torch.chunk`` cuts it)."""
+    """Start and length of the shard that `coordinate` of `n` holds of a dim of `size` elements (as ``torch.chunk`` cuts
+    it).
+    """
     if is_multiple(size, n):
         return size // n * coordinate, size // n
     chunk = (size + n - 1) // n
     start, end = (torch.sym_min(chunk * c, size) if c else 0 for c in (coordinate, coordinate + 1))
-    # Where only the data decides the size, torch has to see that this is not negative: else the shard of a shard has a size of its own.
+    # Where only the data decides the size, torch has to see that this is not negative: else the shard of a shard has a
+    # size of its own.
     return start, end - start if has_hint(size) else torch.sym_max(end - start, 0)
 
 
-def local_shape(placements: Sequence[Placement], layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> list[Any]:
+def local_shape(
+    placements: Sequence[Placement], layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]
+) -> list[Any]:
     """Shape of the local tensor at `coordinate`."""
     sizes = list(shape)
     for placement, n, c in zip(placements, layout.shape, coordinate):
@@ -62,7 +67,9 @@ def local_shape(placements: Sequence[Placement], layout: MeshLayout, coordinate:
 
 
 def _strided_pieces(placement: StridedShard, size: Any, n: int) -> list[list[Any]]:
-    """Lengths of the pieces in which ``_S(d, f)`` cuts a dim of `size`, in order: ``[k][c]`` is the part of c in the k-th of f."""
+    """Lengths of the pieces in which ``_S(d, f)`` cuts a dim of `size`, in order: ``[k][c]`` is the part of c in the
+    k-th of f.
+    """
     factor = int(placement.split_factor)
     return [[shard_range(shard_range(size, factor, k)[1], n, c)[1] for c in range(n)] for k in range(factor)]
 
@@ -91,15 +98,19 @@ def expand(x: torch.Tensor, steps: Sequence[Step], place: RankPlace, shape: Sequ
     layout, coordinate = place.layout, place.coordinate
     for step in steps:
         if step.kind == "all_reduce":
-            x = _wait(_c10d.all_reduce(x.contiguous(), _reduce_op(step.before[step.mesh_dims[0]]), place.group_name(step.mesh_dims)))
+            x = _wait(
+                _c10d.all_reduce(
+                    x.contiguous(), _reduce_op(step.before[step.mesh_dims[0]]), place.group_name(step.mesh_dims)
+                )
+            )
             continue
         if not _is_plain(step):
             x = rearrange(x, step, place, shape)
             continue
         (i,) = step.mesh_dims
         source, target, n, c = step.before[i], step.after[i], layout.shape[i], coordinate[i]
-        # Sizes of the tensor that the ranks along this mesh dim hold together: cut by the mesh dims to the left (those shards
-        # enclose this one) and by those to the right (which, by the rules of the plan, shard other tensor dims).
+        # Sizes of the tensor that the ranks along this mesh dim hold together: cut by the mesh dims to the left (those
+        # shards enclose this one) and by those to the right (which, by the rules of the plan, shard other tensor dims).
         others = [Replicate() if j == i else p for j, p in enumerate(step.before)]
         sizes = local_shape(others, layout, coordinate, shape)
         group = place.group_name((i,)) if step.sends else ""
@@ -163,7 +174,9 @@ def _pad(x: torch.Tensor, dim: int, to: Any) -> torch.Tensor:
 
 
 def _chunks_first(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """(..., n*c, ...) -> (n, ..., c, ...), contiguous: the layout in which collectives exchange the n chunks of `dim`."""
+    """(..., n*c, ...) -> (n, ..., c, ...), contiguous: the layout in which collectives exchange the n chunks of
+    `dim`.
+    """
     return x.unflatten(dim, (n, x.size(dim) // n)).movedim(dim, 0).contiguous()
 
 
@@ -189,7 +202,9 @@ def _all_gather(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, group: 
     return x.narrow(dim, 0, size).contiguous() if uneven else x
 
 
-def _all_gather_strided(x: torch.Tensor, placement: StridedShard, sizes: Sequence[Any], n: int, group: str) -> torch.Tensor:
+def _all_gather_strided(
+    x: torch.Tensor, placement: StridedShard, sizes: Sequence[Any], n: int, group: str
+) -> torch.Tensor:
     dim, pieces = placement.dim, _strided_pieces(placement, sizes[placement.dim], n)
     x = _pad(x, dim, sum(lengths[0] for lengths in pieces)).contiguous()  # rank 0 has the longest
     chunks = _wait(_c10d.all_gather_into_tensor(x, n, group)).view(n, *x.shape).unbind(0)
@@ -209,7 +224,9 @@ def _slice_strided(x: torch.Tensor, placement: StridedShard, sizes: Sequence[Any
     return torch.cat(parts, placement.dim)
 
 
-def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, c: int, op: str, group: str) -> torch.Tensor:
+def _reduce_scatter(
+    x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, c: int, op: str, group: str
+) -> torch.Tensor:
     size, padded = sizes[dim], _padded(sizes[dim], n)
     if padded is not size:
         x = _pad(x, dim, padded)
@@ -221,9 +238,13 @@ def _reduce_scatter(x: torch.Tensor, dim: int, sizes: Sequence[Any], n: int, c: 
     return x
 
 
-def _all_to_all(x: torch.Tensor, gather: int, scatter: int, sizes: Sequence[Any], n: int, c: int, group: str) -> torch.Tensor:
+def _all_to_all(
+    x: torch.Tensor, gather: int, scatter: int, sizes: Sequence[Any], n: int, c: int, group: str
+) -> torch.Tensor:
     if x.is_complex():  # gloo does not exchange complex numbers
-        return torch.view_as_complex(_all_to_all(torch.view_as_real(x.resolve_conj()), gather, scatter, sizes, n, c, group))
+        return torch.view_as_complex(
+            _all_to_all(torch.view_as_real(x.resolve_conj()), gather, scatter, sizes, n, c, group)
+        )
     whole, split = _padded(sizes[gather], n), _padded(sizes[scatter], n)
     if whole is not sizes[gather]:
         x = _pad(x, gather, whole // n)

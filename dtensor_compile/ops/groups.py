@@ -1,8 +1,8 @@
 """Which collectives a wrapper of the program sends together, noted on the nodes that send them.
 
-``fully_shard`` gathers and reduces the parameters of one call together, ``DistributedDataParallel`` fills buckets with gradients.
-While such a collective is traced, its node gets the name of its group; `dtensor_compile.schedule.bucket` makes one collective of
-those that have the same one. Names are text and integers, the same on every rank.
+``fully_shard`` gathers and reduces the parameters of one call together, ``DistributedDataParallel`` fills buckets with
+gradients. While such a collective is traced, its node gets the name of its group; `dtensor_compile.schedule.bucket`
+makes one collective of those that have the same one. Names are text and integers, the same on every rank.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from dtensor_compile.compat.dynamo.observe import node_of
 
-#: Key of a node's ``meta``: it is part of a redistribution or of a wrapper, which all ranks of its group run alike (what a program
-#: sends itself need not be so: stages of a pipeline run different programs).
+#: Key of a node's ``meta``: it is part of a redistribution or of a wrapper, which all ranks of its group run alike
+#: (what a program sends itself need not be so: stages of a pipeline run different programs).
 REDISTRIBUTES = "dtensor_compile_redistributes"
 
 #: Key of a node's ``meta``: its `Group`.
@@ -26,8 +26,8 @@ class Group(NamedTuple):
 
     Attributes:
         name: tells groups of a graph apart.
-        limits: bytes of tensors at which a bucket is full, of the first bucket, the second and so on; the last one is that of all
-            that follow. Empty: one bucket.
+        limits: bytes of tensors at which a bucket is full, of the first bucket, the second and so on; the last one is
+            that of all that follow. Empty: one bucket.
     """
 
     name: str

@@ -1,23 +1,24 @@
-"""Gradients that wait for the reduction of a later backward pass: accumulation without communication, as operators of a graph.
+"""Gradients that wait for the reduction of a later backward pass: accumulation without communication, as operators of a
+graph.
 
     hold_gradient(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor    nothing
     with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor               grad, and what was held, which is held no longer
     hold_shard, with_held_shard                                                                  the same of shards that wait for replicas
 
-`holder` is an integer that says whose gradients they are (`compat.distributed.fsdp.make_holders`), an input of the graph, so that code which is compiled once
-serves every module of its kind; `index` is the place of the parameter;
-`placements` are those of the gradient, where the parameter is a DTensor. What is held is looked up when the backward pass runs: it is where
-eager keeps it, and a forward without a backward changes nothing. `order` is the place among all that has an effect: no node is dropped,
-runs twice, or is taken for another.
+`holder` is an integer that says whose gradients they are (`compat.distributed.fsdp.make_holders`), an input of the
+graph, so that code which is compiled once serves every module of its kind; `index` is the place of the parameter;
+`placements` are those of the gradient, where the parameter is a DTensor. What is held is looked up when the backward
+pass runs: it is where eager keeps it, and a forward without a backward changes nothing. `order` is the place among all
+that has an effect: no node is dropped, runs twice, or is taken for another.
 """
 
 from __future__ import annotations
 
 import torch
 
-from dtensor_compile.ops.c10d import define
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.distributed import fsdp
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.ops.c10d import define
 
 
 def _hold(grad: torch.Tensor, holder: torch.Tensor, index: int, placements: str, order: int) -> torch.Tensor:
@@ -30,7 +31,10 @@ def _with_held(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int)
 
 
 hold_gradient = define(
-    "hold_gradient", "(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor", _hold, lambda *_: torch.empty(0)
+    "hold_gradient",
+    "(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor",
+    _hold,
+    lambda *_: torch.empty(0),
 )
 with_held_gradient = define(
     "with_held_gradient",
@@ -38,7 +42,6 @@ with_held_gradient = define(
     _with_held,
     lambda grad, *_: grad.new_empty(grad.shape),
 )
-
 
 
 def _hold_shard(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
@@ -50,7 +53,9 @@ def _with_held_shard(grad: torch.Tensor, holder: torch.Tensor, index: int, order
     return fsdp.release_shard(int(holder), index, grad)
 
 
-hold_shard = define("hold_shard", "(Tensor grad, Tensor holder, int index, int order) -> Tensor", _hold_shard, lambda *_: torch.empty(0))
+hold_shard = define(
+    "hold_shard", "(Tensor grad, Tensor holder, int index, int order) -> Tensor", _hold_shard, lambda *_: torch.empty(0)
+)
 with_held_shard = define(
     "with_held_shard",
     "(Tensor grad, Tensor holder, int index, int order) -> Tensor",

@@ -1,14 +1,16 @@
-"""Collectives that gloo sends better as messages from rank to rank: operators with the names and arguments of torch's functional ones.
+"""Collectives that gloo sends better as messages from rank to rank: operators with the names and arguments of torch's
+functional ones.
 
     all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor
     all_gather_into_tensor_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]
     all_to_all_single(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name) -> Tensor
 
-Like those they start, and `wait_tensor` waits for each result; the same bytes arrive at the same places. What differs: every rank says
-what it is ready to receive before it sends. gloo's own send first (``gloo/alltoall.cc``, ``gloo/allgather.cc``), and a connection carries
-one after the other, so that the peer learns that it may send when all has arrived that is sent to it: two ranks take turns, on a
-network that carries both directions at once. 16 MiB each way at 1 Gbit/s, 2 ranks, torch 2.13: all_gather 210 ms, all_to_all 265 ms, these
-140 ms, the wire alone 134 ms. Not reported to gloo.
+Like those they start, and `wait_tensor` waits for each result; the same bytes arrive at the same places. What differs:
+every rank says what it is ready to receive before it sends. gloo's own send first (``gloo/alltoall.cc``,
+``gloo/allgather.cc``), and a connection carries one after the other, so that the peer learns that it may send when all
+has arrived that is sent to it: two ranks take turns, on a network that carries both directions at once. 16 MiB each way
+at 1 Gbit/s, 2 ranks, torch 2.13: all_gather 210 ms, all_to_all 265 ms, these 140 ms, the wire alone 134 ms. Not
+reported to gloo.
 
 Where the group is none of gloo's at run time (a simulated job) they are torch's.
 """
@@ -20,9 +22,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops.c10d import Tensors, define
-from dtensor_compile.compat.distributed.functional_collectives import functional, wait_for_messages
 from dtensor_compile.compat.distributed.device_meshes import group_named
+from dtensor_compile.compat.distributed.functional_collectives import functional, wait_for_messages
+from dtensor_compile.ops.c10d import Tensors, define
 
 #: Of our messages: programs that send their own over the same group use small numbers.
 _TAG = 0x44544300
@@ -83,7 +85,9 @@ def _all_gather_one(input: torch.Tensor, size: int, group_name: str) -> torch.Te
     return _all_gather([input], size, group_name)[0]
 
 
-def _all_to_all(input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str) -> torch.Tensor:
+def _all_to_all(
+    input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str
+) -> torch.Tensor:
     group = group_named(group_name)
     if not _on_gloo(group):
         return functional("all_to_all_single")(input, output_splits, input_splits, group_name)

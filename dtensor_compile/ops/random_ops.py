@@ -8,8 +8,8 @@
     trunc_normal(Tensor x, float[] numbers, int order) -> Tensor                    torch.nn.init.trunc_normal_(x)
 
 The first two are functions of their arguments, so that a pass may move, share or repeat them. The others act on torch's
-generator, with which operators like ``aten.rand`` draw, and stay where they are. ``trunc_normal`` draws until no value is out
-of bounds, so that how often it does depends on data; over a DTensor eager asks that of each local tensor alone.
+generator, with which operators like ``aten.rand`` draw, and stay where they are. ``trunc_normal`` draws until no value
+is out of bounds, so that how often it does depends on data; over a DTensor eager asks that of each local tensor alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _pure(name: str, schema: str, kernel: Callable[..., object], fake: Callable[
     return getattr(torch.ops.dtensor_compile, name).default
 
 
-# ---- generators of the program -------------------------------------------------------------------------------------------------
+# ---- generators of the program
+# -------------------------------------------------------------------------------------------------
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,9 @@ _KERNELS: dict[str, Callable[[torch.Tensor, str, Sequence[float], torch.Generato
 }
 
 
-def _draw(state: torch.Tensor, x: torch.Tensor, name: str, numbers: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw(
+    state: torch.Tensor, x: torch.Tensor, name: str, numbers: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator(x.device)
     generator.set_state(state)
     with torch.no_grad():
@@ -81,7 +84,9 @@ def _draw(state: torch.Tensor, x: torch.Tensor, name: str, numbers: Sequence[flo
     return values, generator.get_state()
 
 
-def _fake_draw(state: torch.Tensor, x: torch.Tensor, name: str, numbers: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_draw(
+    state: torch.Tensor, x: torch.Tensor, name: str, numbers: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
     if name == "multinomial":
         values = x.new_empty((*x.shape[:-1], int(numbers[0])), dtype=torch.int64)
     else:
@@ -104,7 +109,8 @@ def _fake_state() -> torch.Tensor:
 _STATE_SIZE = torch.Generator().get_state().numel()
 
 
-# ---- torch's own generator -----------------------------------------------------------------------------------------------------
+# ---- torch's own generator
+# -----------------------------------------------------------------------------------------------------
 
 
 def _default_seed(seed: int, order: int) -> torch.Tensor:
@@ -122,7 +128,9 @@ def _trunc_normal(x: torch.Tensor, numbers: Sequence[float], order: int) -> torc
         return _truncated(x.detach(), "trunc_normal_", numbers, None)
 
 
-def _effect(name: str, arguments: str, kernel: Callable[..., object], fake: Callable[..., object]) -> torch._ops.OpOverload:
+def _effect(
+    name: str, arguments: str, kernel: Callable[..., object], fake: Callable[..., object]
+) -> torch._ops.OpOverload:
     return define(name, f"({arguments}int order) -> Tensor", kernel, fake, torch.Tag.nondeterministic_seeded)
 
 

@@ -1,7 +1,8 @@
 """Steps over several mesh dims, or between shards that nest in any order, carried out on a local tensor.
 
-In: the local tensor of this rank under the spec before a step. Out: that under the spec after it. One functional collective (or none)
-between two rearrangements. Where sizes are even and shards nest from left to right a rearrangement is one permutation:
+In: the local tensor of this rank under the spec before a step. Out: that under the spec after it. One functional
+collective (or none) between two rearrangements. Where sizes are even and shards nest from left to right a rearrangement
+is one permutation:
 
     all_gather over (dp, tp) of S(0)S(1)    (dp, tp, rows, cols) -> (dp, rows, tp, cols), read as (dp*rows, tp*cols)
 
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtensor_compile.compat.aot.shapes import is_multiple
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, StridedShard
-from dtensor_compile.compat.aot.shapes import is_multiple
 from dtensor_compile.planner.exchange import changed_dims, table
-from dtensor_compile.planner.steps import Step
 from dtensor_compile.planner.shard_intervals import CUTS, Intervals, common, cutting, intervals, length, within
+from dtensor_compile.planner.steps import Step
 
 if TYPE_CHECKING:
     from dtensor_compile.ops.expand import RankPlace
@@ -67,7 +68,9 @@ class _Mover:
     @functools.cached_property
     def order(self) -> list[int]:
         """Which of `ranks` each rank of the process group is: one over several mesh dims is in order of rank."""
-        return sorted(range(self.n), key=self.ranks.__getitem__) if len(self.step.mesh_dims) > 1 else list(range(self.n))
+        return (
+            sorted(range(self.n), key=self.ranks.__getitem__) if len(self.step.mesh_dims) > 1 else list(range(self.n))
+        )
 
     @property
     def group(self) -> str:
@@ -98,7 +101,8 @@ class _Mover:
                 return False
         return True
 
-    # ---- nothing is sent ---------------------------------------------------------------------------------------------------------
+    # ---- nothing is sent
+    # ---------------------------------------------------------------------------------------------------------
 
     def slice(self, x: torch.Tensor) -> torch.Tensor:
         if all(isinstance(self.shape[d], int) for d in self.dims):
@@ -123,7 +127,8 @@ class _Mover:
             x = torch.cat(parts, d)
         return x
 
-    # ---- by intervals ------------------------------------------------------------------------------------------------------------
+    # ---- by intervals
+    # ------------------------------------------------------------------------------------------------------------
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_complex():  # gloo does not exchange complex numbers
@@ -142,7 +147,11 @@ class _Mover:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         has = [self.held(self.step.before, rank) for rank in self.ranks]
         x, largest = self._padded(x, has)
-        chunks = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), self.n, self.group)).view(self.n, *largest).unbind(0)
+        chunks = (
+            _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), self.n, self.group))
+            .view(self.n, *largest)
+            .unbind(0)
+        )
         parts = []
         for chunk, k in zip(chunks, self.order):
             for d, held in has[k].items():
@@ -154,7 +163,9 @@ class _Mover:
         has = self.held(self.step.before, self.place.rank)
         needs = [self.held(self.step.after, rank) for rank in self.ranks]
         chunks = [self._padded(_take(x, needs[k], has), needs)[0] for k in self.order]
-        x = _c10d.reduce_scatter_tensor(torch.cat([c.unsqueeze(0) for c in chunks]), self._reduce_op(), self.n, self.group)
+        x = _c10d.reduce_scatter_tensor(
+            torch.cat([c.unsqueeze(0) for c in chunks]), self._reduce_op(), self.n, self.group
+        )
         x = _c10d.wait_tensor(x).squeeze(0)
         for d, held in needs[self.ranks.index(self.place.rank)].items():
             x = x.narrow(d, 0, length(held))
@@ -171,7 +182,8 @@ class _Mover:
         assert isinstance(pending, Partial)
         return pending.reduce_op
 
-    # ---- even shards, one permutation --------------------------------------------------------------------------------------------
+    # ---- even shards, one permutation
+    # --------------------------------------------------------------------------------------------
 
     def gather_evenly(self, x: torch.Tensor) -> torch.Tensor:
         dims, local = self.step.mesh_dims, list(x.shape)
@@ -314,5 +326,7 @@ def _assemble(parts: Sequence[tuple[torch.Tensor, Held]], wanted: Held, dims: Se
             chosen.append((_take(x, {d: tuple(segments)}, {d: held[d]}), held))
         cells.append(_assemble(chosen, wanted, others))
     if not cells:
-        return parts[0][0].new_empty([length(wanted[k]) if k in wanted else size for k, size in enumerate(parts[0][0].shape)])
+        return parts[0][0].new_empty(
+            [length(wanted[k]) if k in wanted else size for k, size in enumerate(parts[0][0].shape)]
+        )
     return cells[0] if len(cells) == 1 else torch.cat(cells, d)

@@ -4,13 +4,13 @@
 
 `source` and `target` are specs in text form (``ir/spec.py``), `mesh` is a mesh in text form (``ir/mesh.py``), `shape`
 is the global shape. All of it is text and integers, the same on every rank: graphs with this node read well, go through
-caches, and can be planned as a whole. The result never aliases the input. It is contiguous where something was sent; a slice or a
-copy keeps the order of strides of the input. (So does torch, except that it leaves some uneven shards as views of a padded
-buffer, with strides that depend on the device and on the rank.)
+caches, and can be planned as a whole. The result never aliases the input. It is contiguous where something was sent; a
+slice or a copy keeps the order of strides of the input. (So does torch, except that it leaves some uneven shards as
+views of a padded buffer, with strides that depend on the device and on the rank.)
 
-Its kernels run the plan of ``lowering/``: the eager one with collectives, so that every captured graph runs, the fake one from
-plain integers. There is no gradient formula: DTensor redistributes below autograd, so the backward redistribution is a node of
-its own.
+Its kernels run the plan of ``lowering/``: the eager one with collectives, so that every captured graph runs, the fake
+one from plain integers. There is no gradient formula: DTensor redistributes below autograd, so the backward
+redistribution is a node of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.compat.aot.shapes import divisors, size_hints
+from dtensor_compile.compat.distributed.device_meshes import my_rank
+from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.ir.mesh import MeshLayout, merged_group_name, parse_mesh
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.compat.distributed.device_meshes import my_rank
-from dtensor_compile.compat.aot.shapes import divisors, size_hints
-from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.ops.expand import RankPlace, canonical, expand, local_shape
 from dtensor_compile.planner.search import Step, plan
 from dtensor_compile.topology.network import current_memory, network_of
@@ -82,7 +82,8 @@ def _carry_out(local: torch.Tensor, steps: Sequence[Step], mesh: str, shape: Seq
 
 
 def decided_by(source: str, target: str, mesh: str, shape: Sequence[int], itemsize: int) -> tuple[Any, ...]:
-    """What, besides its arguments and the local tensor, decides what `carry_out` calls: the rank, the plan, and its process groups.
+    """What, besides its arguments and the local tensor, decides what `carry_out` calls: the rank, the plan, and its
+    process groups.
 
     Groups that the plan needs and that are not there are made.
     """
@@ -97,9 +98,17 @@ def _sends(steps: Sequence[Step]) -> bool:
     return any(step.sends for step in steps)
 
 
-def check_local(local: torch.Tensor, source: str, layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]) -> None:
-    """Raises `PlanError` where the shape of `local` is not what the spec makes of the global shape; symbolic sizes pass."""
-    wanted = local_shape(parse_spec(source), layout, coordinate, shape) if len(parse_spec(source)) == len(coordinate) else None
+def check_local(
+    local: torch.Tensor, source: str, layout: MeshLayout, coordinate: Sequence[int], shape: Sequence[Any]
+) -> None:
+    """Raises `PlanError` where the shape of `local` is not what the spec makes of the global shape; symbolic sizes
+    pass.
+    """
+    wanted = (
+        local_shape(parse_spec(source), layout, coordinate, shape)
+        if len(parse_spec(source)) == len(coordinate)
+        else None
+    )
     if wanted is None or not all(isinstance(size, int) for size in (*local.shape, *wanted)):
         return
     if list(local.shape) != wanted:

@@ -1,12 +1,13 @@
 """``dtensor_compile::redistribute_across``: one change of mesh and placement, as an operator over local tensors.
 
-    redistribute_across(Tensor local, str source, str target, str source_mesh, str target_mesh, SymInt[] shape, int order)
+    redistribute_across(Tensor local, str source, str target, str source_mesh, str target_mesh, SymInt[] shape, int
+    order)
         -> Tensor
 
-Like ``dtensor_compile::redistribute`` (``ops/redistribute.py``), with two meshes. The local tensor of a rank that is not part
-of a mesh is empty (`ops.cross_mesh_plan.absent`). `order` is the place among all communication of a graph: a rank outside of the
-source mesh gives nothing to any of them and one outside of the target mesh uses nothing of it, so that there two would look the
-same, and unused. No node is ever dropped, since other ranks count on it.
+Like ``dtensor_compile::redistribute`` (``ops/redistribute.py``), with two meshes. The local tensor of a rank that is
+not part of a mesh is empty (`ops.cross_mesh_plan.absent`). `order` is the place among all communication of a graph: a
+rank outside of the source mesh gives nothing to any of them and one outside of the target mesh uses nothing of it, so
+that there two would look the same, and unused. No node is ever dropped, since other ranks count on it.
 
 The eager kernel makes the process group over both meshes where there is none yet (`ir.mesh.join_meshes`).
 """
@@ -19,19 +20,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops import c10d as collectives
-from dtensor_compile.ir.mesh import join_meshes, merged_group_name, parse_mesh
-from dtensor_compile.ops.redistribute import check_local
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.errors import PlanError
+from dtensor_compile.ir.mesh import join_meshes, merged_group_name, parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.ops import c10d as collectives
 from dtensor_compile.ops.cross_mesh_plan import Across, absent, expand_across, plan_across
 from dtensor_compile.ops.expand import local_shape
+from dtensor_compile.ops.redistribute import check_local
 from dtensor_compile.topology.network import current_memory
 
 
 def across_plan_of(
-    source: str, target: str, source_mesh: str, target_mesh: str, shape: Sequence[Any], itemsize: int, *, bounded: bool = True
+    source: str,
+    target: str,
+    source_mesh: str,
+    target_mesh: str,
+    shape: Sequence[Any],
+    itemsize: int,
+    *,
+    bounded: bool = True,
 ) -> Across:
     """The plan for a node, within the memory for which this thread plans if it is to be `bounded`.
 
@@ -52,7 +60,9 @@ def carry_out_across(
     def union_name(ranks: tuple[int, ...]) -> str:
         return join_meshes((source_mesh, target_mesh), ranks)
 
-    out = expand_across(local, this, rank, layout, sizes, lambda dims: merged_group_name(source_mesh, dims, rank), union_name)
+    out = expand_across(
+        local, this, rank, layout, sizes, lambda dims: merged_group_name(source_mesh, dims, rank), union_name
+    )
     return local.clone() if out is local else out
 
 
@@ -90,10 +100,11 @@ _TEXT = 512
 
 
 def source_of_all(source: str, source_mesh: str, target_mesh: str, shape: Sequence[int], like: torch.Tensor) -> str:
-    """The spec that the first rank of the source mesh has, in eager, where ranks that are not part of that mesh take part.
+    """The spec that the first rank of the source mesh has, in eager, where ranks that are not part of that mesh take
+    part.
 
-    On those torch gives results other placements than on the others: it takes redistributions to cost nothing there. All ranks of
-    both meshes call this.
+    On those torch gives results other placements than on the others: it takes redistributions to cost nothing there.
+    All ranks of both meshes call this.
 
     Raises:
         PlanError: this rank has another global shape.

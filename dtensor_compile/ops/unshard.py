@@ -1,15 +1,15 @@
 """What data-parallel wrappers mean, as functions of a graph.
 
-A wrapper makes two things of a parameter: what the forward of its module uses, and what becomes of the gradient. Both are one
-function of the parameter here, with the second as the gradient of the first:
+A wrapper makes two things of a parameter: what the forward of its module uses, and what becomes of the gradient. Both
+are one function of the parameter here, with the second as the gradient of the first:
 
     unshard(param, ...)           sharded DTensor -> whole tensor;      gradient: mean over the ranks, as a sharded DTensor, or none:
                                                                         it is held until a later pass reduces it,
                                                                         whole, or its shard, which waits for replicas
     average_gradient(param, ...)  the parameter itself;                 gradient: mean over the ranks
 
-AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that what
-wrappers send is planned with everything else.
+AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that
+what wrappers send is planned with everything else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from dtensor_compile.compat.aot.fx import recomputed_in_backward
+from dtensor_compile.compat.distributed import fsdp
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
+from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
+from dtensor_compile.compat.dtensor.specs import (
+    Placement,
+    Spec,
+    local_and_spec,
+    make_spec,
+    redistribute_local,
+    with_local,
+)
+from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.ops.groups import Group, send_alike, send_with
 from dtensor_compile.ops.held_gradients import hold_gradient, hold_shard, with_held_gradient, with_held_shard
-from dtensor_compile.ir.spec import parse_spec, spec_text
-from dtensor_compile.compat.distributed import fsdp
-from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
-from dtensor_compile.compat.dtensor.specs import Placement, Spec, local_and_spec, make_spec, redistribute_local, with_local
-from dtensor_compile.compat.aot.fx import recomputed_in_backward
-from dtensor_compile.compat.distributed.device_meshes import real_mesh
 
 
 class Reduction(NamedTuple):
@@ -163,16 +170,28 @@ def unshard(
         held, holder, index: what becomes of gradients that wait to be reduced (`compat.distributed.fsdp.Sharded`).
 
     Returns:
-        The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or held.
+        The whole parameter. Its gradient, different on each rank, is reduced to the placements of the parameter, or
+        held.
     """
     of = None if outer is None else _Outer(outer[0], parse_spec(outer[1]), tuple(outer[2]))
-    how = _Unsharding(mesh, of, parse_spec(placements), tuple(size), dtype, Reduction(*reduction), Group(group), fsdp.HeldGradient(*held), index)
+    how = _Unsharding(
+        mesh,
+        of,
+        parse_spec(placements),
+        tuple(size),
+        dtype,
+        Reduction(*reduction),
+        Group(group),
+        fsdp.HeldGradient(*held),
+        index,
+    )
     with recomputed_in_backward(reshard):
         return _Unshard.apply(param, holder, how)
 
 
 def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tuple[str | int, ...]]) -> None:
-    """Reduces gradients that wait of parameters that a forward did not use: its backward pass, which reduces others, passes them by.
+    """Reduces gradients that wait of parameters that a forward did not use: its backward pass, which reduces others,
+    passes them by.
 
     Args:
         state: a weak reference.

@@ -1,10 +1,10 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
-Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives; ``alike.py``
-says what they may decide by where shards are uneven.
+Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives;
+``alike.py`` says what they may decide by where shards are uneven.
 
-A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place (`dtensor_compile.graph.runner`).
-"""
+A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place
+(`dtensor_compile.graph.runner`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dtensor_compile.passes.cancel_inverse_pairs import cancel_inverse_pairs
 from dtensor_compile.passes.compose_across_operators import compose_across_operators
 from dtensor_compile.passes.compose_redistributions import compose_redistributions
 from dtensor_compile.passes.exchange_rows import exchange_rows
-from dtensor_compile.passes.look_up_before_sending import look_up_before_sending
 from dtensor_compile.passes.fill_in_target_spec import make_in_place
+from dtensor_compile.passes.look_up_before_sending import look_up_before_sending
 from dtensor_compile.passes.merge_sums import merge_sums
 from dtensor_compile.passes.move_redistributions import move_redistributions
 from dtensor_compile.passes.reduce_before_sending import reduce_before_sending
@@ -48,8 +48,8 @@ PASSES: tuple[Pass, ...] = (
     compose_redistributions,
 )
 
-#: Those that run only where the user asks for them: they may round more than another order of additions does, or take on trust what
-#: a graph does not say.
+#: Those that run only where the user asks for them: they may round more than another order of additions does, or take
+#: on trust what a graph does not say.
 OPTIONAL: tuple[str, ...] = (exchange_rows.__name__, reduce_in_narrow_dtype.__name__, sequence_parallel.__name__)
 
 

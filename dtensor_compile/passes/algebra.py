@@ -2,25 +2,27 @@
 
     f(redistribute(x, A -> B), y)  =  redistribute(f'(x, y'), A' -> B')
 
-In: a node, and what each tensor that it reads is globally (spec and shape). Out: what its result is globally, and as what it has to
-read them; y' is y cut as A is, which costs nothing where y is the same on every rank.
+In: a node, and what each tensor that it reads is globally (spec and shape). Out: what its result is globally, and as
+what it has to read them; y' is y cut as A is, which costs nothing where y is the same on every rank.
 
 One table has for each operator what it does along one mesh dim; mesh dims do not know of each other:
 
-- Elementwise operators keep shards, of all that they read. Sums and differences of what owes a sum owe that sum; so does a product
-  with what is the same on every rank.
-- Matrix products: rows, columns, batches stay shards; shards of the dim that is summed owe a sum, and so on for what owes one.
-- Permutations rename dims. Views map dims to dims where they keep them, split them or merge them. A shard goes to the outermost of
-  those that a dim is split into, or comes from the outermost of those that are merged, where the pieces are even.
-- Reductions drop dims. Where a dropped dim is a shard, a sum owes the sum over ranks. Maxima and minima do not move there: what
-  communication libraries call a maximum may lose a nan.
-- Slices, norms, softmax and the like act on some dims and leave shards of the others alone; lookups leave shards of what is not
-  looked up by, and of the indices.
+- Elementwise operators keep shards, of all that they read. Sums and differences of what owes a sum owe that sum; so
+  does a product with what is the same on every rank.
+- Matrix products: rows, columns, batches stay shards; shards of the dim that is summed owe a sum, and so on for what
+  owes one.
+- Permutations rename dims. Views map dims to dims where they keep them, split them or merge them. A shard goes to the
+  outermost of those that a dim is split into, or comes from the outermost of those that are merged, where the pieces
+  are even.
+- Reductions drop dims. Where a dropped dim is a shard, a sum owes the sum over ranks. Maxima and minima do not move
+  there: what communication libraries call a maximum may lose a nan.
+- Slices, norms, softmax and the like act on some dims and leave shards of the others alone; lookups leave shards of
+  what is not looked up by, and of the indices.
 
 Arithmetic on what owes a sum rounds each term, so that it stays where elements have fewer than four bytes.
 
-A graph does not say whether numbers in it are the same on every rank: a program may compute with its own rank. `has_numbers` tells
-where that matters; a mark of the result (``graph/global_annotations.py``) says that they are.
+A graph does not say whether numbers in it are the same on every rank: a program may compute with its own rank.
+`has_numbers` tells where that matters; a mark of the result (``graph/global_annotations.py``) says that they are.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ import torch
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
+from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.graph.global_annotations import Mark
+from dtensor_compile.graph.nodes import call
+from dtensor_compile.graph.rank_uniformity import COPIES
 from dtensor_compile.ir.mesh import MeshLayout
 from dtensor_compile.ir.spec import parse_spec, spec_text
-from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.ops.expand import local_shape
-from dtensor_compile.graph.rank_uniformity import COPIES
-from dtensor_compile.graph.nodes import call
 
 aten = torch.ops.aten
 R = Replicate()
@@ -54,8 +56,8 @@ _PERMUTATIONS = (aten.transpose.int, aten.t.default, aten.permute.default)
 _REDUCTIONS = {aten.sum.dim_IntList: "sum", aten.sum.default: "sum", aten.amax.default: "max", aten.amin.default: "min"}
 _MEANS = (aten.mean.dim, aten.var_mean.correction, aten.linalg_vector_norm.default)
 
-#: Operators that act on some dims of all the tensors that they read: the place of the dims among their arguments, whether they drop
-#: them, and whether they are linear.
+#: Operators that act on some dims of all the tensors that they read: the place of the dims among their arguments,
+#: whether they drop them, and whether they are linear.
 _ACTING: dict[Any, tuple[int, bool, bool]] = {
     aten.slice.Tensor: (1, False, True),
     aten.select.int: (1, True, True),
@@ -93,7 +95,9 @@ class Global:
     def of(cls, spec: str, shape: Sequence[Any]) -> Global | None:
         """None where the shape is symbolic, or shards are strided."""
         placements = parse_spec(spec)
-        if not all(type(size) is int for size in shape) or not all(type(p) in (Shard, Replicate, Partial) for p in placements):
+        if not all(type(size) is int for size in shape) or not all(
+            type(p) in (Shard, Replicate, Partial) for p in placements
+        ):
             return None
         return cls(placements, tuple(shape))
 
@@ -133,7 +137,9 @@ Strategy = tuple[Placements, Placement | Placements]
 
 @dataclass(frozen=True)
 class SpecRule:
-    """Global shapes of the results of an operator, and what it may do along a mesh dim besides reading all that is replicated."""
+    """Global shapes of the results of an operator, and what it may do along a mesh dim besides reading all that is
+    replicated.
+    """
 
     shapes: tuple[Shape, ...]
     strategies: tuple[Strategy, ...]
@@ -147,9 +153,13 @@ def tensors_of(node: torch.fx.Node) -> list[torch.fx.Node] | None:
 
 
 def has_numbers(node: torch.fx.Node) -> bool:
-    """Whether arguments of a node are numbers or bounds that may be others on another rank. (Dims and shapes of views may not.)"""
+    """Whether arguments of a node are numbers or bounds that may be others on another rank. (Dims and shapes of views
+    may not.)
+    """
     target = node.target
-    elementwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and target not in _STRUCTURAL
+    elementwise = (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and target not in _STRUCTURAL
+    )
     if not elementwise and target not in _BOUNDED:
         return False
     found: list[Any] = []
@@ -157,7 +167,9 @@ def has_numbers(node: torch.fx.Node) -> bool:
     return any(isinstance(value, (int, float, complex)) for value in found)
 
 
-def form(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None = None) -> Form | None:
+def form(
+    node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None = None
+) -> Form | None:
     """How `node` runs on operands that are `given`; None where it cannot.
 
     Operands that are replicated along a mesh dim may be needed as shards there.
@@ -165,8 +177,8 @@ def form(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shape
     Args:
         given: of the tensors that it reads, in the order of `tensors_of`.
         layout: of the mesh that all of them are on.
-        shapes: global ones of the results, where they are known; a view has no other way to know them than from `given`, which has to
-            be what it reads in the graph then.
+        shapes: global ones of the results, where they are known; a view has no other way to know them than from
+            `given`, which has to be what it reads in the graph then.
     """
     found = _rule(node, given, layout, shapes)
     if found is None:
@@ -188,7 +200,9 @@ def form(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shape
 
 
 def _matching(have: Placements, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
-    """The strategies that operands placed so can follow: first those that need nothing else, then those that cut what is whole."""
+    """The strategies that operands placed so can follow: first those that need nothing else, then those that cut what
+    is whole.
+    """
     strategies = list(strategies)
     yield from (s for s in strategies if s[0] == have)
     yield from (s for s in strategies if all(a == b or a == R and isinstance(b, Shard) for a, b in zip(have, s[0])))
@@ -202,14 +216,16 @@ def run(
     coordinate: Sequence[int],
     before: torch.fx.Node,
 ) -> torch.fx.Node:
-    """The operator of `node` on other local tensors, so that it gives the local tensors of `results`; a new node in front of
-    `before`."""
+    """The operator of `node` on other local tensors, so that it gives the local tensors of `results`; a new node in
+    front of `before`."""
     others = iter(operands)
     args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(others))
     if node.target in VIEWS:
         local = args[0]
         if not local.meta["val"].is_contiguous():
-            local = call(aten.clone.default, (local,), {"memory_format": torch.contiguous_format}, like=node, before=before)
+            local = call(
+                aten.clone.default, (local,), {"memory_format": torch.contiguous_format}, like=node, before=before
+            )
         args = (local, results[0].local_shape(layout, coordinate))
     elif node.target is aten.expand.default:
         args = (args[0], results[0].local_shape(layout, coordinate), *args[2:])
@@ -228,7 +244,9 @@ def may_round(node: torch.fx.Node, result: Global) -> bool:
     return node.target in _REDUCTIONS and owes and value.is_floating_point() and value.element_size() < 4
 
 
-def _rule(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None) -> SpecRule | None:
+def _rule(
+    node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None
+) -> SpecRule | None:
     target = node.target
     if target is operator.getitem:
         return None  # who reads a tuple is told by `form` of what makes it
@@ -264,7 +282,9 @@ def _elementwise(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecR
         return None
     try:
         shape = tuple(torch.broadcast_shapes(*(g.shape for g in given)))
-    except RuntimeError:  # of a product over a dim of which this rank has one row: Inductor writes columns times that row
+    except (
+        RuntimeError
+    ):  # of a product over a dim of which this rank has one row: Inductor writes columns times that row
         return None
     strategies: list[Strategy] = []
     for dim, size in enumerate(shape):
@@ -427,9 +447,7 @@ def _expansion(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRul
     old, sizes = given[0].shape, list(node.args[1])  # type: ignore[arg-type]
     new = len(sizes) - len(old)
     local = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    shape = tuple(
-        old[d - new] if d >= new and size in (-1, local[d - new]) else size for d, size in enumerate(sizes)
-    )
+    shape = tuple(old[d - new] if d >= new and size in (-1, local[d - new]) else size for d, size in enumerate(sizes))
     kept: list[Strategy] = [((Shard(d),), Shard(d + new)) for d in range(len(old)) if old[d] == shape[d + new]]
     return SpecRule((shape,), (*kept, *(((p,), p) for p in _owed(given))))
 
@@ -453,7 +471,9 @@ def _squeezed(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule
     return SpecRule((shape,), (*renamed, *(((p,), p) for p in _owed(given))))
 
 
-def _view(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None) -> SpecRule | None:
+def _view(
+    node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None
+) -> SpecRule | None:
     this = given[0]
     shape = shapes[0] if shapes is not None else _viewed_shape(node, this, layout)
     groups = _groups(this.shape, shape) if shape is not None else None
@@ -490,7 +510,9 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]
 
 
 def _viewed_shape(node: torch.fx.Node, given: Global, layout: MeshLayout) -> Shape | None:
-    """Global shape of a view of `given`: the local one, with the outermost dim of each group that is a shard made whole."""
+    """Global shape of a view of `given`: the local one, with the outermost dim of each group that is a shard made
+    whole.
+    """
     was, held = tuple(node.args[0].meta["val"].shape), tuple(node.meta["val"].shape)  # type: ignore[union-attr]
     if not all(type(size) is int for size in (*was, *held)):
         return None

@@ -3,9 +3,9 @@
     redistribute(x, A -> A)                        =  x
     redistribute(redistribute(x, A -> B), B -> A)  =  x
 
-Right because a spec determines the local tensor of every rank from the global one where neither spec is partial: both sides are
-the local tensor of the same global tensor in spec A. Partial specs are left alone: their local tensors are not determined, and
-R -> P(sum) -> R divides and adds again, which may round.
+Right because a spec determines the local tensor of every rank from the global one where neither spec is partial: both
+sides are the local tensor of the same global tensor in spec A. Partial specs are left alone: their local tensors are
+not determined, and R -> P(sum) -> R divides and adds again, which may round.
 
 It pays always: nothing is sent in its place.
 

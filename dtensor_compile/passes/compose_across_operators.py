@@ -2,11 +2,12 @@
 
     redistribute(f(redistribute(x, A -> B)), B' -> C)  =  redistribute(f'(x), A' -> C)
 
-Right by the algebra of ``algebra.py``: f is made of operators on one tensor that mean the same on every rank, and f' is the same on
-the local tensor of A. The numbers are bitwise the same where nothing is reduced; else the same terms are added in another order.
+Right by the algebra of ``algebra.py``: f is made of operators on one tensor that mean the same on every rank, and f' is
+the same on the local tensor of A. The numbers are bitwise the same where nothing is reduced; else the same terms are
+added in another order.
 
-It pays where the direct way sends less than both: a gather of the sequence, split into heads and cut by heads, becomes an
-all-to-all; what is gathered and cut the same way is not sent at all.
+It pays where the direct way sends less than both: a gather of the sequence, split into heads and cut by heads, becomes
+an all-to-all; what is gathered and cut the same way is not sent at all.
 
     before   a = redistribute(x, S(1) -> R); h = view(a, [4, 32, 8, 16]); y = redistribute(h, R -> S(2))
     after    h = view(x, [4, 8, 8, 16]); y = redistribute(h, S(1) -> S(2))
@@ -17,10 +18,19 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.unary_chain import chain
-from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.graph.copies import replace
-from dtensor_compile.graph.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line, when
+from dtensor_compile.graph.nodes import (
+    cost,
+    cost_of,
+    is_redistribution,
+    read,
+    redistribute,
+    redistributions,
+    source_line,
+    when,
+)
+from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.unary_chain import chain
 
 #: Operators between the two at most.
 LONGEST = 16
@@ -35,7 +45,12 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     this, between = read(node), []
     inner = this.local
     while not is_redistribution(inner):
-        if len(between) == LONGEST or len(inner.users) != 1 or len(inner.all_input_nodes) != 1 or when(inner) != when(node):
+        if (
+            len(between) == LONGEST
+            or len(inner.users) != 1
+            or len(inner.all_input_nodes) != 1
+            or when(inner) != when(node)
+        ):
             return None
         between.insert(0, inner)
         inner = inner.all_input_nodes[0]

@@ -2,12 +2,13 @@
 
     redistribute(redistribute(x, A -> B), B -> C)  =  redistribute(x, A -> C)
 
-Right because every spec on the way describes the same global tensor. What A owes (a sum, an average, a minimum) is owed until it
-is reduced, on the way to B or on that to C; the order in which ranks are added may change. Where B or C owes what the spec before
-it did not, the pair stays: such a step divides, which rounds.
+Right because every spec on the way describes the same global tensor. What A owes (a sum, an average, a minimum) is owed
+until it is reduced, on the way to B or on that to C; the order in which ranks are added may change. Where B or C owes
+what the spec before it did not, the pair stays: such a step divides, which rounds.
 
-It pays where the direct way sends less than what goes away: an all-reduce of which only a part is read becomes a reduce-scatter.
-Where the middle has other readers it stays, and the direct way has to send less than the second half alone.
+It pays where the direct way sends less than what goes away: an all-reduce of which only a part is read becomes a
+reduce-scatter. Where the middle has other readers it stays, and the direct way has to send less than the second half
+alone.
 
     before   a = redistribute(x, P(sum) -> R); b = redistribute(a, R -> S(0))
     after    b = redistribute(x, P(sum) -> S(0))
@@ -17,11 +18,19 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
-from dtensor_compile.graph.nodes import cost, cost_of, is_redistribution, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.nodes import (
+    cost,
+    cost_of,
+    is_redistribution,
+    read,
+    redistribute,
+    redistributions,
+    source_line,
+)
+from dtensor_compile.ir.spec import parse_spec
 
 
 def compose_redistributions(graph: torch.fx.Graph) -> list[Decision]:

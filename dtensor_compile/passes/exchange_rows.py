@@ -1,16 +1,18 @@
 """Ranks that look up rows of a table in shards, each by indices of its own, send rows and not the table.
 
-    embedding(redistribute(x, S(0) -> R), i)  =  redistribute(own rows of x for everybody's i; others are zero, P(sum) -> S(0))
+    embedding(redistribute(x, S(0) -> R), i)  =  redistribute(own rows of x for everybody's i; others are zero, P(sum)
+    -> S(0))
 
     redistribute(gradient of the table, from g and i, P -> S(0))  =  gradient of the own rows, from everybody's g and i
 
-Parameters in shards over the ranks that split the batch (FSDP): a table of V rows travels whole, though a rank reads B of them. Right
-because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero. Sums of a gradient are the same
-terms in another order. An index outside of the table is an error of the lookup on every rank.
+Parameters in shards over the ranks that split the batch (FSDP): a table of V rows travels whole, though a rank reads B
+of them. Right because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero.
+Sums of a gradient are the same terms in another order. An index outside of the table is an error of the lookup on every
+rank.
 
-It pays where the B rows of all ranks are fewer bytes than the table, in both directions by itself; the indices are gathered for it,
-one small collective more. It has to be asked for (`OPTIONAL`): that all ranks look up as many rows is taken on trust, as nothing in a
-graph of plain tensors says so.
+It pays where the B rows of all ranks are fewer bytes than the table, in both directions by itself; the indices are
+gathered for it, one small collective more. It has to be asked for (`OPTIONAL`): that all ranks look up as many rows is
+taken on trust, as nothing in a graph of plain tensors says so.
 
     before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
     after    k = redistribute(i, S(0) -> R); e = embedding(x, k % 8); y = redistribute(where(own(k), e, 0), P(sum) -> S(0))
@@ -26,14 +28,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.algebra import Global
-from dtensor_compile.graph.rank_uniformity import may_use_sizes, sizes_differ
 from dtensor_compile.graph.copies import behind_copies, is_same_view, replace
-from dtensor_compile.graph.nodes import RedistributeNode, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
+from dtensor_compile.graph.nodes import (
+    RedistributeNode,
+    call,
+    cost,
+    cost_of,
+    read,
+    redistribute,
+    redistributions,
+    source_line,
+    when,
+    zeros,
+)
+from dtensor_compile.graph.rank_uniformity import may_use_sizes, sizes_differ
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.passes.algebra import Global
 
 aten = torch.ops.aten
 
@@ -82,9 +95,14 @@ class LookedUpTable:
         rows = this.shape[0] // ranks
         return cls(node, this, i, len(layout.shape), ranks, was, now, rows, coordinate[i] * rows)
 
-    def between(self, local: torch.fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> RedistributeNode:
+    def between(
+        self, local: torch.fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]
+    ) -> RedistributeNode:
         """A redistribution over the same mesh dim."""
-        specs = (spec_text([p if dim == self.mesh_dim else Replicate() for dim in range(self.dims)]) for p in (source, target))
+        specs = (
+            spec_text([p if dim == self.mesh_dim else Replicate() for dim in range(self.dims)])
+            for p in (source, target)
+        )
         return RedistributeNode(local, *specs, self.this.mesh, shape)
 
 
@@ -112,12 +130,16 @@ def _left(graph: torch.fx.Graph) -> Iterator[Decision]:
         with sizes_differ(False):  # nothing is decided by them
             lookups = _lookups(node) if table is not None else []
         if table is not None and lookups:
-            reason, text = "some shards of the graph are uneven, and ranks may look up different numbers of rows", str(table.this)
+            reason, text = (
+                "some shards of the graph are uneven, and ranks may look up different numbers of rows",
+                str(table.this),
+            )
             sent = cost(table.this, node.meta["val"].element_size()).bytes
             yield Decision("exchange_rows", source_line(node), reason, text, text, left_alone=True, bytes=sent)
 
 
-# ---- forward -------------------------------------------------------------------------------------------------------------------
+# ---- forward
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
@@ -127,7 +149,11 @@ def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
     if not counts or not all(counts):
         return None
     moves = [table.between(this.local, Partial("sum"), Shard(0), (table.ranks * n, this.shape[1])) for n in counts]
-    wanted = {lookup.args[1]: n for lookup, n in zip(lookups, counts) if _found(table, lookup.args[1], gathered, lookup) is None}
+    wanted = {
+        lookup.args[1]: n
+        for lookup, n in zip(lookups, counts)
+        if _found(table, lookup.args[1], gathered, lookup) is None
+    }
     after = _sent(table, wanted) + sum(cost(move, node.meta["val"].element_size()).bytes for move in moves)
     if after >= cost_of([node]).bytes:
         return None
@@ -136,7 +162,9 @@ def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
         everybodys = _everybodys(table, lookup.args[1], gathered, like=node, before=lookup)
         own, rows = _own(table, everybodys, lookup)
         found = _call(lookup, aten.embedding.default, this.local, rows, *lookup.args[2:])
-        found = _call(lookup, aten.where.self, _call(lookup, aten.unsqueeze.default, own, -1), found, _zero(lookup, found))
+        found = _call(
+            lookup, aten.where.self, _call(lookup, aten.unsqueeze.default, own, -1), found, _zero(lookup, found)
+        )
         rows = redistribute(move._replace(local=found), like=node, before=lookup)
         result = _call(lookup, aten.view.default, rows, list(lookup.meta["val"].shape))
         replace(lookup, result)
@@ -159,7 +187,8 @@ def _lookups(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
-# ---- backward ------------------------------------------------------------------------------------------------------------------
+# ---- backward
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
@@ -177,7 +206,10 @@ def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
         return None
     whole = (table.ranks * n, this.shape[1])
     wanted = {indices: n} if _found(table, indices, gathered, node) is None else {}
-    after = _sent(table, wanted) + cost(table.between(values, Shard(0), Replicate(), whole), values.meta["val"].element_size()).bytes
+    after = (
+        _sent(table, wanted)
+        + cost(table.between(values, Shard(0), Replicate(), whole), values.meta["val"].element_size()).bytes
+    )
     before = cost_of([node])
     if after >= before.bytes:
         return None
@@ -201,8 +233,8 @@ def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
 
 @dataclass
 class Terms:
-    """What the gradient of a table is the sum of. Before Inductor's decompositions it is one operator, after them values are put into
-    zeros under a mask.
+    """What the gradient of a table is the sum of. Before Inductor's decompositions it is one operator, after them
+    values are put into zeros under a mask.
 
     Attributes:
         values: that are added, one row for each index.
@@ -222,7 +254,9 @@ class Terms:
         if not isinstance(made, torch.fx.Node):
             return None
         args: tuple[Any, ...] = made.args
-        if made.target is aten.embedding_dense_backward.default and not args[4]:  # by frequency: what all ranks look up counts
+        if (
+            made.target is aten.embedding_dense_backward.default and not args[4]
+        ):  # by frequency: what all ranks look up counts
             return cls(args[0], args[1], padding=args[3])
         if made.target is _PUT and len(args[2]) == 1 and args[0].target is aten.full.default and args[0].args[1] == 0:
             return cls(args[3], args[2][0], kept=args[1])
@@ -235,7 +269,8 @@ class Terms:
         return _call(before, aten.unsqueeze.default, _call(before, aten.ne.Scalar, self.indices, self.padding), -1)
 
 
-# ---- both ----------------------------------------------------------------------------------------------------------------------
+# ---- both
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _count(indices: Any) -> int:
@@ -246,7 +281,10 @@ def _count(indices: Any) -> int:
 
 def _sent(table: LookedUpTable, counts: dict[Any, int]) -> int:
     """Bytes that gathering indices takes."""
-    each = ((table.between(i, Shard(0), Replicate(), (table.ranks * n,)), i.meta["val"].element_size()) for i, n in counts.items())
+    each = (
+        (table.between(i, Shard(0), Replicate(), (table.ranks * n,)), i.meta["val"].element_size())
+        for i, n in counts.items()
+    )
     return sum(cost(move, size).bytes for move, size in each)
 
 
@@ -256,7 +294,9 @@ def _found(table: LookedUpTable, indices: Any, gathered: Gathered, before: torch
     return found if found is not None and found < before else None
 
 
-def _everybodys(table: LookedUpTable, indices: Any, gathered: Gathered, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+def _everybodys(
+    table: LookedUpTable, indices: Any, gathered: Gathered, *, like: torch.fx.Node, before: torch.fx.Node
+) -> torch.fx.Node:
     """The indices of all ranks, one after the other."""
     found = _found(table, indices, gathered, before)
     if found is None:
@@ -273,7 +313,9 @@ def _own(table: LookedUpTable, indices: torch.fx.Node, before: torch.fx.Node) ->
     Those of no rank stay as they are, so that the lookup sees them.
     """
     shifted = _call(before, aten.sub.Tensor, indices, table.first)
-    below, above = (_call(before, target, shifted, bound) for target, bound in ((aten.ge.Scalar, 0), (aten.lt.Scalar, table.rows)))
+    below, above = (
+        _call(before, target, shifted, bound) for target, bound in ((aten.ge.Scalar, 0), (aten.lt.Scalar, table.rows))
+    )
     own = _call(before, aten.logical_and.default, below, above)
     above = _call(before, aten.lt.Scalar, indices, table.this.shape[0])
     inside = _call(before, aten.logical_and.default, _call(before, aten.ge.Scalar, indices, 0), above)

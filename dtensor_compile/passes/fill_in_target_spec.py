@@ -2,8 +2,9 @@
 
     redistribute(full(n), A -> B)  =  full(n)
 
-Right because each element is the same wherever it lies; where A owes a sum the number has to be zero. Only tensors count of which a
-mark says that they are made as parts of a DTensor: a local tensor that a program makes may hold another number on each rank.
+Right because each element is the same wherever it lies; where A owes a sum the number has to be zero. Only tensors
+count of which a mark says that they are made as parts of a DTensor: a local tensor that a program makes may hold
+another number on each rank.
 
 It pays always: nothing is sent, and nothing is made that is larger than what is read.
 
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.algebra import Global
-from dtensor_compile.graph.rank_uniformity import mark_of
 from dtensor_compile.graph.copies import behind_copies, replace
 from dtensor_compile.graph.nodes import call, read, redistributions, source_line
+from dtensor_compile.graph.rank_uniformity import mark_of
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.passes.algebra import Global
 
 aten = torch.ops.aten
 

@@ -2,11 +2,12 @@
 
     lookup(redistribute(x, S(d) -> R), rows of d)  =  redistribute(lookup(x, own rows; others are zero), P(sum) -> R)
 
-Right because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero. Indices have to be the
-same on every rank of the mesh dim, which a mark of them says; bounds of a slice too, which a mark of the result says. Lookups along
-other dims than the sharded one are `move_redistributions`'.
+Right because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero. Indices have
+to be the same on every rank of the mesh dim, which a mark of them says; bounds of a slice too, which a mark of the
+result says. Lookups along other dims than the sharded one are `move_redistributions`'.
 
-It pays where fewer rows are read than half of those that there are: the lookup's result is reduced, the tensor is not gathered.
+It pays where fewer rows are read than half of those that there are: the lookup's result is reduced, the tensor is not
+gathered.
 
     before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
     after    k = sub(i, 2); m = (k < 0) | (k >= 2); e = embedding(x, where(m, 0, k)); y = redistribute(where(m, 0, e), P(sum) -> R)
@@ -19,14 +20,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.algebra import Global
-from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.graph.copies import replace
-from dtensor_compile.graph.nodes import RedistributeNode, call, cost, cost_of, read, redistribute, redistributions, source_line, when, zeros
+from dtensor_compile.graph.nodes import (
+    RedistributeNode,
+    call,
+    cost,
+    cost_of,
+    read,
+    redistribute,
+    redistributions,
+    source_line,
+    when,
+    zeros,
+)
+from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.passes.algebra import Global
 
 aten = torch.ops.aten
 
@@ -43,7 +55,12 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
     layout = parse_mesh(this.mesh)
     coordinate = layout.coordinate(dist.get_rank())
     source, target = (Global.of(spec, this.shape) for spec in (this.source, this.target))
-    if source is None or target is None or coordinate is None or not all(when(user) == when(node) for user in node.users):
+    if (
+        source is None
+        or target is None
+        or coordinate is None
+        or not all(when(user) == when(node) for user in node.users)
+    ):
         return None
     changed = [i for i, (a, b) in enumerate(zip(source.placements, target.placements)) if a != b]
     if len(changed) != 1 or node.meta["val"].dtype == torch.bool:
@@ -61,7 +78,10 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
         return None
     size = this.shape[dim] // n
     first = coordinate[i] * size
-    moves = [RedistributeNode(this.local, owing, spec_text(target.placements), this.mesh, tuple(user.meta["val"].shape)) for user in users]
+    moves = [
+        RedistributeNode(this.local, owing, spec_text(target.placements), this.mesh, tuple(user.meta["val"].shape))
+        for user in users
+    ]
     each = [cost(move, node.meta["val"].element_size()) for move in moves]
     before = cost_of([node])
     if sum(c.collectives for c in each) > before.collectives or sum(c.bytes for c in each) >= before.bytes:
@@ -70,7 +90,13 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
     for user, move in zip(users, moves):
         own = _own(user, this.local, dim, first, size)
         replace(user, redistribute(move._replace(local=own), like=node, before=user))
-    return Decision("look_up_before_sending", where, f"{after:,} bytes of rows are sent and not {before}", str(this), f"{owing}->R of rows")
+    return Decision(
+        "look_up_before_sending",
+        where,
+        f"{after:,} bytes of rows are sent and not {before}",
+        str(this),
+        f"{owing}->R of rows",
+    )
 
 
 def _looks_up(user: torch.fx.Node, node: torch.fx.Node, dim: int, mesh: str) -> bool:

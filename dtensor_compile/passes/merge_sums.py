@@ -2,13 +2,14 @@
 
     redistribute(x, A -> B) + redistribute(y, A -> B)  =  redistribute(x + y, A -> B)
 
-Right where A -> B is linear: what it moves is moved element by element, and what it reduces is summed or averaged. Where nothing
-is reduced the numbers are bitwise the same. Where something is, the same terms are added in another order: each rank's own first.
-Minima, maxima and products are left alone, and so is what becomes partial on the way. ``-`` and ``neg`` are exact and count as
-sums with a sign; factors are not looked through, because they would round every term where they rounded the sum.
+Right where A -> B is linear: what it moves is moved element by element, and what it reduces is summed or averaged.
+Where nothing is reduced the numbers are bitwise the same. Where something is, the same terms are added in another
+order: each rank's own first. Minima, maxima and products are left alone, and so is what becomes partial on the way.
+``-`` and ``neg`` are exact and count as sums with a sign; factors are not looked through, because they would round
+every term where they rounded the sum.
 
-It pays wherever something is sent: one collective for several. The local sum is over tensors in spec A, which may be larger than
-those in spec B; it is fused into what makes them, or read at the speed of memory.
+It pays wherever something is sent: one collective for several. The local sum is over tensors in spec A, which may be
+larger than those in spec B; it is fused into what makes them, or read at the speed of memory.
 
     before   a = redistribute(x, P(sum) -> S(1)); b = redistribute(y, P(sum) -> S(1)); s = add(a, b)
     after    z = add(x, y); s = redistribute(z, P(sum) -> S(1))
@@ -20,12 +21,21 @@ from collections.abc import Iterator
 
 import torch
 
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.rank_uniformity import equal, has_same_shape, may_use_sizes
 from dtensor_compile.graph.copies import is_same_view, replace
-from dtensor_compile.graph.nodes import RedistributeNode, call, cost_of, is_redistribution, read, redistribute, source_line, when
+from dtensor_compile.graph.nodes import (
+    RedistributeNode,
+    call,
+    cost_of,
+    is_redistribution,
+    read,
+    redistribute,
+    source_line,
+    when,
+)
+from dtensor_compile.graph.rank_uniformity import equal, has_same_shape, may_use_sizes
+from dtensor_compile.ir.spec import parse_spec
 
 aten = torch.ops.aten
 
@@ -51,13 +61,17 @@ def _is_sum(node: torch.fx.Node) -> bool:
         return False
     value = node.meta.get("val")
     others = [argument.meta.get("val") if isinstance(argument, torch.fx.Node) else None for argument in node.args]
-    if not isinstance(value, torch.Tensor) or not all(isinstance(x, torch.Tensor) and x.dtype == value.dtype for x in others):
+    if not isinstance(value, torch.Tensor) or not all(
+        isinstance(x, torch.Tensor) and x.dtype == value.dtype for x in others
+    ):
         return False
     return has_same_shape(*node.args) and (not may_use_sizes() or equal(others[0].shape, value.shape))  # type: ignore[union-attr]
 
 
 def _terms(node: torch.fx.Node, root: torch.fx.Node, negative: bool, inner: set[torch.fx.Node]) -> Iterator[Term]:
-    """The terms of the sum that ends in `root`, from left to right; nodes with other readers are terms, whatever they are."""
+    """The terms of the sum that ends in `root`, from left to right; nodes with other readers are terms, whatever they
+    are.
+    """
     pending = [(node, negative)]
     while pending:
         node, negative = pending.pop()
@@ -101,7 +115,9 @@ def _merge(root: torch.fx.Node, terms: list[Term]) -> list[Decision]:
             local = _sum([(read(n).local, sign) for n, sign in merged[node]], root)
             one = redistribute(read(node)._replace(local=local), like=node, before=root)
             reason = f"{len(nodes)} terms of one sum are sent as one: {cost_of(nodes)} become {cost_of([one])}"
-            decisions += [Decision("merge_sums", source_line(n), reason, str(read(n)), f"one with {node.name}") for n in nodes]
+            decisions += [
+                Decision("merge_sums", source_line(n), reason, str(read(n)), f"one with {node.name}") for n in nodes
+            ]
             node, negative = one, False
         total = _sum([(node, negative)] if total is None else [(total, False), (node, negative)], root)
     assert total is not None

@@ -2,16 +2,16 @@
 
     f(redistribute(x, A -> B), y)  =  redistribute(f(x, y'), A' -> B')
 
-Right by the algebra of ``algebra.py``, for one redistribution and all the operators behind it that go on from A, or several that
-meet: terms that owe a sum are added, multiplied with what all ranks have, or with a matrix, and reduced once at the end. What is
-gathered is sliced, looked up, normalized or reduced along its other dims before it is sent. Where to stop is found over the whole
-graph (``region.py``).
+Right by the algebra of ``algebra.py``, for one redistribution and all the operators behind it that go on from A, or
+several that meet: terms that owe a sum are added, multiplied with what all ranks have, or with a matrix, and reduced
+once at the end. What is gathered is sliced, looked up, normalized or reduced along its other dims before it is sent.
+Where to stop is found over the whole graph (``region.py``).
 
-Values of shards are bitwise the same, or where a kernel works on another number of rows as near as two kernels; sums over ranks add
-the same terms in another order.
+Values of shards are bitwise the same, or where a kernel works on another number of rows as near as two kernels; sums
+over ranks add the same terms in another order.
 
-It pays where what is read in the end is smaller, or one collective serves for several. Nothing is moved that would send more bytes
-or more often.
+It pays where what is read in the end is smaller, or one collective serves for several. Nothing is moved that would send
+more bytes or more often.
 
     before   w = redistribute(x, S(1) -> R); s = slice(w, 0, 0, 4); y = mul(s, s)
     after    s = slice(x, 0, 0, 4); m = mul(s, s); y = redistribute(m, S(1) -> R)
@@ -22,9 +22,9 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
 from dtensor_compile.passes.algebra import Global
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.graph.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
 from dtensor_compile.passes.region import Region, cut, grow
 
 #: What collectives and bytes weigh: fewer bytes go first, then fewer collectives, and the other way round.
@@ -65,7 +65,10 @@ def _move(region: Region, part: list[torch.fx.Node]) -> list[Decision]:
     after, held = best
     moved = [node for node in part if node in held and is_redistribution(node)]
     reason = f"{len(held) - len(moved)} operators run before: {after} are sent and not {before}"
-    told = [Decision("move_redistributions", source_line(node), reason, str(read(node)), "behind its readers") for node in moved]
+    told = [
+        Decision("move_redistributions", source_line(node), reason, str(read(node)), "behind its readers")
+        for node in moved
+    ]
     region.rewrite(held)
     return told
 

@@ -2,9 +2,9 @@
 
     sum(redistribute(x, A -> B), dims)  =  redistribute(sum(x, dims), A' -> B')
 
-Right by the algebra of ``algebra.py``; A' owes a sum where A sharded one of the dims. Other operators on one tensor between the two
-move along. Sums are the same terms in another order; where a narrow dtype would round between a local sum and the sum over ranks,
-everything stays. Maxima and minima are bitwise the same.
+Right by the algebra of ``algebra.py``; A' owes a sum where A sharded one of the dims. Other operators on one tensor
+between the two move along. Sums are the same terms in another order; where a narrow dtype would round between a local
+sum and the sum over ranks, everything stays. Maxima and minima are bitwise the same.
 
 It pays by what the reduction drops: the gather of a tensor becomes the all-reduce of a number.
 
@@ -17,12 +17,21 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.copies import replace
+from dtensor_compile.graph.nodes import (
+    RedistributeNode,
+    cost,
+    cost_of,
+    read,
+    redistribute,
+    redistributions,
+    source_line,
+    when,
+)
 from dtensor_compile.passes.algebra import is_reduction
-from dtensor_compile.passes.unary_chain import chain
 from dtensor_compile.passes.compose_across_operators import LONGEST
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.graph.copies import replace
-from dtensor_compile.graph.nodes import RedistributeNode, cost, cost_of, read, redistribute, redistributions, source_line, when
+from dtensor_compile.passes.unary_chain import chain
 
 
 def reduce_before_sending(graph: torch.fx.Graph) -> list[Decision]:
@@ -53,4 +62,6 @@ def _reduce(node: torch.fx.Node) -> Decision | None:
     local = moved.apply(this.local, last)
     if not replace(last, redistribute(direct._replace(local=local), like=node, before=last)):
         return None
-    return Decision("reduce_before_sending", where, f"reduced first, {after} are sent and not {before}", str(this), str(direct))
+    return Decision(
+        "reduce_before_sending", where, f"reduced first, {after} are sent and not {before}", str(this), str(direct)
+    )

@@ -1,13 +1,16 @@
-"""A part of a graph that runs on other local tensors, and the cheapest border of it: what passes that move many redistributions share.
+"""A part of a graph that runs on other local tensors, and the cheapest border of it: what passes that move many
+redistributions share.
 
-In: a graph, and redistributions with another spec in which their results could be left (`grow`). The operators behind them that can
-go on from there, by the algebra of ``algebra.py``, make a region: each of its nodes has a form that it has in the graph, and one that
-it could be held in. Out: which of them are (`cut`), and the graph rewritten so (`Region.rewrite`).
+In: a graph, and redistributions with another spec in which their results could be left (`grow`). The operators behind
+them that can go on from there, by the algebra of ``algebra.py``, make a region: each of its nodes has a form that it
+has in the graph, and one that it could be held in. Out: which of them are (`cut`), and the graph rewritten so
+(`Region.rewrite`).
 
-Where to stop is a minimum cut (L. Ford, D. Fulkerson: Maximal Flow through a Network, 1956). Each node is on one of two sides; what
-is paid for depends on a node alone (a redistribution that is left where it is, or not) or on a node and its readers (one that is
-held in its other form, and read in the first, is redistributed once for all of them). The least is found over all of the graph at
-once, so that a redistribution goes on past an operator that makes it dearer where it gets cheaper behind the next.
+Where to stop is a minimum cut (L. Ford, D. Fulkerson: Maximal Flow through a Network, 1956). Each node is on one of two
+sides; what is paid for depends on a node alone (a redistribution that is left where it is, or not) or on a node and its
+readers (one that is held in its other form, and read in the first, is redistributed once for all of them). The least is
+found over all of the graph at once, so that a redistribution goes on past an operator that makes it dearer where it
+gets cheaper behind the next.
 
 Sizes are those of global tensors, so that every rank finds the same cut.
 """
@@ -24,13 +27,13 @@ import networkx as nx
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.errors import PlanError
-from dtensor_compile.passes.algebra import VIEWS, Form, Global, form, has_numbers, may_round, run, tensors_of
-from dtensor_compile.graph.rank_uniformity import may_use_sizes, mark_of
-from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.graph.copies import can_be_dense, erase_dead, replace
 from dtensor_compile.graph.nodes import Cost, RedistributeNode, cost, is_redistribution, read, redistribute, when
+from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
+from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
+from dtensor_compile.passes.algebra import VIEWS, Form, Global, form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.compose_redistributions import owes_no_more
 
 #: What a node that has no mark is globally; None where nothing says.
 Guess = Callable[[torch.fx.Node], Global | None]
@@ -55,7 +58,8 @@ class Region:
 
     Attributes:
         mesh, layout, coordinate: the mesh on which all of it is, and the place of this rank.
-        origins: for each member the redistribution that it is behind, or one of them: for those who ask what caused a node.
+        origins: for each member the redistribution that it is behind, or one of them: for those who ask what caused a
+            node.
         alike, costs: what was found out before.
     """
 
@@ -71,9 +75,9 @@ class Region:
     def is_alike(self, node: torch.fx.Node) -> bool:
         """Whether DTensor made a node, so that it is the same operator with the same numbers on every rank.
 
-        It did where it says what the result is, and in the middle of an operator that it decomposed: all that reads the result then
-        is made so, while what a program makes itself gets to a DTensor through a view (`DTensor.from_local`), or is a single number.
-        """
+        It did where it says what the result is, and in the middle of an operator that it decomposed: all that reads the
+        result then is made so, while what a program makes itself gets to a DTensor through a view
+        (`DTensor.from_local`), or is a single number."""
         pending = [node]
         while pending:
             last = pending[-1]
@@ -102,7 +106,9 @@ class Region:
         return Global.of(mark.spec, mark.shape) if mark.mesh == self.mesh else None
 
     def move(self, source: Global, target: Global, node: torch.fx.Node) -> Cost | None:
-        """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there, or would round."""
+        """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there, or would
+        round.
+        """
         key = source, target, node.meta["val"].element_size()
         if key not in self.costs:
             this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
@@ -133,7 +139,9 @@ class Region:
             yield [nodes[k] for k in sorted(part)]
 
     def choices(self, node: torch.fx.Node) -> Iterator[tuple[Cost | None, Cost | None]]:
-        """What redistributions cost that depend on one member alone: where it is as in the graph, and where it is held."""
+        """What redistributions cost that depend on one member alone: where it is as in the graph, and where it is
+        held.
+        """
         (was, *_), (held, *_) = self.members[node].was, self.members[node].held
         if is_redistribution(node):
             source = Global.of(read(node).source, was.shape)
@@ -141,13 +149,17 @@ class Region:
             yield self.move(source, was, node), self.move(source, held, node)
         for user in self.readers(node)[1]:
             target = Global.of(read(user).target, was.shape)
-            yield (self.move(was, target, node), self.move(held, target, node)) if target is not None else (Cost(0, 0), None)
+            yield (
+                (self.move(was, target, node), self.move(held, target, node))
+                if target is not None
+                else (Cost(0, 0), None)
+            )
 
     def back(self, node: torch.fx.Node) -> Cost | None:
         """What it costs to read a member as it was where it is held.
 
-        None where its readers need strides that cannot be had, and for masks: Inductor fails on kernels that read gathered ones.
-        """
+        None where its readers need strides that cannot be had, and for masks: Inductor fails on kernels that read
+        gathered ones."""
         member = self.members[node]
         if len(member.was) > 1 or node.meta["val"].dtype == torch.bool:
             return None
@@ -158,8 +170,8 @@ class Region:
     def reads(self, node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, Cost | None, Cost | None]]:
         """What a member that is held reads, and what that costs: where it is as in the graph, and where it is held.
 
-        Whole tensors are cut for nothing along a mesh dim, but not where another one inside of it shards the same tensor dim.
-        """
+        Whole tensors are cut for nothing along a mesh dim, but not where another one inside of it shards the same
+        tensor dim."""
         for operand, need in zip(tensors_of(node) or (), self.members[node].needs):
             have, member = self.known(operand), self.members.get(operand)
             here = self.move(have, need, operand) if have is not None else None
@@ -215,7 +227,9 @@ class Region:
                     replace(user, redistribute(this, like=user, before=user))
             outside = {user for user in (*others, *mine) if user not in held}
             if outside:
-                this = RedistributeNode(made[node], member.held[0].spec, member.was[0].spec, self.mesh, member.was[0].shape)
+                this = RedistributeNode(
+                    made[node], member.held[0].spec, member.was[0].spec, self.mesh, member.was[0].shape
+                )
                 place, origin = _place(node, outside), self.origins[node]
                 replace(node, redistribute(this, like=origin if when(origin) == when(place) else node, before=place))
         for node in (*reversed(nodes), *reversed(made.values())):
@@ -225,7 +239,9 @@ class Region:
     def _run(self, node: torch.fx.Node, operands: list[torch.fx.Node], results: tuple[Global, ...]) -> torch.fx.Node:
         new = run(node, operands, results, self.layout, self.coordinate, node)
         for value, result in zip(_values(new), results):
-            assert list(value.shape) == result.local_shape(self.layout, self.coordinate), f"{node} does not give {result}"
+            assert list(value.shape) == result.local_shape(self.layout, self.coordinate), (
+                f"{node} does not give {result}"
+            )
         return new
 
 
@@ -237,7 +253,9 @@ def sum_of(costs: Iterable[Cost | None]) -> Cost | None:
     return Cost(sum(c.collectives for c in each if c is not None), sum(c.bytes for c in each if c is not None))
 
 
-def grow(graph: torch.fx.Graph, mesh: str, seeds: Mapping[torch.fx.Node, Global], guess: Guess = lambda node: None) -> Region | None:
+def grow(
+    graph: torch.fx.Graph, mesh: str, seeds: Mapping[torch.fx.Node, Global], guess: Guess = lambda node: None
+) -> Region | None:
     """The region behind redistributions that could be left in another spec; None on a rank that is not in the mesh.
 
     Args:
@@ -304,7 +322,9 @@ def _agrees(region: Region, node: torch.fx.Node, there: Form) -> bool:
 _NEVER = 1 << 80
 
 
-def cut(region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int], held_bytes: int = 0) -> frozenset[torch.fx.Node]:
+def cut(
+    region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int], held_bytes: int = 0
+) -> frozenset[torch.fx.Node]:
     """The members that are held where that is cheapest; as few of them as will do.
 
     Args:
@@ -340,7 +360,9 @@ def cut(region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int]
             continue
         if held_bytes:
             size = node.meta["val"].element_size()
-            whole, local = (math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held))
+            whole, local = (
+                math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held)
+            )
             pay(k, moves, held_bytes * size * whole)
             pay(stays, k, held_bytes * size * local)
             if mine or others:
@@ -362,7 +384,9 @@ def _values(node: torch.fx.Node) -> tuple[Any, ...]:
 
 
 def _place(node: torch.fx.Node, readers: set[torch.fx.Node]) -> torch.fx.Node:
-    """Where a tensor is made for readers: in place of `node`, but not in the forward where only the backward reads it."""
+    """Where a tensor is made for readers: in place of `node`, but not in the forward where only the backward reads
+    it.
+    """
     if any(when(user) == when(node) for user in readers):
         return node
     return next(later for later in _behind(node) if later in readers)

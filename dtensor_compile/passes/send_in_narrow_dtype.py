@@ -3,9 +3,9 @@
     cast(redistribute(x, A -> B), narrow)  =  redistribute(cast(x, narrow), A -> B)
     redistribute(cast(y, wide), A -> B)    =  cast(redistribute(y, A -> B), wide)
 
-Bitwise the same where nothing is reduced, because a cast is made element by element: `send_in_narrow_dtype`. Where A owes a sum,
-it would be added up in the narrow dtype, which rounds more: `reduce_in_narrow_dtype`, for those who ask for it. Views between
-the redistribution and the casts move along.
+Bitwise the same where nothing is reduced, because a cast is made element by element: `send_in_narrow_dtype`. Where A
+owes a sum, it would be added up in the narrow dtype, which rounds more: `reduce_in_narrow_dtype`, for those who ask for
+it. Views between the redistribution and the casts move along.
 
 It pays where something is sent. A redistribution that somebody reads in the wide dtype stays as it is.
 
@@ -20,21 +20,28 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.rank_uniformity import mark_of
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
 from dtensor_compile.graph.nodes import RedistributeNode, call, cost, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.rank_uniformity import mark_of
 
 aten = torch.ops.aten
 
 
 def send_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
     """Moves casts in `graph` across redistributions that reduce nothing."""
-    return [made for node in redistributions(graph) if not _owes(read(node)) for made in _narrow("send_in_narrow_dtype", node)]
+    return [
+        made
+        for node in redistributions(graph)
+        if not _owes(read(node))
+        for made in _narrow("send_in_narrow_dtype", node)
+    ]
 
 
 def reduce_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
     """Moves casts in `graph` across redistributions that add: sums are rounded in the narrower dtype."""
-    return [made for node in redistributions(graph) if _owes(read(node)) for made in _narrow("reduce_in_narrow_dtype", node)]
+    return [
+        made for node in redistributions(graph) if _owes(read(node)) for made in _narrow("reduce_in_narrow_dtype", node)
+    ]
 
 
 def _owes(this: RedistributeNode) -> bool:
@@ -81,7 +88,9 @@ def _cast_after(name: str, node: torch.fx.Node) -> list[Decision]:
     return [decision] if replace(node, wide) else []
 
 
-def _readers(node: torch.fx.Node, path: tuple[torch.fx.Node, ...]) -> Iterator[tuple[torch.fx.Node, tuple[torch.fx.Node, ...]]]:
+def _readers(
+    node: torch.fx.Node, path: tuple[torch.fx.Node, ...]
+) -> Iterator[tuple[torch.fx.Node, tuple[torch.fx.Node, ...]]]:
     """The readers of a node behind views of it, and the views on the way."""
     for user in node.users:
         if is_view(user) and user.target is not aten.view.dtype:
@@ -96,7 +105,9 @@ def _is_cast(node: object) -> bool:
         return False
     was, now = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     same = (was.device, was.layout) == (now.device, now.layout)
-    return same and not node.kwargs.get("pin_memory") and node.kwargs.get("memory_format") in (None, torch.preserve_format)
+    return (
+        same and not node.kwargs.get("pin_memory") and node.kwargs.get("memory_format") in (None, torch.preserve_format)
+    )
 
 
 def _is_narrower(narrow: torch.dtype, wide: torch.dtype) -> bool:
@@ -109,4 +120,6 @@ def _decision(name: str, node: torch.fx.Node, dtype: torch.dtype) -> Decision | 
     if not after.is_less(before):
         return None
     narrow = str(dtype).removeprefix("torch.")
-    return Decision(name, source_line(node), f"sent as {narrow}: {after} and not {before}", str(this), f"{this} in {narrow}")
+    return Decision(
+        name, source_line(node), f"sent as {narrow}: {after} and not {before}", str(this), f"{this} in {narrow}"
+    )

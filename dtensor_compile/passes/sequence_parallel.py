@@ -2,15 +2,16 @@
 
     f(redistribute(x, P -> R), y)  =  redistribute(f(redistribute(x, P -> S(d)), y'), S(d) -> R)
 
-Right by the algebra of ``algebra.py``: what lies between an all-reduce and the next matrix product (residual sums, norms) runs on
-shards. An all-reduce sends what a reduce-scatter and an all-gather send together; what is won is memory and compute:
-each rank holds and computes one part of the activations between. Of all dims the one is taken where most is won, and where to stop is
-found over the whole graph (``region.py``).
+Right by the algebra of ``algebra.py``: what lies between an all-reduce and the next matrix product (residual sums,
+norms) runs on shards. An all-reduce sends what a reduce-scatter and an all-gather send together; what is won is memory
+and compute: each rank holds and computes one part of the activations between. Of all dims the one is taken where most
+is won, and where to stop is found over the whole graph (``region.py``).
 
-It runs where the program asks for it (``options={"enable_passes": ("sequence_parallel",)}``), for two reasons. There are more
-collectives, and some hundredths more bytes: gradients of weights of norms are sums over ranks then. And models that are written with
-plain tensors between layers (`ColwiseParallel` and `RowwiseParallel` as they are) say nothing of these: the pass takes plain inputs of
-the graph, and numbers in it, for the same on all ranks of a mesh on which the program calls what they become `Replicate()`.
+It runs where the program asks for it (``options={"enable_passes": ("sequence_parallel",)}``), for two reasons. There
+are more collectives, and some hundredths more bytes: gradients of weights of norms are sums over ranks then. And models
+that are written with plain tensors between layers (`ColwiseParallel` and `RowwiseParallel` as they are) say nothing of
+these: the pass takes plain inputs of the graph, and numbers in it, for the same on all ranks of a mesh on which the
+program calls what they become `Replicate()`.
 
     before   y = redistribute(x, P(sum) -> R); s = add(y, h); n = mul(s, w); z = mm(n, u)
     after    y = redistribute(x, P(sum) -> S(0)); k = redistribute(h, R -> S(0)); s = add(y, k); n = mul(s, w)
@@ -26,14 +27,14 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.graph.global_annotations import MARK
-from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
-from dtensor_compile.passes.algebra import Global
-from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
+from dtensor_compile.graph.global_annotations import MARK
 from dtensor_compile.graph.nodes import Cost, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
+from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.passes.algebra import Global
 from dtensor_compile.passes.region import Region, cut, grow
 
 #: How many bytes of local tensors one has to save per byte that is sent, and how many more may be sent in all.
@@ -44,7 +45,11 @@ _MORE_BYTES = 0.01
 def sequence_parallel(graph: torch.fx.Graph) -> list[Decision]:
     """Scatters sums in `graph` whose readers can work on shards."""
     if not may_use_sizes():
-        sums = [node for node in redistributions(graph) if "P(sum)" in read(node).source and "P(sum)" not in read(node).target]
+        sums = [
+            node
+            for node in redistributions(graph)
+            if "P(sum)" in read(node).source and "P(sum)" not in read(node).target
+        ]
         reason = f"{len(sums)} sums and their readers stay whole: some shards of the graph are uneven, and ranks have different sizes"
         return [Decision("sequence_parallel", source_line(sums[0]), reason, left_alone=True)] if sums else []
     decisions = []
@@ -108,7 +113,9 @@ def _saved(region: Region, held: frozenset[torch.fx.Node]) -> int:
         member = region.members[node]
         if len(member.was) == 1:
             mine, _, others = region.readers(node)
-            whole, local = (math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held))
+            whole, local = (
+                math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held)
+            )
             gathered = whole if others or any(user not in held for user in mine) else 0
             total += (whole - local - gathered) * node.meta["val"].element_size()
     return total
@@ -118,7 +125,13 @@ def _told(region: Region, held: frozenset[torch.fx.Node], before: Cost, after: C
     sums = [node for node in region.members if node in held and is_redistribution(node)]
     reason = f"{len(held) - len(sums)} operators run on shards: they give {_saved(region, held):,} bytes less; {after} and not {before}"
     return [
-        Decision("sequence_parallel", source_line(node), reason, str(read(node)), f"{read(node).source}->{region.members[node].held[0].spec}")
+        Decision(
+            "sequence_parallel",
+            source_line(node),
+            reason,
+            str(read(node)),
+            f"{read(node).source}->{region.members[node].held[0].spec}",
+        )
         for node in sums
     ]
 
@@ -135,13 +148,20 @@ def _replicated(graph: torch.fx.Graph, layout: MeshLayout) -> dict[torch.fx.Node
             if group <= _group(parse_mesh(mark.mesh)) and all(p == Replicate() for p in parse_spec(mark.spec)):
                 same.add(node)
         elif node.op == "placeholder":
-            if isinstance(value, torch.Tensor) and MARK not in node.meta:  # the local tensor of a DTensor has a mark, or None
+            if (
+                isinstance(value, torch.Tensor) and MARK not in node.meta
+            ):  # the local tensor of a DTensor has a mark, or None
                 same.add(node)
         elif _is_deterministic(node) and all(x in same for x in node.all_input_nodes):
             same.add(node)
         else:
             continue
-        if node in same and mark is None and isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape):
+        if (
+            node in same
+            and mark is None
+            and isinstance(value, torch.Tensor)
+            and all(type(size) is int for size in value.shape)
+        ):
             found[node] = Global(whole, tuple(value.shape))
     return found
 

@@ -2,10 +2,11 @@
 
     f(redistribute(x, A -> B)), g(redistribute(x, A -> B))  =  f(y), g(y)  with  y = redistribute(x, A -> B)
 
-Right because the operator is a function of its arguments and its result is never written to: the graph is functional here.
+Right because the operator is a function of its arguments and its result is never written to: the graph is functional
+here.
 
-It pays always in bytes. The result lives until its last reader; where a backward reader would keep it alive from the forward, the
-partitioner decides between saving it and making it again.
+It pays always in bytes. The result lives until its last reader; where a backward reader would keep it alive from the
+forward, the partitioner decides between saving it and making it again.
 
     before   q = mm(redistribute(x, S(0) -> R), wq); k = mm(redistribute(x, S(0) -> R), wk)
     after    a = redistribute(x, S(0) -> R); q = mm(a, wq); k = mm(clone(a), wk)
@@ -30,7 +31,9 @@ def share_equal_redistributions(graph: torch.fx.Graph) -> list[Decision]:
         earlier = first.setdefault(key, node)
         if earlier is not node and can_copy(earlier, node):
             decisions.append(
-                Decision("share_equal_redistributions", source_line(node), f"equal to {earlier.name}", str(this), "shared")
+                Decision(
+                    "share_equal_redistributions", source_line(node), f"equal to {earlier.name}", str(this), "shared"
+                )
             )
             replace_by_copy(node, earlier)
     return decisions

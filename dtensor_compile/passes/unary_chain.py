@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.graph.nodes import RedistributeNode
+from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.passes.algebra import VIEWS, Global, form, has_numbers, may_round, run, tensors_of
-from dtensor_compile.graph.rank_uniformity import may_use_sizes, mark_of
-from dtensor_compile.graph.nodes import RedistributeNode
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Chain:
 
 
 def chain(this: RedistributeNode, operators: Sequence[torch.fx.Node]) -> Chain | None:
-    """What becomes of operators that move in front of the redistribution that they follow; None where one of them cannot."""
+    """What becomes of operators that move in front of the redistribution that they follow; None where one of them
+    cannot.
+    """
     layout = parse_mesh(this.mesh)
     coordinate = layout.coordinate(dist.get_rank())
     forms: list[Global] | None = [g for spec in (this.source, this.target) if (g := Global.of(spec, this.shape))]
@@ -61,7 +63,9 @@ def chain(this: RedistributeNode, operators: Sequence[torch.fx.Node]) -> Chain |
     return Chain(tuple(operators), tuple(moved), forms[1], layout, coordinate)
 
 
-def carry(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coordinate: Sequence[int]) -> list[Global] | None:
+def carry(
+    node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coordinate: Sequence[int]
+) -> list[Global] | None:
     """What the result of a node is globally, for each of several forms of its input; None where nothing says.
 
     Args:
@@ -70,7 +74,13 @@ def carry(node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coor
     """
     mark, value = mark_of(node), node.meta.get("val")
     operands = tensors_of(node)
-    if operands is None or len(operands) != 1 or not isinstance(value, torch.Tensor) or has_numbers(node) and mark is None:
+    if (
+        operands is None
+        or len(operands) != 1
+        or not isinstance(value, torch.Tensor)
+        or has_numbers(node)
+        and mark is None
+    ):
         return None
     shapes = (mark.shape,) if mark is not None and mark.mesh == str(layout) else None
     read = form(node, given[-1:], layout, shapes)

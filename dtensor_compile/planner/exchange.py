@@ -1,17 +1,19 @@
 """Who sends what to whom where shards change places: one all-to-all in which every rank gets exactly what it lacks.
 
-In: the specs before and after. Out: a `ExchangeTable`: for each pair of ranks of a group whether the one sends to the other. What is sent
-is the common part of what the one holds and the other needs, so no rank receives an element twice, and none that it has:
+In: the specs before and after. Out: a `ExchangeTable`: for each pair of ranks of a group whether the one sends to the
+other. What is sent is the common part of what the one holds and the other needs, so no rank receives an element twice,
+and none that it has:
 
     S(0)S(1) -> S(1)S(0) on a 2x2 mesh        (0,1) and (1,0) swap their blocks, (0,0) and (1,1) keep theirs
     RS(0) -> S(0)S(0)                         each rank fetches the part of its quarter that lies in the other half
 
-Where several ranks hold the same block, the one that asks is served by itself, else by the holder with the least to send: longest
-demand first (R. Graham: Bounds on Multiprocessing Timing Anomalies, 1969); demands are split where that leaves holders idle. Where
-ranks hold terms of a sum, a rank needs its part from each term and adds them up in the order of the terms.
+Where several ranks hold the same block, the one that asks is served by itself, else by the holder with the least to
+send: longest demand first (R. Graham: Bounds on Multiprocessing Timing Anomalies, 1969); demands are split where that
+leaves holders idle. Where ranks hold terms of a sum, a rank needs its part from each term and adds them up in the order
+of the terms.
 
-It is a legal step if what a rank needs lies in what its group holds, which is counted, not derived: cuts may be uneven or
-strided.
+It is a legal step if what a rank needs lies in what its group holds, which is counted, not derived: cuts may be uneven
+or strided.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import numpy as np
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner.step_costs import local_sizes
 from dtensor_compile.planner.shard_intervals import CUTS, Intervals, cuts_of, held
+from dtensor_compile.planner.step_costs import local_sizes
 
 #: Pairs of ranks up to which tables are made: finding out who sends what takes some milliseconds for that many.
 MOST_PAIRS = 1 << 20
@@ -49,8 +51,8 @@ class ExchangeTable:
         senders: per member, the members that send to it (itself among them, where it keeps something), in order.
         terms: per member, which term of the sum it holds; 0 where nothing is summed.
         split: the tensor dim along which demands are split.
-        shares: for a sender and a receiver that share a demand with others, first and last index along `split` in what they have
-            in common.
+        shares: for a sender and a receiver that share a demand with others, first and last index along `split` in what
+            they have in common.
     """
 
     mesh_dims: tuple[int, ...]
@@ -86,7 +88,9 @@ def changed_dims(before: Sequence[Placement], after: Sequence[Placement], mesh_s
 
 @functools.lru_cache(maxsize=1 << 14)
 def traffic(before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shape: Dims) -> Traffic | None:
-    """What an exchange over `mesh_dims` sends; None where it cannot lead from `before` to `after`, or is too large to count."""
+    """What an exchange over `mesh_dims` sends; None where it cannot lead from `before` to `after`, or is too large to
+    count.
+    """
     dims = changed_dims(before, after, mesh_shape)
     group = math.prod(mesh_shape[i] for i in mesh_dims)
     around = _around(before, after, mesh_dims, mesh_shape, dims)
@@ -109,7 +113,9 @@ def traffic(before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shap
     return Traffic(most * kept, partners)
 
 
-def _around(before: State, after: State, mesh_dims: Sequence[int], mesh_shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+def _around(
+    before: State, after: State, mesh_dims: Sequence[int], mesh_shape: Sequence[int], dims: Sequence[int]
+) -> list[int]:
     """Mesh dims outside of the group on which it depends who sends what."""
     cut = {i for state in (before, after) for d in dims for i, _, _ in cuts_of(state, mesh_shape, d)}
     return sorted(cut - set(mesh_dims))
@@ -154,7 +160,9 @@ def _assign(
     overlaps = {}
     for d in dims:
         old, new = cuts_of(before, mesh_shape, d), cuts_of(after, mesh_shape, d)
-        has, needs = ([held(tuple((n, k, at[i]) for i, n, k in cuts), shape[d]) for at in places] for cuts in (old, new))
+        has, needs = (
+            [held(tuple((n, k, at[i]) for i, n, k in cuts), shape[d]) for at in places] for cuts in (old, new)
+        )
         overlaps[d], total = overlap(has, needs)
         common *= overlaps[d]
         needed *= total
@@ -179,7 +187,10 @@ def _assign(
 
 
 def serve(
-    common: np.ndarray, blocks: Sequence[Sequence[int]], indices: np.ndarray, like: Callable[[int, int], bool] | None = None
+    common: np.ndarray,
+    blocks: Sequence[Sequence[int]],
+    indices: np.ndarray,
+    like: Callable[[int, int], bool] | None = None,
 ) -> tuple[np.ndarray, dict[tuple[int, int], tuple[int, int]]]:
     """Which of the members that hold the same block sends it to those that need it.
 
@@ -201,7 +212,9 @@ def serve(
         demand = common[holders[0]].tolist()
         for p in holders:
             sent[p, p] = demand[p]
-        asking = sorted((q for q, amount in enumerate(demand) if amount and q not in holders), key=lambda q: (-demand[q], q))
+        asking = sorted(
+            (q for q, amount in enumerate(demand) if amount and q not in holders), key=lambda q: (-demand[q], q)
+        )
         near = {(p, q): like(p, q) for p in holders for q in asking} if like else {}
         load = dict.fromkeys(holders, 0)
         served: list[_Served] = []
@@ -225,7 +238,9 @@ _Served = tuple[int, int, int, tuple[int, int] | None]
 
 
 def _split(holders: Sequence[int], demands: Sequence[tuple[int, int, int]], fair: int) -> Iterator[_Served]:
-    """Demands (receiver, elements, indices along the split dim) filled into one holder after the other, up to `fair` elements."""
+    """Demands (receiver, elements, indices along the split dim) filled into one holder after the other, up to `fair`
+    elements.
+    """
     place, load = 0, 0
     for q, amount, indices in demands:
         each, first = amount // indices, 0
@@ -262,5 +277,8 @@ def overlap(has: Sequence[Intervals], needs: Sequence[Intervals]) -> tuple[np.nd
                 row[index[start] : index[end]] = 1
         return result
 
-    left, right = rows(has).astype(np.float64), rows(needs).astype(np.float64)  # float64 multiplies fast, exact up to 2**53
+    left, right = (
+        rows(has).astype(np.float64),
+        rows(needs).astype(np.float64),
+    )  # float64 multiplies fast, exact up to 2**53
     return ((left * sizes) @ right.T).astype(np.int64), (right @ sizes).astype(np.int64)

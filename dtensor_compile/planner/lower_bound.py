@@ -4,7 +4,8 @@ What the busiest rank sends is at least what the average rank sends, and all tha
 
     nothing is summed      what each rank is to hold and does not hold yet, over all ranks
     a sum of n terms       for each element n - 1 times, until the first rank has the sum of it, and once more for each other rank
-                           that is to hold it: a rank holds one term, and one that has the sum later receives something later
+                           that is to hold it: a rank holds one term, and one that has the sum later receives something
+                           later
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 @functools.lru_cache(maxsize=1 << 14)
 def fewest_sent(before: State, after: State, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """A lower bound of the elements that the busiest rank sends on the way from `before` to `after`, whatever the steps.
+    """A lower bound of the elements that the busiest rank sends on the way from `before` to `after`, whatever the
+    steps.
 
     0 where the result is a sum that is not carried out: its terms may be any.
     """
@@ -36,8 +38,12 @@ def fewest_sent(before: State, after: State, mesh_shape: tuple[int, ...], shape:
         return whole * (terms + copies - 2) // math.prod(mesh_shape)
     kept = np.ones((1,) * len(mesh_shape), dtype=np.int64)
     for dim, size in enumerate(shape):
-        kept = kept * _in_common(cuts_of(before, mesh_shape, dim), cuts_of(after, mesh_shape, dim), size, len(mesh_shape))
-    each = math.prod(n for n, axis in zip(mesh_shape, kept.shape) if axis == 1)  # ranks that differ along these keep as much
+        kept = kept * _in_common(
+            cuts_of(before, mesh_shape, dim), cuts_of(after, mesh_shape, dim), size, len(mesh_shape)
+        )
+    each = math.prod(
+        n for n, axis in zip(mesh_shape, kept.shape) if axis == 1
+    )  # ranks that differ along these keep as much
     return (whole * copies - int(kept.sum()) * each) // math.prod(mesh_shape)
 
 

@@ -10,8 +10,8 @@ Elements of a step, with n ranks, a local input of L elements, A of the result, 
     exchange         max(B, t A) + t A   of each of t terms: sent and received, received and put together
     others           A
 
-A step holds the result of the step before it as well, which may lie in what was padded for a gather. Sizes are those of the largest
-shards, so that all ranks count the same; symbolic ones count with their hints.
+A step holds the result of the step before it as well, which may lie in what was padded for a gather. Sizes are those of
+the largest shards, so that all ranks count the same; symbolic ones count with their hints.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dtensor_compile.compat.dtensor.specs import Partial, Shard
-from dtensor_compile.planner.step_costs import local_elements, local_sizes
 from dtensor_compile.planner.exchange import changed_dims
-from dtensor_compile.planner.steps import State, Step
 from dtensor_compile.planner.shard_intervals import cutting
+from dtensor_compile.planner.step_costs import local_elements, local_sizes
+from dtensor_compile.planner.steps import State, Step
 
 Sizes = tuple[int, ...]
 
@@ -42,7 +42,9 @@ NOTHING = HeldMemory(0, 0)
 
 
 def peak(steps: Sequence[Step], mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
-    """The most elements that one rank holds at once besides the input of the first of `steps`, and what the last one leaves."""
+    """The most elements that one rank holds at once besides the input of the first of `steps`, and what the last one
+    leaves.
+    """
     most, kept = NOTHING
     for step in steps:
         held = held_by(step, mesh_shape, shape)
@@ -56,7 +58,9 @@ def held_by(step: Step, mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
     n = math.prod(mesh_shape[i] for i in step.mesh_dims)
     result = local_elements(step.after, mesh_shape, shape)
     if step.kind == "reduce_scatter":
-        return HeldMemory((n + 1) * result if _is_in_order(step, step.after, mesh_shape, shape) else 2 * n * result, result)
+        return HeldMemory(
+            (n + 1) * result if _is_in_order(step, step.after, mesh_shape, shape) else 2 * n * result, result
+        )
     if step.kind == "all_gather":
         if _is_in_order(step, step.before, mesh_shape, shape):
             return HeldMemory(result, result)
@@ -68,7 +72,11 @@ def held_by(step: Step, mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
         sizes[target.dim] = -(-sizes[target.dim] // n) * n
         return HeldMemory(2 * math.prod(sizes), math.prod(sizes))
     if step.kind == "exchange":
-        summed = [mesh_shape[i] for i in step.mesh_dims if isinstance(step.before[i], Partial) and step.before[i] != step.after[i]]
+        summed = [
+            mesh_shape[i]
+            for i in step.mesh_dims
+            if isinstance(step.before[i], Partial) and step.before[i] != step.after[i]
+        ]
         return exchanged(step.elements, math.prod(summed), result)
     return HeldMemory(result, result)
 

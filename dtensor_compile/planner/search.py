@@ -1,24 +1,24 @@
 """Which collectives lead from one spec to another.
 
-In: two specs on one mesh, the global shape, the links along the mesh dims. Out: a tuple of `Step` (`planner/steps.py` lists the
-kinds): the cheapest path over the specs that a tensor can have, found with Dijkstra's algorithm.
+In: two specs on one mesh, the global shape, the links along the mesh dims. Out: a tuple of `Step` (`planner/steps.py`
+lists the kinds): the cheapest path over the specs that a tensor can have, found with Dijkstra's algorithm.
 
     S(0)S(0) -> RR on dp=2,tp=4        all_gather[dp,tp] S(0)S(0)->RR         one collective over both mesh dims
     P(sum)S(0) -> S(0)S(1)             exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
     S(0)R -> RS(0)                     exchange[0,1] S(0)R->RS(0)             everybody fetches the shard that it lacks
 
-Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a topology says how
-they differ the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
+Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a
+topology says how they differ the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
 
-Tried are steps towards start's and goal's placements. Where two mesh dims cut unevenly, a path over a spec that neither has can send
-less, because the busiest rank counts; it is taken where it saves more than a hundredth.
+Tried are steps towards start's and goal's placements. Where two mesh dims cut unevenly, a path over a spec that neither
+has can send less, because the busiest rank counts; it is taken where it saves more than a hundredth.
 
 With a bound of memory, plans that hold more at once (their input aside) are left out.
 
-Why a plan is never worse than torch's own: cheapest in time may mean a collective more for fewer bytes, or bytes more for one
-collective less. torch's greedy path is one of the paths here, so paths that have more collectives or more bytes than that one are
-left out, and at least that one remains. What torch's other planner finds is a path here too, and the fewest bytes are not more. Where torch's
-path holds too much memory, it is no limit.
+Why a plan is never worse than torch's own: cheapest in time may mean a collective more for fewer bytes, or bytes more
+for one collective less. torch's greedy path is one of the paths here, so paths that have more collectives or more bytes
+than that one are left out, and at least that one remains. What torch's other planner finds is a path here too, and the
+fewest bytes are not more. Where torch's path holds too much memory, it is no limit.
 
 Plans depend on specs, sizes, the mesh and the topology alone, never on the rank, so that all ranks choose the same one.
 """
@@ -32,17 +32,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dtensor_compile.ir.spec import parse_spec, placement_text, spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import MemoryBudgetError, PlanError
-from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent
+from dtensor_compile.ir.spec import parse_spec, placement_text, spec_text
 from dtensor_compile.planner.memory import HeldMemory, peak
-from dtensor_compile.planner.steps import Problem, State, Step, moves
 from dtensor_compile.planner.shard_intervals import CUTS
+from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent
+from dtensor_compile.planner.steps import Problem, State, Step, moves
 from dtensor_compile.planner.torch_greedy import torch_steps
 from dtensor_compile.topology.network import Network
 
-#: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the others.
+#: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the
+#: others.
 _PARTITIONS = ("sum", "avg", "min", "max")
 
 
@@ -77,14 +78,14 @@ def plan(
     Args:
         itemsize: bytes of an element.
         network: links along the mesh dims.
-        divisors: for sizes that are hints of symbolic ones, what they are known to be multiples of. The plan is right for all sizes
-            that are, and the cheapest for the range around the hint that `lowering/size_ranges.py` finds.
+        divisors: for sizes that are hints of symbolic ones, what they are known to be multiples of. The plan is right
+            for all sizes that are, and the cheapest for the range around the hint that `lowering/size_ranges.py` finds.
         memory: bytes that one rank may hold at once besides its input: result, buffers, what lies between steps.
 
     Raises:
         MemoryBudgetError: every plan holds more than `memory`.
-        PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing leads
-            from the one to the other (one kind of partial to another; nor does torch do that).
+        PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing
+            leads from the one to the other (one kind of partial to another; nor does torch do that).
     """
     known = tuple(shape if divisors is None else divisors)
     return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize, network, known, memory)
@@ -119,7 +120,9 @@ def checked(text: str, mesh_shape: Sequence[int], shape: Sequence[int]) -> State
     for p in placements:
         if isinstance(p, CUTS) and p.dim >= len(shape):
             near = f"the nearest that it can have: {spec_text([_nearest(q, len(shape)) for q in placements])}"
-            raise PlanError(f"{placement_text(p)} in spec {text}: the tensor has {len(shape)} dims, {tuple(shape)}; {near}")
+            raise PlanError(
+                f"{placement_text(p)} in spec {text}: the tensor has {len(shape)} dims, {tuple(shape)}; {near}"
+            )
     state = tuple(Replicate() if n == 1 else p for p, n in zip(placements, mesh_shape))
     if not _commute(state):
         raise PlanError(
@@ -164,7 +167,9 @@ def cheapest(problem: Problem) -> tuple[Step, ...]:
     free = _free(replace(problem, memory=math.inf))
     if free is None:
         change = f"{spec_text(problem.start)} to {spec_text(problem.goal)}"
-        raise PlanError(f"redistribute from {change}: no sequence of collectives found; go by {'R' * len(problem.goal)}")
+        raise PlanError(
+            f"redistribute from {change}: no sequence of collectives found; go by {'R' * len(problem.goal)}"
+        )
     if problem.memory == math.inf or _peak(problem, free).most <= problem.memory:
         return free
     steps = _search(problem)
@@ -174,7 +179,9 @@ def cheapest(problem: Problem) -> tuple[Step, ...]:
 
 
 def _free(problem: Problem) -> tuple[Step, ...] | None:
-    """The cheapest path without a bound of memory; over specs that neither end has where that saves enough for its messages."""
+    """The cheapest path without a bound of memory; over specs that neither end has where that saves enough for its
+    messages.
+    """
     direct = _search(problem)
     sent = sum(step.elements for step in direct or ())
     if not sent or not problem.may_detour:
@@ -188,10 +195,11 @@ def _free(problem: Problem) -> tuple[Step, ...] | None:
 
 
 def _search(problem: Problem) -> tuple[Step, ...] | None:
-    """Dijkstra's algorithm within torch's limits, and within the memory of the problem; None where nothing leads to the goal.
+    """Dijkstra's algorithm within torch's limits, and within the memory of the problem; None where nothing leads to the
+    goal.
 
-    A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many elements.
-    Ties are broken by order of discovery, which is the same on every rank.
+    A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many
+    elements. Ties are broken by order of discovery, which is the same on every rank.
     """
     theirs = torch_steps(problem)
     bounded = problem.memory < math.inf
@@ -241,9 +249,17 @@ def _over_budget(problem: Problem, steps: Sequence[Step]) -> MemoryBudgetError:
     """What to say where no plan is within the memory of `problem`; `steps` is the cheapest."""
     change, size = f"from {spec_text(problem.start)} to {spec_text(problem.goal)}", problem.itemsize
     found = largest_target(
-        problem.goal, problem.start, len(problem.shape), problem.local, lambda goal: _search(replace(problem, goal=goal)) is not None
+        problem.goal,
+        problem.start,
+        len(problem.shape),
+        problem.local,
+        lambda goal: _search(replace(problem, goal=goal)) is not None,
     )
-    legal = f"redistribute to {spec_text(found)}, the largest within the bound" if found else f"leave it {spec_text(problem.start)}"
+    legal = (
+        f"redistribute to {spec_text(found)}, the largest within the bound"
+        if found
+        else f"leave it {spec_text(problem.start)}"
+    )
     memory, held, least = (size * n for n in (int(problem.memory), _peak(problem, steps).most, _least_memory(problem)))
     return over_budget(change, "; ".join(map(str, steps)), memory, held, least, legal)
 
@@ -265,7 +281,8 @@ def over_budget(change: str, text: str, memory: int, held: int, least: int, lega
 def largest_target(
     goal: State, start: State | None, ndim: int, local: Callable[[State], int], leads: Callable[[State], bool]
 ) -> State | None:
-    """Of the specs that cut a tensor where `goal` does not, the one with the largest local tensor to which a plan leads.
+    """Of the specs that cut a tensor where `goal` does not, the one with the largest local tensor to which a plan
+    leads.
 
     Args:
         start: the spec before, whose placements may stay; None on another mesh.
@@ -285,7 +302,9 @@ def largest_target(
 def _least_memory(problem: Problem) -> int:
     """Elements that the plan holds that holds the fewest at once."""
     order = itertools.count()
-    queue: list[tuple[int, int, State, int]] = [(0, next(order), problem.start, 0)]  # and the elements that the result lies in
+    queue: list[tuple[int, int, State, int]] = [
+        (0, next(order), problem.start, 0)
+    ]  # and the elements that the result lies in
     done: set[tuple[State, int]] = set()
     while queue:
         most, _, state, kept = heapq.heappop(queue)

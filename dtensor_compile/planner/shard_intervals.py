@@ -1,12 +1,13 @@
 """Which part of a tensor dim a rank holds, in plain integers.
 
-A spec cuts a tensor dim by its mesh dims from left to right: ``S(d)`` takes one of n chunks of what is there (as ``torch.chunk`` cuts
-it), ``_S(d,f)`` one of n chunks of each of f pieces. What is left is an ascending list of intervals of the global dim:
+A spec cuts a tensor dim by its mesh dims from left to right: ``S(d)`` takes one of n chunks of what is there (as
+``torch.chunk`` cuts it), ``_S(d,f)`` one of n chunks of each of f pieces. What is left is an ascending list of
+intervals of the global dim:
 
     mesh (2, 2), 8 rows    S(0)S(0) at (1, 0): [4, 6)        _S(0,2)S(0) at (1, 0): [2, 4)        R _S(0,2) at (., 1): [2, 4) [6, 8)
 
-Every rearrangement between ranks, and every test whether one is possible, follows from these lists: also of uneven shards, and of
-shards that nest in another order than left to right.
+Every rearrangement between ranks, and every test whether one is possible, follows from these lists: also of uneven
+shards, and of shards that nest in another order than left to right.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def chunk_sizes(size: int, parts: Sequence[int]) -> set[int]:
     """The sizes of all pieces of `size` rows that are cut into so many parts, each piece again into so many, ..."""
     sizes = {size}
     for n in parts:
-        sizes = {max(0, min(chunk, whole - chunk * k)) for whole in sizes for chunk in (-(-whole // n),) for k in range(n)}
+        sizes = {
+            max(0, min(chunk, whole - chunk * k)) for whole in sizes for chunk in (-(-whole // n),) for k in range(n)
+        }
     return sizes
 
 
@@ -140,8 +143,8 @@ def within(parts: Intervals, whole: Intervals) -> tuple[tuple[int, int], ...]:
 def inner_cut(placements: Sequence[Placement], mesh_shape: Sequence[int], mesh_dim: int, dim: int) -> Placement:
     """The placement with which `mesh_dim` cuts what each rank already holds of tensor dim `dim`.
 
-    That of a mesh dim to the right of all that cut it is ``S(dim)``. Left of some, the shard is nested in theirs although specs
-    read from left to right: that is what strided shards say. Right where all cuts of the dim are even.
+    That of a mesh dim to the right of all that cut it is ``S(dim)``. Left of some, the shard is nested in theirs
+    although specs read from left to right: that is what strided shards say. Right where all cuts of the dim are even.
     """
     pieces = 1
     for i in cutting(placements, dim):
@@ -150,7 +153,9 @@ def inner_cut(placements: Sequence[Placement], mesh_shape: Sequence[int], mesh_d
 
 
 def cuts_evenly(placements: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether the local tensors of a spec, of a global tensor of `shape`, have the same sizes on every rank of the mesh."""
+    """Whether the local tensors of a spec, of a global tensor of `shape`, have the same sizes on every rank of the
+    mesh.
+    """
     parts = [1] * len(shape)
     for placement, n in zip(placements, mesh_shape):
         if isinstance(placement, CUTS):

@@ -1,7 +1,7 @@
 """What a step of a plan sends and how long it takes.
 
-Elements that one rank sends, with n ranks and a local input of L elements (ring algorithms, the counts of NCCL's documentation of
-its performance figures; unit: elements of the tensor):
+Elements that one rank sends, with n ranks and a local input of L elements (ring algorithms, the counts of NCCL's
+documentation of its performance figures; unit: elements of the tensor):
 
     all_reduce       2 (n-1)/n L
     reduce_scatter     (n-1)/n L       n times the largest shard: uneven ones are padded
@@ -9,8 +9,8 @@ its performance figures; unit: elements of the tensor):
     all_to_all         (n-1)/n L       padded likewise
     exchange         what the busiest rank sends to others (`planner/exchange.py`)
 
-Seconds: `dtensor_compile.topology.links`, over the slowest link of the mesh dims that take part, plus a copy of the local tensor
-at `COPY` bytes per second.
+Seconds: `dtensor_compile.topology.links`, over the slowest link of the mesh dims that take part, plus a copy of the
+local tensor at `COPY` bytes per second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from dtensor_compile.compat.dtensor.specs import Placement
 from dtensor_compile.planner.shard_intervals import cuts_of, pieces_of
 from dtensor_compile.topology.network import Network
 
-StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange", "slice", "partition", "spread"]
+StepKind = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange", "slice", "partition", "spread"
+]
 
 #: Kinds of steps that send something.
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange"})
@@ -68,7 +70,13 @@ def _largest(size: int, cuts: Sequence[tuple[int, int, int]]) -> int:
 
 
 def seconds(
-    network: Network, kind: StepKind, mesh_dims: Sequence[int], n: int, sent: float, copied: float, messages: int | None = None
+    network: Network,
+    kind: StepKind,
+    mesh_dims: Sequence[int],
+    n: int,
+    sent: float,
+    copied: float,
+    messages: int | None = None,
 ) -> float:
     """Seconds of a step.
 

@@ -1,6 +1,7 @@
 """The legal steps from one state of a tensor to another: one collective, or none.
 
-In: placements per mesh dim, a goal, sizes. Out: `Step`. A step is legal if every state on the way is a spec of the same global tensor:
+In: placements per mesh dim, a goal, sizes. Out: `Step`. A step is legal if every state on the way is a spec of the same
+global tensor:
 
     P -> R       all_reduce       over one mesh dim, or over several of one kind at once
     P -> S       reduce_scatter   the same; what the goal slices away on other mesh dims is not even reduced
@@ -11,9 +12,9 @@ In: placements per mesh dim, a goal, sizes. Out: `Step`. A step is legal if ever
     R -> P       partition        every rank holds v/n of a sum, or v of the rest
     S -> P(sum)  spread           every rank holds its shard, and zeros elsewhere
 
-Where several mesh dims shard one tensor dim they nest, so that a mesh dim takes or gives up the innermost shard, or all of a suffix
-at once; an exchange, and a shard that nests otherwise, are checked by counting elements, which needs sizes in numbers.
-"""
+Where several mesh dims shard one tensor dim they nest, so that a mesh dim takes or gives up the innermost shard, or all
+of a suffix at once; an exchange, and a shard that nests otherwise, are checked by counting elements, which needs sizes
+in numbers."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
-from dtensor_compile.planner import step_costs as costs
+from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.planner import exchange
-from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent, local_elements, local_sizes
+from dtensor_compile.planner import step_costs as costs
 from dtensor_compile.planner.lower_bound import fewest_sent
 from dtensor_compile.planner.shard_intervals import CUTS, common, cuts_of, cutting, held, inner_cut, length
+from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent, local_elements, local_sizes
 from dtensor_compile.topology.network import Network
 
 State = tuple[Placement, ...]
@@ -153,7 +154,9 @@ class Problem:
         return local_elements(state, self.mesh_shape, self.shape)
 
     def may_end(self, state: State, elements: int, collectives: float) -> bool:
-        """Whether a path over `state`, up to which it sends so many elements, can end, after so many more collectives, below `most`."""
+        """Whether a path over `state`, up to which it sends so many elements, can end, after so many more collectives,
+        below `most`.
+        """
         bound = fewest_sent(state, self.end or self.goal, self.mesh_shape, self.shape)
         # Each all-reduce of the rest may leave out the fraction of an element.
         return elements + bound - len(self.wide) < self.most if collectives > 0 else not bound
@@ -180,7 +183,9 @@ class Problem:
             elements, copied = elements_sent(kind, n, math.prod(sizes)), 2.0 * math.prod(sizes)
         else:
             elements, copied = elements_sent(kind, n, self.local(before)), self.local(after)
-        time = costs.seconds(self.network, kind, mesh_dims, n, elements * self.itemsize, copied * self.itemsize, messages)
+        time = costs.seconds(
+            self.network, kind, mesh_dims, n, elements * self.itemsize, copied * self.itemsize, messages
+        )
         return Step(kind, tuple(mesh_dims), before, after, elements, time)
 
 
@@ -202,7 +207,9 @@ def moves(problem: Problem, state: State, sent: int = 0, collectives: float = ma
 
 @functools.lru_cache(maxsize=1 << 12)
 def _detours(problem: Problem, partials: tuple[Partial, ...]) -> tuple[Step, ...]:
-    """Steps from the start of `problem` towards every spec that its mesh dims may have; none that makes terms of a sum."""
+    """Steps from the start of `problem` towards every spec that its mesh dims may have; none that makes terms of a
+    sum.
+    """
     words = (Replicate(), *map(Shard, problem.dims), *partials)
     found: dict[Step, None] = {}
     for spec in itertools.product(words, repeat=len(problem.wide)):
@@ -227,7 +234,9 @@ def _towards(problem: Problem, state: State, sending: bool) -> Iterator[Step]:
     if not problem.free:
         for i, (a, b) in enumerate(zip(state, problem.goal)):
             if isinstance(b, Partial) and (isinstance(a, Replicate) or _spreads(problem, state, i)):
-                yield problem.step("partition" if isinstance(a, Replicate) else "spread", (i,), state, changed(state, {i: b}))
+                yield problem.step(
+                    "partition" if isinstance(a, Replicate) else "spread", (i,), state, changed(state, {i: b})
+                )
 
 
 def changed(state: State, new: dict[int, Placement]) -> State:
@@ -246,7 +255,11 @@ def _spreads(problem: Problem, state: State, mesh_dim: int) -> bool:
     Not where there was none at the start: the terms of a replicated tensor are v/n, which programs see.
     """
     p = state[mesh_dim]
-    if type(problem.start[mesh_dim]) not in CUTS or problem.goal[mesh_dim] != Partial("sum") or not innermost(state, mesh_dim):
+    if (
+        type(problem.start[mesh_dim]) not in CUTS
+        or problem.goal[mesh_dim] != Partial("sum")
+        or not innermost(state, mesh_dim)
+    ):
         return False
     assert isinstance(p, CUTS)
     return type(p) is Shard or problem.fixed(p.dim)
@@ -268,7 +281,11 @@ def _singles(problem: Problem, state: State) -> Iterator[Step]:
                 yield step("reduce_scatter", shard)
             for d in sorted(nested):
                 around = cutting(state, d)
-                if problem.fixed(d) and problem.even(d, (*around, i)) and not any(isinstance(state[j], StridedShard) for j in around):
+                if (
+                    problem.fixed(d)
+                    and problem.even(d, (*around, i))
+                    and not any(isinstance(state[j], StridedShard) for j in around)
+                ):
                     yield step("reduce_scatter", inner_cut(state, problem.mesh_shape, i, d))
         elif isinstance(source, CUTS) and source.dim not in nested:
             yield step("all_gather", Replicate())
@@ -356,7 +373,12 @@ def narrows(problem: Problem, before: State, after: State, merged: bool = False)
         if problem.fixed(d):
             if not _contains(old, new, problem.shape[d]):
                 return False
-        elif new[: len(old)] != old or any(pieces > 1 for _, _, pieces in new) or merged and not problem.even(d, cutting(after, d)):
+        elif (
+            new[: len(old)] != old
+            or any(pieces > 1 for _, _, pieces in new)
+            or merged
+            and not problem.even(d, cutting(after, d))
+        ):
             return False
     return True
 

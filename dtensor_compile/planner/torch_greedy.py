@@ -1,16 +1,16 @@
 """torch's own greedy plan: what ours never exceeds.
 
-In: specs on one mesh. Out: the steps that torch takes, mesh dim by mesh dim. With its all_to_all, which on CPU is an all_gather there.
-"""
+In: specs on one mesh. Out: the steps that torch takes, mesh dim by mesh dim. With its all_to_all, which on CPU is an
+all_gather there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.planner.shard_intervals import CUTS
 from dtensor_compile.planner.step_costs import StepKind
 from dtensor_compile.planner.steps import Problem, State, Step, changed
-from dtensor_compile.planner.shard_intervals import CUTS
 
 
 def torch_steps(problem: Problem) -> tuple[Step, ...] | None:
@@ -28,8 +28,8 @@ def torch_steps(problem: Problem) -> tuple[Step, ...] | None:
 
 
 def _path(start: State, goal: State) -> Iterator[tuple[int, Placement]]:
-    """Mesh dim and new placement of each step: from the innermost mesh dim outwards what can change at once (a shard that would nest
-    otherwise in the goal is gathered), then from the outermost inwards what is left.
+    """Mesh dim and new placement of each step: from the innermost mesh dim outwards what can change at once (a shard
+    that would nest otherwise in the goal is gathered), then from the outermost inwards what is left.
     """
     state = list(start)
     if any(isinstance(p, Shard) for p in start):

@@ -5,8 +5,8 @@
     rec.bytes_sent          # bytes that this rank sends in one forward and backward
     print(rec.report())     # all of it, with lines, causes and estimated times
 
-Works for this backend, and for others with ``record(others=True)``, so that both are counted by the same code. Graphs are not
-taken from Inductor's caches while a recording is on, because a cached graph has no stages to look at.
+Works for this backend, and for others with ``record(others=True)``, so that both are counted by the same code. Graphs
+are not taken from Inductor's caches while a recording is on, because a cached graph has no stages to look at.
 
 The recorder only collects. What is collected becomes a `dtensor_compile.report.model.Report` in ``report/build.py``.
 """
@@ -22,25 +22,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops.redistribute_across import across_plan_of, redistribute_across_op
-from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.ops.redistribute import plan_of
+from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.distributed.functional_collectives import traced_in_backward
+from dtensor_compile.compat.dynamo.observe import (
+    Break,
+    FrameCompilation,
+    current_compilation,
+    watch_dynamo,
+    watch_graphs_of_others,
+)
 from dtensor_compile.compat.inductor.compile import GraphPass
-from dtensor_compile.compat.dynamo.observe import Break, FrameCompilation, current_compilation, watch_dynamo, watch_graphs_of_others
-from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MemoryBudgetError
 from dtensor_compile.graph.extra_copies import extra_copies
-from dtensor_compile.planner.search import bytes_sent
-from dtensor_compile.lowering.size_ranges import cheapest_for
+from dtensor_compile.graph.node_costs import Operation, SentCollective, device_of, module_path, operations_of
 from dtensor_compile.graph.nodes import FORCED_BY, RECORDED_AS, across, describe, read, redistributions, source_line
-from dtensor_compile.graph.node_costs import SentCollective, Operation, device_of, module_path, operations_of
+from dtensor_compile.ir.mesh import parse_mesh
+from dtensor_compile.lowering.size_ranges import cheapest_for
+from dtensor_compile.ops.redistribute import plan_of
+from dtensor_compile.ops.redistribute_across import across_plan_of, redistribute_across_op
+from dtensor_compile.planner.search import bytes_sent
 
 if TYPE_CHECKING:
-    from dtensor_compile.schedule.kernel_order import KernelOrder
     from dtensor_compile.report.model import Report
+    from dtensor_compile.schedule.kernel_order import KernelOrder
     from dtensor_compile.topology.links import Cluster
 
 log = logging.getLogger("dtensor_compile")
@@ -56,7 +62,8 @@ class GraphRecord:
         nodes: number of nodes.
         compilation: during which it was made; None for a backward pass that another backend compiled when it first ran.
         extra_copies: bytes that copies for collectives write in kernels of their own (`graph.extra_copies`).
-        order: of the compiled kernels, from which `collectives` and `operations` are read then; None where there are none.
+        order: of the compiled kernels, from which `collectives` and `operations` are read then; None where there are
+            none.
         device: type of the device that it computes on.
     """
 
@@ -78,8 +85,8 @@ class CapturedRedistribution:
         number: under which nodes of the recording carry it on (``meta[RECORDED_AS]``).
         where, module: the user's line, and the path of the module.
         forced_by: the operator that needed it; empty where the program asked for it.
-        source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints. From one mesh to another `mesh` is the two
-            with an arrow between them.
+        source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints. From one mesh to another
+            `mesh` is the two with an arrow between them.
         plan, mesh_dims: the steps, and the names of the mesh dims of those that send; of two meshes, what `mesh` says.
         cheapest_for: the sizes for which the plan is the cheapest, where sizes vary (`lowering/size_ranges.py`).
         bytes: what the plan sends.
@@ -168,7 +175,9 @@ class Recording:
         return self.make_report(**about)
 
     def make_report(self, **about: Any) -> Report:
-        """`dtensor_compile.report.build`, which is imported with the package, puts its own function here: nothing that records knows it."""
+        """`dtensor_compile.report.build`, which is imported with the package, puts its own function here: nothing that
+        records knows it.
+        """
         raise NotImplementedError
 
     def compiling(self, compilation: FrameCompilation) -> None:
@@ -196,12 +205,16 @@ def record(*, others: bool = False) -> Iterator[Recording]:
     """Collects what happens to the graphs compiled meanwhile. Recordings may be nested.
 
     Args:
-        others: also look at the graphs that other backends compile (graph breaks and recompilations are seen in any case).
+        others: also look at the graphs that other backends compile (graph breaks and recompilations are seen in any
+            case).
     """
     recording_ = Recording()
     _active.append(recording_)
     try:
-        with watch_dynamo(recording_), watch_graphs_of_others(recording_.observe) if others else contextlib.nullcontext():
+        with (
+            watch_dynamo(recording_),
+            watch_graphs_of_others(recording_.observe) if others else contextlib.nullcontext(),
+        ):
             yield recording_
     finally:
         _active.remove(recording_)
@@ -209,7 +222,9 @@ def record(*, others: bool = False) -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def watch_graphs(watcher: Callable[[str, torch.fx.Graph], None]) -> Iterator[None]:
-    """Calls ``watcher(stage, graph)`` for every graph compiled meanwhile: ``"captured"``, ``"planned"``, ``"lowered"``."""
+    """Calls ``watcher(stage, graph)`` for every graph compiled meanwhile: ``"captured"``, ``"planned"``,
+    ``"lowered"``.
+    """
     _watchers.append(watcher)
     try:
         yield
@@ -342,7 +357,9 @@ def collectives_in(graph: torch.fx.Graph) -> list[SentCollective]:
 
 
 def cache_key() -> tuple[Any, ...]:
-    """What a lowered graph depends on besides its nodes: who this rank is, and how its process groups are called, where there are any."""
+    """What a lowered graph depends on besides its nodes: who this rank is, and how its process groups are called, where
+    there are any.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return ()
     return (dist.get_rank(), dist.get_world_size(), tuple(compat_mesh.all_groups()))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from dtensor_compile.causes import Cause
 from dtensor_compile.compat.dynamo.observe import Break
-from dtensor_compile.report.model import GraphBreak, Source
 from dtensor_compile.recording.recorder import GraphRecord, Recording
+from dtensor_compile.report.model import GraphBreak, Source
 from dtensor_compile.report.sources import users_line
 from dtensor_compile.report.stock_causes import breaks_under, classify
 
@@ -17,7 +17,10 @@ _CONTEXT = re.compile(r"Developer debug context:[ \t]*(?P<text>.*?)(?:\n\s*\n|\Z
 #: Kind of a recompilation -> what the text of the guard that did not hold looks like; the first that fits.
 _RECOMPILE_CAUSES: tuple[tuple[str, str], ...] = (
     ("dtype", r"dtype mismatch|\.dtype ==|expected dtype"),
-    ("size", r"size mismatch|stride mismatch|rank mismatch|\.size\(|\.stride\(|shape|L\[.*\] [<>=!]+ L\[|Eq\(|[<>]=? \d+"),
+    (
+        "size",
+        r"size mismatch|stride mismatch|rank mismatch|\.size\(|\.stride\(|shape|L\[.*\] [<>=!]+ L\[|Eq\(|[<>]=? \d+",
+    ),
     ("placement", r"placement|DTensorSpec|_spec|PLACEMENT"),
     ("mesh", r"mesh|MESH"),
     ("group", r"group|GROUP"),
@@ -38,7 +41,9 @@ def graph_breaks(recording: Recording) -> tuple[GraphBreak, ...]:
     groups: dict[tuple[Source, str], list[Break]] = {}
     for event in recording.breaks:
         groups.setdefault((users_line(event.stack), cause_of(event).code), []).append(event)
-    for events in groups.values():  # where the whole program must be one graph, a break is told of first, and then raised
+    for (
+        events
+    ) in groups.values():  # where the whole program must be one graph, a break is told of first, and then raised
         events[:] = [event for event in events if event.error] or events
     return tuple(_row(source, events, cause_of(events[0]), recording.graphs) for (source, _), events in groups.items())
 

@@ -1,7 +1,8 @@
-"""A recording becomes a report: every redistribution finds its collectives, its pass and its time, every break its cause.
+"""A recording becomes a report: every redistribution finds its collectives, its pass and its time, every break its
+cause.
 
-In: a `Recording` (and one of stock torch). Out: a `Report`. Everything is a function of what was recorded and of the cluster for
-which times are estimated, so one recording can be reported for several clusters.
+In: a `Recording` (and one of stock torch). Out: a `Report`. Everything is a function of what was recorded and of the
+cluster for which times are estimated, so one recording can be reported for several clusters.
 
 A function that was compiled again counts once, as it was compiled last: that is what runs from then on.
 """
@@ -17,12 +18,22 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo.observe import FrameCompilation
 from dtensor_compile.decisions import Decision
+from dtensor_compile.recording.recorder import CapturedRedistribution, GraphRecord, Recording
 from dtensor_compile.report import model
 from dtensor_compile.report.breaks import graph_breaks, recompile_cause
 from dtensor_compile.report.machine import Machine, machine_of
 from dtensor_compile.report.missed_overlap import missed
-from dtensor_compile.report.model import DecisionRow, Graph, LeftAlone, Redistribution, Report, Side, Span, Total, Totals
-from dtensor_compile.recording.recorder import CapturedRedistribution, GraphRecord, Recording
+from dtensor_compile.report.model import (
+    DecisionRow,
+    Graph,
+    LeftAlone,
+    Redistribution,
+    Report,
+    Side,
+    Span,
+    Total,
+    Totals,
+)
 from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds
@@ -73,7 +84,9 @@ Recording.make_report = build_report  # type: ignore[method-assign]
 def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
     """One side of a report: what `recording` says of the program under one backend."""
     outdated = _outdated(recording.compilations)
-    graphs = [graph for graph in recording.graphs if graph.compilation is None or graph.compilation.number not in outdated]
+    graphs = [
+        graph for graph in recording.graphs if graph.compilation is None or graph.compilation.number not in outdated
+    ]
     captured = [r for r in recording.redistributions if r.compilation is None or r.compilation.number not in outdated]
     schedules = [schedule(graph.operations, graph.collectives, cluster) for graph in graphs]
     numbers = {redistribution.number: index for index, redistribution in enumerate(captured)}
@@ -83,7 +96,9 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
         for row in _collectives(graph, timing, index, numbers)
     ]
     carried = [carried for graph in graphs for carried in (this.carries for this in graph.collectives)]
-    redistributions = tuple(_redistribution(r, recording, list(_sent(r.number, collectives, carried))) for r in captured)
+    redistributions = tuple(
+        _redistribution(r, recording, list(_sent(r.number, collectives, carried))) for r in captured
+    )
     collectives += _outside(recording, cluster)
     first = itertools.accumulate((len(graph.collectives) for graph in graphs), initial=0)
     return Side(
@@ -106,7 +121,9 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
 def decision_row(decision: Decision) -> DecisionRow:
     """A decision with its line."""
     cost = {"left_alone": decision.left_alone, "seconds": decision.seconds, "bytes": decision.bytes}
-    return DecisionRow(decision.kind, source_of(decision.where), decision.reason, decision.before, decision.after, **cost)
+    return DecisionRow(
+        decision.kind, source_of(decision.where), decision.reason, decision.before, decision.after, **cost
+    )
 
 
 def left_alone(decisions: Sequence[Decision]) -> LeftAlone:
@@ -133,7 +150,9 @@ def _recompile(this: FrameCompilation) -> model.Recompile:
     return model.Recompile(source, this.function, recompile_cause(this.reason), this.reason, this.seconds)
 
 
-def _collectives(graph: GraphRecord, timing: Schedule, index: int, numbers: dict[int, int]) -> Iterable[model.Collective]:
+def _collectives(
+    graph: GraphRecord, timing: Schedule, index: int, numbers: dict[int, int]
+) -> Iterable[model.Collective]:
     seconds = {timed.index: timed.seconds for timed in timing.communication}
     for i, this in enumerate(graph.collectives):
         first, *also = [numbers[number] for number, _ in this.carries if number in numbers] or [None]
@@ -194,7 +213,9 @@ class _Sent(NamedTuple):
     exposed_seconds: float
 
 
-def _sent(number: int, collectives: Sequence[model.Collective], carried: Sequence[tuple[tuple[int, int], ...]]) -> Iterable[_Sent]:
+def _sent(
+    number: int, collectives: Sequence[model.Collective], carried: Sequence[tuple[tuple[int, int], ...]]
+) -> Iterable[_Sent]:
     """What was sent for the redistribution of that number; a collective of several is shared by bytes."""
     for this, carries in zip(collectives, carried):
         own = [sent for other, sent in carries if other == number]
@@ -210,7 +231,9 @@ def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Se
         text = f"{this.source}->{this.target}"
         here = (d for d in recording.decisions if d.where == this.where and d.before.endswith(text))
         decision = next(here, None)
-        by, reason = (decision.kind, decision.reason) if decision else ("", "another redistribution needed it, and is gone")
+        by, reason = (
+            (decision.kind, decision.reason) if decision else ("", "another redistribution needed it, and is gone")
+        )
     elif not this.bytes:
         fate = "local"
     elif not sent:
@@ -273,7 +296,9 @@ def _totals(collectives: Sequence[model.Collective]) -> Totals:
         groups: dict[str, list[model.Collective]] = {}
         for collective in collectives:
             groups.setdefault(key(collective), []).append(collective)
-        return tuple(sorted((_total(name, rows) for name, rows in groups.items()), key=lambda t: (-t.bytes, -t.seconds, t.name)))
+        return tuple(
+            sorted((_total(name, rows) for name, rows in groups.items()), key=lambda t: (-t.bytes, -t.seconds, t.name))
+        )
 
     return Totals(
         all=_total("all", collectives),

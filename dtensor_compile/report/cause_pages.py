@@ -24,7 +24,9 @@ _UNDER = {
 
 def causes_page() -> str:
     """Text of the page: our own causes, then torch's."""
-    return "\n".join([_HEAD, *_section("Where this backend ends a graph", CAUSES), *_section("Where torch does", STOCK_CAUSES)])
+    return "\n".join(
+        [_HEAD, *_section("Where this backend ends a graph", CAUSES), *_section("Where torch does", STOCK_CAUSES)]
+    )
 
 
 def _section(title: str, causes: Mapping[str, Cause]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The report as a trace in Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-In: a `Report`. Out: JSON text. A backend is a process, its streams are threads; the graphs run one after the other in the order
-in which they were compiled. Beside compute and communication there are the graphs themselves, and what compute waits for: the
-exposed part of a collective, which ends with it.
+In: a `Report`. Out: JSON text. A backend is a process, its streams are threads; the graphs run one after the other in
+the order in which they were compiled. Beside compute and communication there are the graphs themselves, and what
+compute waits for: the exposed part of a collective, which ends with it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def _span(process: int, side: Side, graph: Graph, span: Span, start: float) -> I
         yield _complete(process, "exposed", f"waits for {name}", waits, this.exposed_seconds, {"line": span.where})
 
 
-def _complete(process: int, thread: str, name: str, start: float, seconds: float, args: dict[str, Any]) -> dict[str, Any]:
+def _complete(
+    process: int, thread: str, name: str, start: float, seconds: float, args: dict[str, Any]
+) -> dict[str, Any]:
     event = {"ph": "X", "pid": process, "tid": THREADS.index(thread), "cat": thread, "name": name or "graph"}
     # Readers count nanoseconds: spans that touch must not overlap by one.
     begin, end = round(start * 1e9), round((start + seconds) * 1e9)

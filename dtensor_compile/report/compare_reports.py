@@ -1,7 +1,7 @@
 """What a change did: two reports side by side, and limits that a report must keep.
 
-`compare` finds the rows that came and went, by what they are and where. `Limits` are the switches of continuous integration;
-`broken` says in one line each which of them a report breaks, and which of the user's lines do it.
+`compare` finds the rows that came and went, by what they are and where. `Limits` are the switches of continuous
+integration; `broken` says in one line each which of them a report breaks, and which of the user's lines do it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
 
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.model import (
@@ -107,7 +106,8 @@ def _at(source: Source) -> str:
     return f" at {source.file.rsplit('/', 1)[-1]}: {source.code}" if source.file else ""
 
 
-# ---- limits ------------------------------------------------------------------------------------------------------------------
+# ---- limits
+# ------------------------------------------------------------------------------------------------------------------
 
 _BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -265,7 +265,9 @@ def broken(limits: Limits, report: Report, base: Report | None = None) -> list[s
         value = figure.value(report.ours)
         if value <= most * (1 + 1e-9):
             continue
-        lines.append(f"--{key.replace('_', '-')} {text}: {figure.name} {figure.text(value)}, at most {figure.text(most)}")
+        lines.append(
+            f"--{key.replace('_', '-')} {text}: {figure.name} {figure.text(value)}, at most {figure.text(most)}"
+        )
         lines += [f"    {figure.text(amount)}  {what}" for amount, what in _worst(figure, report, base)]
     return lines
 

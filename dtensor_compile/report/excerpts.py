@@ -1,8 +1,8 @@
 """The parts of the program that a page shows: the lines that cost something or break, with what stands around them.
 
-In: the lines of a report. Out: per file the excerpts that hold them. An excerpt ends where the function of its line does, so that
-a short function is there as a whole. Where a file cannot be read, or has changed since, the lines that the report itself holds
-are all there is.
+In: the lines of a report. Out: per file the excerpts that hold them. An excerpt ends where the function of its line
+does, so that a short function is there as a whole. Where a file cannot be read, or has changed since, the lines that
+the report itself holds are all there is.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _excerpts_of(file: str, sources: dict[int, Source]) -> tuple[Excerpt, ...]:
 def _is_part(code: str, text: Sequence[str], line: int) -> bool:
     """Whether the file still says `code` at `line`. Of a statement over several lines the code may be all of them."""
     here = text[line - 1].strip()
-    return not code.strip() or (bool(here) and (code.split("\n")[0].strip() in here or here in code))
+    return not code.strip() or (bool(here) and (code.split("\n", maxsplit=1)[0].strip() in here or here in code))
 
 
 def _functions(text: str) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """`explain`: the report of one call of a function or a module, on the process group that is there.
 
-    report = dtensor_compile.explain(model)(x)
-    print(report.ours.totals.all.bytes)
+report = dtensor_compile.explain(model)(x)
+print(report.ours.totals.all.bytes)
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
+from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.observe import name_modules, uncompiled
 from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.model import Report
 from dtensor_compile.report.outside import outside_recorded
-from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.target import one_line
 
 #: The ways to compile for a report: without kernels (fast; the same graphs and collectives), or with Inductor's.
@@ -43,9 +43,11 @@ def explain(
     Args:
         function: what to look at; one that is compiled already is taken as it was before.
         stock: also compile it as stock torch does, and compare.
-        backward: run the backward pass of the sum of what it returns, where that has one. Gradients are added up as always.
+        backward: run the backward pass of the sum of what it returns, where that has one. Gradients are added up as
+            always.
         cluster: the machine for which times are estimated; None: as in `dtensor_compile.report.machine.machine_of`.
-        kernels: ``"aten"`` compiles without Inductor, which is fast and gives the same collectives; ``"inductor"`` as usual.
+        kernels: ``"aten"`` compiles without Inductor, which is fast and gives the same collectives; ``"inductor"`` as
+            usual.
     """
 
     def call(*args: Any, **kwargs: Any) -> Report:
@@ -63,9 +65,15 @@ def explain(
 
 
 def recorded(
-    model: Callable[..., Any], run: Callable[[Callable[..., Any]], None], *, kernels: str, options: Mapping[str, Any] = {}
+    model: Callable[..., Any],
+    run: Callable[[Callable[..., Any]], None],
+    *,
+    kernels: str,
+    options: Mapping[str, Any] = {},
 ) -> Recording:
-    """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten first."""
+    """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten
+    first.
+    """
     counters.reset()
     with record() as recording, failures_recorded(recording):
         run(torch.compile(model, backend="dtensor", options={**options, "kernels": kernels}))
@@ -73,7 +81,9 @@ def recorded(
 
 
 def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Recording:
-    """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of ours."""
+    """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of
+    ours.
+    """
     counters.reset()
     failures = functools.partial(failures_recorded, all_errors=True)
     with record() as recording, failures(recording), outside_recorded(recording):

@@ -1,9 +1,9 @@
 """The report as one HTML file that loads nothing: what is shown is drawn by its own script, from data that it carries.
 
-In: a `Report`. Out: text. The data are columns of numbers: each text and each line of the program stands once in a list and is
-named by its place there, times are whole nanoseconds. A step of 80 layers is some ten thousand spans and so stays at a few
-megabytes. All text of the program reaches the page as text nodes or escaped, and a content security policy forbids every load.
-"""
+In: a `Report`. Out: text. The data are columns of numbers: each text and each line of the program stands once in a list
+and is named by its place there, times are whole nanoseconds. A step of 80 layers is some ten thousand spans and so
+stays at a few megabytes. All text of the program reaches the page as text nodes or escaped, and a content security
+policy forbids every load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from typing import Any
 
 import jinja2
 
-from dtensor_compile.report.compare_reports import breaks_text, exposed_text, left_alone_text, outside_text, seconds_text
+from dtensor_compile.report.compare_reports import (
+    breaks_text,
+    exposed_text,
+    left_alone_text,
+    outside_text,
+    seconds_text,
+)
 from dtensor_compile.report.excerpts import excerpts
 from dtensor_compile.report.model import (
     Collective,
@@ -30,7 +36,6 @@ from dtensor_compile.report.model import (
     Source,
     Span,
 )
-
 
 #: The parts of the page's script, in the order in which they use each other.
 SCRIPTS = ("data.js", "view.js", "grid.js", "tables.js", "bars.js", "source.js", "timeline.js", "page.js")
@@ -138,11 +143,13 @@ def _side(side: Side, texts: _Texts) -> dict[str, Any]:
     }
 
 
-def _columns(form: type, rows: Sequence[Any], texts: _Texts, skip: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:
+def _columns(
+    form: type, rows: Sequence[Any], texts: _Texts, skip: frozenset[str] | set[str] = frozenset()
+) -> dict[str, Any]:
     """Rows of one dataclass as columns. What a value stands for is told by the first letter of its column.
 
-    ``t`` a text, by its place; ``s`` a line of the program, by its place; ``n`` a number, -1 where there is none; ``d`` a
-    duration or a point in time, in nanoseconds, -1 where there is none; ``b`` a truth value, as 0 or 1.
+    ``t`` a text, by its place; ``s`` a line of the program, by its place; ``n`` a number, -1 where there is none; ``d``
+    a duration or a point in time, in nanoseconds, -1 where there is none; ``b`` a truth value, as 0 or 1.
     """
     hints = typing.get_type_hints(form)
     columns = {}

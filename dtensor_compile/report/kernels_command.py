@@ -1,8 +1,8 @@
 """``dtensor-compile kernels TARGET``: what a program becomes on a GPU that is not there.
 
-Prints the order of kernels, starts and waits of each graph, then registers, shared memory and spills of each Triton kernel. Exit
-status: 0; 1 where a kernel does not compile, or has more spills than allowed; 2 where the program could not be looked at.
-"""
+Prints the order of kernels, starts and waits of each graph, then registers, shared memory and spills of each Triton
+kernel. Exit status: 0; 1 where a kernel does not compile, or has more spills than allowed; 2 where the program could
+not be looked at."""
 
 from __future__ import annotations
 
@@ -20,18 +20,30 @@ from torch.utils import _pytree as pytree
 from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
-from dtensor_compile.report.report_command import BROKEN, OK, status_of
-from dtensor_compile.report.explain import run_backward
-from dtensor_compile.report.run_target import Job, parse_mesh_argument
 from dtensor_compile.recording.recorder import record
-from dtensor_compile.report.target import TargetProgram, TargetError, call_target, function_of, is_script, program_of, users_program
+from dtensor_compile.report.explain import run_backward
+from dtensor_compile.report.report_command import BROKEN, OK, status_of
+from dtensor_compile.report.run_target import Job, parse_mesh_argument
+from dtensor_compile.report.target import (
+    TargetError,
+    TargetProgram,
+    call_target,
+    function_of,
+    is_script,
+    program_of,
+    users_program,
+)
 from dtensor_compile.topology.gpus import GPUS
 
 
 def parser(program: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=program, description=__doc__.partition("\n\n")[2])  # type: ignore[union-attr]
-    p.add_argument("target", help="package.module:function or script.py:function, as for report; its tensors are moved to the GPU")
-    p.add_argument("--gpu", default="h200", metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a TOML or JSON file (default h200)")
+    p.add_argument(
+        "target", help="package.module:function or script.py:function, as for report; its tensors are moved to the GPU"
+    )
+    p.add_argument(
+        "--gpu", default="h200", metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a TOML or JSON file (default h200)"
+    )
     p.add_argument("--mesh", metavar="4x2", help="mesh for a function that takes one; with names: dp=4,tp=2")
     p.add_argument("--world", type=int, metavar="N", help="ranks of the simulated job (default: of --mesh, else 2)")
     p.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
@@ -49,13 +61,17 @@ def main(argv: Sequence[str], program: str = "dtensor-compile kernels") -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if is_script(args.target):
-        raise TargetError(f"{args.target}: kernels takes a function, script.py:function, that returns a model and its inputs")
+        raise TargetError(
+            f"{args.target}: kernels takes a function, script.py:function, that returns a model and its inputs"
+        )
     dims = parse_mesh_argument(args.mesh) if args.mesh else ()
     ranks = Job(dims, args.world).ranks
 
     def mesh() -> DeviceMesh:
         named = dims or (("tp", ranks),)
-        return init_device_mesh("cuda", tuple(size for _, size in named), mesh_dim_names=tuple(name for name, _ in named))
+        return init_device_mesh(
+            "cuda", tuple(size for _, size in named), mesh_dim_names=tuple(name for name, _ in named)
+        )
 
     with job(ranks, args.rank), device(args.gpu) as gpu, record() as recording:
         with contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO()):
@@ -75,7 +91,9 @@ def _run(args: argparse.Namespace) -> int:
         save(gpu, pathlib.Path(args.save))
     if args.max_spills is not None:
         spilling = [kernel for kernel in gpu.kernels if kernel.binary.spills > args.max_spills]
-        failed += [f"{kernel.name} spills {kernel.binary.spills} bytes, more than {args.max_spills}" for kernel in spilling]
+        failed += [
+            f"{kernel.name} spills {kernel.binary.spills} bytes, more than {args.max_spills}" for kernel in spilling
+        ]
     for line in failed:
         print(line, file=sys.stderr)
     return BROKEN if failed else OK

@@ -1,8 +1,8 @@
 """What did not happen to a collective of a lowered graph, and why: the reasons are read off its schedule.
 
-    not hidden         its wait follows its start with too little or nothing in between
-    not decomposed     it feeds a matmul, or a matmul feeds it, and the two do not run in pieces beside each other
-    not bucketed       small collectives of one kind over one group follow each other
+not hidden         its wait follows its start with too little or nothing in between
+not decomposed     it feeds a matmul, or a matmul feeds it, and the two do not run in pieces beside each other
+not bucketed       small collectives of one kind over one group follow each other
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.node_costs import MATMULS, SentCollective, Operation
+from dtensor_compile.graph.node_costs import MATMULS, Operation, SentCollective
 from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import Schedule
 
@@ -42,7 +42,9 @@ def _not_hidden(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
         yield Decision("overlap", collective.where, reason, _text(collective), _text(collective))
 
 
-_IN_PARTS = "`decompose_products` (enable_passes) runs the two in parts beside each other where its estimate says that it pays"
+_IN_PARTS = (
+    "`decompose_products` (enable_passes) runs the two in parts beside each other where its estimate says that it pays"
+)
 
 
 def _not_decomposed(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
@@ -52,7 +54,11 @@ def _not_decomposed(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
         matmul = _matmul_beside(graph.operations, index, after=collective.kind == "all_gather")
         if matmul is not None:
             side = "feeds" if collective.kind == "all_gather" else "follows"
-            can = "`decompose_products` leaves sums that all ranks get whole" if collective.kind == "all_reduce" else _IN_PARTS
+            can = (
+                "`decompose_products` leaves sums that all ranks get whole"
+                if collective.kind == "all_reduce"
+                else _IN_PARTS
+            )
             reason = f"it {side} {matmul.name}; {can}"
             yield Decision("decompose_matmul", collective.where, reason, _text(collective), _text(collective))
 
@@ -82,7 +88,9 @@ def _between(operations: Sequence[Operation], collective: int) -> range:
 
 
 def _matmul_beside(operations: Sequence[Operation], collective: int, *, after: bool) -> Operation | None:
-    """The matmul right after the wait of a collective, or right before its start: copies and elementwise work do not count."""
+    """The matmul right after the wait of a collective, or right before its start: copies and elementwise work do not
+    count.
+    """
     steps = _between(operations, collective)
     behind, before = operations[steps.stop + 1 :], operations[: steps.start - 1]
     for operation in behind[:NEAR] if after else before[: -NEAR - 1 : -1]:

@@ -1,9 +1,9 @@
 """The report as data: what a program does in communication, what broke it, what was decided, and what it costs.
 
-`Report` is the root. Everything in it is text, numbers and tuples, so that it goes to JSON and comes back equal (`to_json`,
-`from_json`; ``docs/report.schema.json`` describes the form, `schema` makes it from these classes). Times are seconds and
-estimates unless the name says that they were measured; bytes are those that one rank sends in one forward and backward.
-"""
+`Report` is the root. Everything in it is text, numbers and tuples, so that it goes to JSON and comes back equal
+(`to_json`, `from_json`; ``docs/report.schema.json`` describes the form, `schema` makes it from these classes). Times
+are seconds and estimates unless the name says that they were measured; bytes are those that one rank sends in one
+forward and backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from dtensor_compile.errors import DTensorCompileError
 
-#: Version of the form. The first number changes when something goes away or changes its meaning, the second when something is
-#: added.
+#: Version of the form. The first number changes when something goes away or changes its meaning, the second when
+#: something is added.
 VERSION = "1.5"
 
 Phase = Literal["forward", "backward"]
@@ -58,7 +58,8 @@ class GraphBreak:
         title, why, instead: that cause in words.
         breaks_under: which backends break there: every one, stock ones only, this one only.
         message: Dynamo's own words.
-        error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the graph.
+        error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the
+            graph.
         count: how often Dynamo came to it: in each frame that holds it, inlined or by itself, at each compilation.
         graphs: into how many graphs the function is split, by all its breaks.
         collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
@@ -111,7 +112,8 @@ class Redistribution:
         shape, dtype: of the global tensor; a symbolic size counts as the one seen while tracing.
         mesh: text of the mesh; `mesh_dims` are the names of the dims whose placement changes.
         plan: the steps that were planned (``all_gather[tp] S(0)->R``).
-        cheapest_for: the values of symbolic sizes for which no other plan is cheaper; empty where sizes are fixed or it is not known.
+        cheapest_for: the values of symbolic sizes for which no other plan is cheaper; empty where sizes are fixed or it
+            is not known.
         phase: forward or backward.
         fate: what became of it.
         bytes_before: bytes if it were sent as captured; `bytes` are those that are sent in the end.
@@ -149,8 +151,8 @@ class Collective:
         kind: ``all_gather``, ``reduce_scatter``, ...
         mesh_dim: name of the mesh dim that its group belongs to, or the group's own name.
         ranks: number of ranks in the group.
-        source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of the local
-            input.
+        source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of
+            the local input.
         graph: index in `Side.graphs`; None for one that runs outside of graphs, all of whose time counts as exposed.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
         also: indices of the others that it carries, where collectives were merged.
@@ -238,7 +240,8 @@ class Graph:
         nodes: number of nodes.
         compute_seconds, communication_seconds, exposed_seconds, seconds: of one run; `seconds` is compute and exposed.
         spans: what runs when.
-        rests_on: what order and times are read from: the compiled ``"kernels"``, or the ``"graph"`` before them, where there are none.
+        rests_on: what order and times are read from: the compiled ``"kernels"``, or the ``"graph"`` before them, where
+            there are none.
     """
 
     function: str
@@ -282,7 +285,8 @@ class Side:
         name: ``"dtensor"``, or what else the program was compiled with.
         missed: what did not happen, and why: a matmul that was not decomposed, a collective that is not hidden.
         compile_seconds: measured, all compilations together.
-        failed: the error with which the program ended; everything else is of what ran until then. Empty where it ran to its end.
+        failed: the error with which the program ended; everything else is of what ran until then. Empty where it ran to
+            its end.
         left_alone: the sum over those of `decisions` that say that something was left alone.
         outside: what was sent outside of graphs; None where nobody looked.
     """
@@ -350,8 +354,10 @@ def from_json(text: str) -> Report:
     except ValueError as error:
         raise ReportFormatError(f"no JSON: {error}") from None
     version = data.get("version") if isinstance(data, dict) else None
-    if not isinstance(version, str) or version.split(".")[0] != VERSION.split(".")[0]:
-        raise ReportFormatError(f"no report of version {VERSION}: its version is {version!r}; make it again with this release")
+    if not isinstance(version, str) or version.split(".")[0] != VERSION.split(".", maxsplit=1)[0]:
+        raise ReportFormatError(
+            f"no report of version {VERSION}: its version is {version!r}; make it again with this release"
+        )
     try:
         return _read(Report, data)
     except (KeyError, TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Collectives outside of graphs, as records: what is sent in eager between graphs, in hooks and in reducers.
 
-In: what `dtensor_compile.compat.distributed.eager_collectives` sees. Out: `dtensor_compile.graph.node_costs.SentCollective`, with bytes
-counted as for those of graphs.
+In: what `dtensor_compile.compat.distributed.eager_collectives` sees. Out:
+`dtensor_compile.graph.node_costs.SentCollective`, with bytes counted as for those of graphs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.compat.distributed.eager_collectives import EagerCollective, watch_eager_collectives
-from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.graph.node_costs import SentCollective
+from dtensor_compile.ir.mesh import group_dim_name
+from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.recording.recorder import OutsideCollectives, Recording
 from dtensor_compile.report.sources import is_users
 

@@ -1,4 +1,5 @@
-"""``dtensor-compile report TARGET``: looks at a program and says what broke, what was sent, why, and what to do about it.
+"""``dtensor-compile report TARGET``: looks at a program and says what broke, what was sent, why, and what to do about
+it.
 
 Exit status: 0; 1 where a limit is broken, with the lines that break it; 2 where the program could not be looked at.
 """
@@ -15,14 +16,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.report.chrome_trace import to_trace
 from dtensor_compile.report.compare_reports import Limits, broken, check_limits, compare
 from dtensor_compile.report.explain import KERNELS
 from dtensor_compile.report.html import to_html
-from dtensor_compile.report.run_target import DEFAULT_WORLD, STOCK_RANKS, Job, look_at, parse_mesh_argument
 from dtensor_compile.report.model import Report, ReportFormatError, from_json, to_json
+from dtensor_compile.report.run_target import DEFAULT_WORLD, STOCK_RANKS, Job, look_at, parse_mesh_argument
 from dtensor_compile.report.table import console_for, print_comparison, print_report
 from dtensor_compile.report.target import TargetError, is_script
-from dtensor_compile.report.chrome_trace import to_trace
 from dtensor_compile.topology.links import CLUSTERS
 
 OK, BROKEN, NOT_RUN = 0, 1, 2
@@ -34,7 +35,9 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument("-h", "--help", action="store_true", help="show this and stop")
     job = p.add_argument_group("the job")
     job.add_argument("--mesh", metavar="4x2", help="mesh for a function that takes one; with names: dp=4,tp=2")
-    job.add_argument("--world", type=int, metavar="N", help=f"ranks of the simulation (default: of --mesh, else {DEFAULT_WORLD})")
+    job.add_argument(
+        "--world", type=int, metavar="N", help=f"ranks of the simulation (default: of --mesh, else {DEFAULT_WORLD})"
+    )
     job.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
     job.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun; rank R prints")
     times = "machine for which times are estimated (default: by what the program computes on)"
@@ -46,10 +49,14 @@ def parser(program: str) -> argparse.ArgumentParser:
         help=f"compare with stock torch, whose graphs grow with the mesh (default: up to {STOCK_RANKS} ranks)",
     )
     how.add_argument("--no-backward", action="store_true", help="leave out the backward pass of what the model returns")
-    how.add_argument("--kernels", choices=KERNELS, default="aten", help="aten compiles fast; inductor as in use (default aten)")
+    how.add_argument(
+        "--kernels", choices=KERNELS, default="aten", help="aten compiles fast; inductor as in use (default aten)"
+    )
     out = p.add_argument_group("what to write")
     out.add_argument("--all", action="store_true", help="every row of every table")
-    out.add_argument("--json", metavar="FILE", help="write the report as JSON; - for standard output, instead of tables")
+    out.add_argument(
+        "--json", metavar="FILE", help="write the report as JSON; - for standard output, instead of tables"
+    )
     out.add_argument("--html", metavar="FILE", help="write the report as one HTML file that loads nothing")
     out.add_argument("--trace", metavar="FILE", help="write the timeline in Chrome's format, for ui.perfetto.dev")
     out.add_argument("--save", metavar="FILE", help="write the report as JSON, as a base for --compare")
@@ -57,7 +64,9 @@ def parser(program: str) -> argparse.ArgumentParser:
     out.add_argument("--verbose", action="store_true", help="the traceback of an error, and what the program prints")
     limits = p.add_argument_group("limits (exit status 1 where one is broken)")
     limits.add_argument("--max-breaks", metavar="N", help="graph breaks, each place and cause once")
-    limits.add_argument("--max-bytes", metavar="10MB|+0%%", help="bytes that this rank sends; in percent more than the base")
+    limits.add_argument(
+        "--max-bytes", metavar="10MB|+0%%", help="bytes that this rank sends; in percent more than the base"
+    )
     limits.add_argument("--max-exposed", metavar="10ms|+0%%", help="time in which nothing computes")
     return p
 
@@ -109,7 +118,9 @@ def _options_in(texts: Sequence[str], options: argparse.ArgumentParser) -> list[
 
 
 def status_of(run: Callable[[argparse.Namespace], int], args: argparse.Namespace, program: str) -> int:
-    """The exit status of a command; an error that says what is wrong is one line, after its traceback where `args.verbose`."""
+    """The exit status of a command; an error that says what is wrong is one line, after its traceback where
+    `args.verbose`.
+    """
     try:
         return run(args)
     except (DTensorCompileError, OSError) as error:

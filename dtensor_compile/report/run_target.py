@@ -1,7 +1,7 @@
 """`look_at`: from the name of a target to its report. The command ``dtensor-compile report`` is this and printing.
 
-In: a target and the job that it is for. Out: a `Report`. The job is simulated, which needs one process and no network, or real,
-under ``torchrun``.
+In: a target and the job that it is for. Out: a `Report`. The job is simulated, which needs one process and no network,
+or real, under ``torchrun``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.offline.simulated_job import job as simulated_job
+from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.explain import failures_recorded, recorded, recorded_stock, run_backward
 from dtensor_compile.report.model import Report
-from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.target import (
-    TargetProgram,
     TargetError,
+    TargetProgram,
     call_target,
     function_of,
     is_script,
@@ -39,8 +39,8 @@ from dtensor_compile.report.target import (
 #: Ranks of a simulated job for which neither a world size nor a mesh is given.
 DEFAULT_WORLD = 2
 
-#: Ranks up to which a program is compared with stock torch unless told otherwise: stock cuts what it gathers into a piece per
-#: rank of a mesh dim, so that its graphs, and the time to trace them, grow with the mesh.
+#: Ranks up to which a program is compared with stock torch unless told otherwise: stock cuts what it gathers into a
+#: piece per rank of a mesh dim, so that its graphs, and the time to trace them, grow with the mesh.
 STOCK_RANKS = 64
 
 
@@ -99,8 +99,8 @@ def look_at(
     Args:
         target, arguments: as in `dtensor_compile.report.target`; arguments are for scripts.
         job: the job it is for.
-        stock: also compile a function's model as stock torch does; None: where the job has at most `STOCK_RANKS` ranks. Scripts
-            run once, as they are.
+        stock: also compile a function's model as stock torch does; None: where the job has at most `STOCK_RANKS` ranks.
+            Scripts run once, as they are.
         backward, cluster, kernels: as in `dtensor_compile.report.explain.explain`.
 
     Raises:
@@ -127,7 +127,9 @@ def running(job: Job) -> Iterator[None]:
     """
     if not job.real:
         if not 0 <= job.rank < job.ranks:
-            raise TargetError(f"--rank {job.rank} is no rank of a job of {job.ranks} ranks: they are 0 to {job.ranks - 1}")
+            raise TargetError(
+                f"--rank {job.rank} is no rank of a job of {job.ranks} ranks: they are 0 to {job.ranks - 1}"
+            )
         if math.prod(size for _, size in job.mesh) > job.ranks:
             raise TargetError(f"the mesh has more places than --world {job.ranks} has ranks")
         with simulated_job(job.ranks, job.rank):

@@ -1,11 +1,11 @@
 """When each operator and each collective of a lowered graph runs, and which part of a collective nothing hides.
 
-In: the operations of a graph in order, and a cluster. Out: spans on two streams, and per collective its seconds and its exposed
-seconds. The rules are those of a device with one stream for compute and one for communication:
+In: the operations of a graph in order, and a cluster. Out: spans on two streams, and per collective its seconds and its
+exposed seconds. The rules are those of a device with one stream for compute and one for communication:
 
     an operator starts when the one before it ends, or where a wait holds it up
-    a collective starts when its operands are there, and the one before it is done; with some backends that takes time of the host first,
-    in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
+    a collective starts when its operands are there, and the one before it is done; with some backends that takes time
+    of the host first, in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
     a wait holds up compute until its collective is done; how long it does is the exposed time of that collective
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtensor_compile.graph.node_costs import SentCollective, Operation
+from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, collective_seconds, compute_seconds
 
@@ -63,7 +63,9 @@ def schedule(operations: Sequence[Operation], collectives: Sequence[SentCollecti
             exposed[operation.waits_for] += waited
             now += waited
         else:
-            seconds = compute_seconds(cluster.device, operation.flops, operation.bytes, operation.itemsize, operation.fused)
+            seconds = compute_seconds(
+                cluster.device, operation.flops, operation.bytes, operation.itemsize, operation.fused
+            )
             compute.append(Timed(index, now, seconds))
             now += seconds
     return Schedule(tuple(compute), tuple(communication), tuple(exposed), max(now, free))

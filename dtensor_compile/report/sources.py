@@ -42,6 +42,8 @@ def is_users(file: str) -> bool:
 
 
 def users_line(stack: Sequence[tuple[str, int, str]]) -> Source:
-    """The innermost frame of the user's own; the innermost of all where there is none. Frames are ``(file, line, code)``."""
+    """The innermost frame of the user's own; the innermost of all where there is none. Frames are ``(file, line,
+    code)``.
+    """
     own = [frame for frame in stack if is_users(frame[0])] or list(stack)
     return source_at(*own[-1]) if own else Source()

@@ -1,7 +1,7 @@
 """Why a graph breaks in torch itself: causes for the breaks that Dynamo knows, found by its own words.
 
-The rows continue `dtensor_compile.causes`, where the breaks of this backend are. `classify` finds the row of any break. A break
-that no row fits is `UNKNOWN`, and then what Dynamo says is all that is known.
+The rows continue `dtensor_compile.causes`, where the breaks of this backend are. `classify` finds the row of any break.
+A break that no row fits is `UNKNOWN`, and then what Dynamo says is all that is known.
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ _ALL = (
         "Dynamo leaves backward() and torch.autograd.grad to Python.",
         "Use backend='dtensor', which traces them, or call backward() on what the compiled function returns.",
         "torch.autograd.grad(weight.sin().sum(), [weight])\n# instead: backend='dtensor'",
-        signs=(Sign(kind=r"Unsupported Tensor\.backward\(\) call|using `torch\.autograd\.grad` .*|.*autograd\.grad.*"),),
+        signs=(
+            Sign(kind=r"Unsupported Tensor\.backward\(\) call|using `torch\.autograd\.grad` .*|.*autograd\.grad.*"),
+        ),
         under="stock",
     ),
     StockCause(
@@ -280,7 +282,11 @@ _ALL = (
         "A graph passes on tensors and numbers.",
         "Call it outside of the compiled function.",
         "torch.get_rng_state().storage()\n# instead: outside of the compiled function",
-        signs=(Sign(kind=r"torch\.\* op returned non-Tensor|Unsupported method call|Failed to convert args/kwargs to proxy"),),
+        signs=(
+            Sign(
+                kind=r"torch\.\* op returned non-Tensor|Unsupported method call|Failed to convert args/kwargs to proxy"
+            ),
+        ),
     ),
     StockCause(
         "recompile-limit",

@@ -36,7 +36,11 @@ CODE = 44
 def console_for(file: IO[str] | None = None) -> Console:
     """A console on `file` (standard output): in a terminal as wide as it is, elsewhere plain and of a fixed width."""
     file = file or sys.stdout
-    return Console(file=file) if file.isatty() else Console(file=file, width=WIDTH, color_system=None, legacy_windows=False)
+    return (
+        Console(file=file)
+        if file.isatty()
+        else Console(file=file, width=WIDTH, color_system=None, legacy_windows=False)
+    )
 
 
 def print_report(report: Report, console: Console, *, everything: bool = False) -> None:
@@ -78,13 +82,25 @@ def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[Rendera
         yield _redistributions(ours.redistributions, most, terminal)
     own = [c for c in ours.collectives if c.redistribution is None]
     if own:
-        table = _table("collectives of the program", terminal, "line", "collective", "local shape", "bytes", "time", "exposed")
+        table = _table(
+            "collectives of the program", terminal, "line", "collective", "local shape", "bytes", "time", "exposed"
+        )
         for c in sorted(own, key=lambda c: -c.bytes)[:most]:
             shape = f"{list(c.shape)} {c.dtype}"
-            cells = (_line(c.source), f"{c.kind}[{c.mesh_dim}] {c.phase}", shape, f"{c.bytes:,}", seconds_text(c.seconds))
+            cells = (
+                _line(c.source),
+                f"{c.kind}[{c.mesh_dim}] {c.phase}",
+                shape,
+                f"{c.bytes:,}",
+                seconds_text(c.seconds),
+            )
             table.add_row(*map(escape, (*cells, seconds_text(c.exposed_seconds))))
         yield _cut(table, len(own), most)
-    for title, sums in (("module", ours.totals.by_module), ("mesh dim", ours.totals.by_mesh_dim), ("kind", ours.totals.by_kind)):
+    for title, sums in (
+        ("module", ours.totals.by_module),
+        ("mesh dim", ours.totals.by_mesh_dim),
+        ("kind", ours.totals.by_kind),
+    ):
         if sums:
             yield _totals(f"by {title}", sums, most, terminal)
     yield from _decisions("what was decided", ours.decisions, most, terminal)
@@ -152,29 +168,55 @@ def _indent(source: Source) -> str:
 
 
 def _redistributions(rows: Sequence[Redistribution], most: int | None, terminal: bool) -> Table:
-    columns = ("", "line", "module", "change", "shape", "plan", "bytes", "time", "exposed", "why, and what became of it")
+    columns = (
+        "",
+        "line",
+        "module",
+        "change",
+        "shape",
+        "plan",
+        "bytes",
+        "time",
+        "exposed",
+        "why, and what became of it",
+    )
     table = _table("redistributions", terminal, *columns)
     for column in (table.columns[i] for i in (0, 6, 7, 8)):
         column.justify, column.no_wrap = "right", True
     groups = _grouped(
         rows,
         lambda r: (
-            r.source, _any_layer(r.module), r.before, r.after, r.phase, r.shape, r.dtype, r.plan, r.cheapest_for, r.fate, r.operator,
+            r.source,
+            _any_layer(r.module),
+            r.before,
+            r.after,
+            r.phase,
+            r.shape,
+            r.dtype,
+            r.plan,
+            r.cheapest_for,
+            r.fate,
+            r.operator,
         ),  # fmt: skip
     )
-    order = sorted(groups, key=lambda group: (-sum(r.exposed_seconds for r in group), -sum(r.bytes_before for r in group)))
+    order = sorted(
+        groups, key=lambda group: (-sum(r.exposed_seconds for r in group), -sum(r.bytes_before for r in group))
+    )
     for group in order[:most]:
         first = group[0]
         sent, before = sum(r.bytes for r in group), sum(r.bytes_before for r in group)
         why = ["asked for" if first.explicit else f"for {first.operator}"]
-        why += [] if first.fate == "sent" else [f"{first.fate} by {first.decided_by}" if first.decided_by else first.fate]
+        why += (
+            [] if first.fate == "sent" else [f"{first.fate} by {first.decided_by}" if first.decided_by else first.fate]
+        )
         cells = (
             _times(group),
             _line(first.source),
             _modules([r.module for r in group]),
             f"{first.before}->{first.after} {first.phase}",
             f"{list(first.shape)} {first.dtype}",
-            ", ".join(step.split(" ")[0] for step in first.plan) + (f"; {first.cheapest_for}" if first.cheapest_for else ""),
+            ", ".join(step.split(" ")[0] for step in first.plan)
+            + (f"; {first.cheapest_for}" if first.cheapest_for else ""),
             f"{sent:,}" if sent == before else f"{before:,} -> {sent:,}",
             seconds_text(sum(r.seconds for r in group)),
             seconds_text(sum(r.exposed_seconds for r in group)),
@@ -213,7 +255,9 @@ def _totals(title: str, totals: Sequence[Total], most: int | None, terminal: boo
     for column in table.columns[1:]:
         column.justify = "right"
     for t in totals[:most]:
-        table.add_row(escape(t.name), str(t.count), f"{t.bytes:,}", seconds_text(t.seconds), seconds_text(t.exposed_seconds))
+        table.add_row(
+            escape(t.name), str(t.count), f"{t.bytes:,}", seconds_text(t.seconds), seconds_text(t.exposed_seconds)
+        )
     return _cut(table, len(totals), most)
 
 
@@ -221,7 +265,9 @@ def _decisions(title: str, rows: Sequence[DecisionRow], most: int | None, termin
     if not rows:
         return
     table = _table(title, terminal, "", "what", "line", "change", "why")
-    groups = _grouped(rows, lambda row: (row.kind, row.source, row.before, row.after, row.left_alone, _NUMBER.sub("", row.reason)))
+    groups = _grouped(
+        rows, lambda row: (row.kind, row.source, row.before, row.after, row.left_alone, _NUMBER.sub("", row.reason))
+    )
     groups.sort(key=lambda group: not group[0].left_alone)  # a cut table still shows them
     for group in groups[:most]:
         row = group[0]

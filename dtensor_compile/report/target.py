@@ -2,9 +2,9 @@
 
     package.module:function     script.py:function     script.py ARGUMENTS
 
-A function takes no arguments, or a ``mesh``. It returns ``model, inputs``, or a step to call, or it is the step. `inputs` is a
-tensor, a tuple of arguments or a dict of them. Every way in which that can fail is a `TargetError` of one line that says what to
-do.
+A function takes no arguments, or a ``mesh``. It returns ``model, inputs``, or a step to call, or it is the step.
+`inputs` is a tensor, a tuple of arguments or a dict of them. Every way in which that can fail is a `TargetError` of one
+line that says what to do.
 """
 
 from __future__ import annotations
@@ -71,11 +71,15 @@ def function_of(target: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(value, part):
             near = difflib.get_close_matches(part, [n for n in dir(value) if not n.startswith("_")], n=3)
-            raise TargetError(f"{place} has no {part!r}" + (f": did you mean {' or '.join(map(repr, near))}?" if near else ""))
+            raise TargetError(
+                f"{place} has no {part!r}" + (f": did you mean {' or '.join(map(repr, near))}?" if near else "")
+            )
         value = getattr(value, part)
     if not callable(value):
         kind = type(value).__name__
-        raise TargetError(f"{target} is of type {kind}, not a function: write a function that returns a model and its inputs")
+        raise TargetError(
+            f"{target} is of type {kind}, not a function: write a function that returns a model and its inputs"
+        )
     return value
 
 
@@ -98,7 +102,9 @@ def _import(place: str, target: str) -> Any:
     except ImportError:
         found = None
     if found is None:
-        raise TargetError(f"there is no module {place!r}: run this where it imports, or give the file, script.py:function")
+        raise TargetError(
+            f"there is no module {place!r}: run this where it imports, or give the file, script.py:function"
+        )
     with _users_errors(f"{place} does not import"):
         return importlib.import_module(place)
 
@@ -130,7 +136,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             what = f"says {end.code!r}" if isinstance(end.code, str) else f"ends with status {end.code}"
-            raise TargetError(f"{script} {what}: does it need arguments? They go behind it: report {script} ARGUMENTS") from end
+            raise TargetError(
+                f"{script} {what}: does it need arguments? They go behind it: report {script} ARGUMENTS"
+            ) from end
     finally:
         sys.argv = argv
         sys.path.remove(str(path.parent.resolve()))
@@ -186,8 +194,12 @@ def _users_errors(what: str) -> Iterator[None]:
         advice = _needs_gpu(error)
         where = _users_frame(error)
         if advice:
-            raise TargetError(f"{what}: it needs a device that is not there ({one_line(error)}{where}); {advice}") from error
-        raise TargetError(f"{what}: {type(error).__name__}: {one_line(error)}{where}; --verbose shows the traceback") from error
+            raise TargetError(
+                f"{what}: it needs a device that is not there ({one_line(error)}{where}); {advice}"
+            ) from error
+        raise TargetError(
+            f"{what}: {type(error).__name__}: {one_line(error)}{where}; --verbose shows the traceback"
+        ) from error
 
 
 #: What torch says where a device is missing.
@@ -201,7 +213,11 @@ _GPU = re.compile(
 
 def _needs_gpu(error: Exception) -> str:
     missing = _GPU.search(str(error)) and not torch.cuda.is_available()
-    return 'make model and mesh on "cpu" where torch.cuda.is_available() is false: a report needs no GPU' if missing else ""
+    return (
+        'make model and mesh on "cpu" where torch.cuda.is_available() is false: a report needs no GPU'
+        if missing
+        else ""
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -1,14 +1,14 @@
 """Which kernels run between the start of a collective and its wait, read from the code that Inductor wrote.
 
-In: the text of generated Python (`torch._inductor.utils.run_and_get_code`, or ``Graph.source`` of an emulated device). Out: its
-collectives in order, each with the kernels that stand between its start and its first wait.
+In: the text of generated Python (`torch._inductor.utils.run_and_get_code`, or ``Graph.source`` of an emulated device).
+Out: its collectives in order, each with the kernels that stand between its start and its first wait.
 
     buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(arg0, 2, '1')
     extern_kernels.mm(arg1, arg2, out=buf1)
     torch.ops._c10d_functional.wait_tensor.default(buf0)                              all_gather_into_tensor over '1': ('mm',)
 
-This is the last text before a machine runs it: graphs before it say what was meant. A kernel that takes no time counts like any
-other, so that this finds what cannot be hidden, and says nothing of what is hidden in full.
+This is the last text before a machine runs it: graphs before it say what was meant. A kernel that takes no time counts
+like any other, so that this finds what cannot be hidden, and says nothing of what is hidden in full.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from dataclasses import dataclass, field
 _COLLECTIVE = ("torch.ops._c10d_functional.", "torch.ops.dtensor_compile.all_")
 _WAIT = "torch.ops._c10d_functional.wait_tensor."
 #: What generated code calls that is no kernel: checks, allocation, views of memory.
-_NO_KERNEL = ("torch.ops.inductor", "extern_kernels.set_", "torch.ops._c10d_functional", "torch.ops.dtensor_compile.all_")
+_NO_KERNEL = (
+    "torch.ops.inductor",
+    "extern_kernels.set_",
+    "torch.ops._c10d_functional",
+    "torch.ops.dtensor_compile.all_",
+)
 
 
 @dataclass(eq=False)
@@ -76,7 +81,9 @@ def without_work(source: str) -> list[WrittenCollective]:
 
 
 def _calls(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Variable and value of every statement of the function ``call``, in order; the variable is empty where nothing is assigned."""
+    """Variable and value of every statement of the function ``call``, in order; the variable is empty where nothing is
+    assigned.
+    """
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and function.name == "call":
             yield from _values(function.body)
@@ -105,7 +112,11 @@ def _variable(value: ast.expr) -> str:
 
 
 def _started(call: ast.Call, called: str) -> WrittenCollective:
-    texts = [a.value for a in (*call.args, *(k.value for k in call.keywords)) if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    texts = [
+        a.value
+        for a in (*call.args, *(k.value for k in call.keywords))
+        if isinstance(a, ast.Constant) and isinstance(a.value, str)
+    ]
     return WrittenCollective(called.split(".")[3], texts[-1] if texts else "")
 
 

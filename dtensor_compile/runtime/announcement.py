@@ -1,7 +1,7 @@
 """What a rank says of a graph to the others: its collectives over one process group, in order.
 
-In: a lowered graph. Out: for each process group an `Announcement`, whose digest ranks compare (`runtime.collective_agreement`).
-"""
+In: a lowered graph. Out: for each process group an `Announcement`, whose digest ranks compare
+(`runtime.collective_agreement`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, source_line, starts_collective
 from dtensor_compile.graph.node_costs import group_of
+from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, source_line, starts_collective
 from dtensor_compile.store.ledger import digest
 
 #: Collectives whose members all bring as many elements.
@@ -25,7 +25,8 @@ class Call:
     """A collective of a graph.
 
     Attributes:
-        kind: operator, reduction, dtype, and between which meshes it is part of a redistribution: ``all_reduce sum float32``.
+        kind: operator, reduction, dtype, and between which meshes it is part of a redistribution: ``all_reduce sum
+            float32``.
         elements: that each member brings; None where they may differ or are not known before the graph runs.
         where: the user's line.
         redistributes: whether it is part of a redistribution.
@@ -106,4 +107,10 @@ def _call(node: torch.fx.Node, name: str) -> Call:
     known = elements if isinstance(elements, int) else None
     across = [node.meta[ACROSS]] if ACROSS in node.meta else []
     blocks = value is not None and value.device.type == "cpu"
-    return Call(" ".join([name, *map(str, arguments), *dtype, *across]), known, source_line(node), REDISTRIBUTES in node.meta, blocks)
+    return Call(
+        " ".join([name, *map(str, arguments), *dtype, *across]),
+        known,
+        source_line(node),
+        REDISTRIBUTES in node.meta,
+        blocks,
+    )

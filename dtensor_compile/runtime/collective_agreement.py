@@ -1,40 +1,43 @@
-"""Ranks tell each other which collectives a new graph calls, before it runs; where two graphs cannot run together, each rank
-raises.
+"""Ranks tell each other which collectives a new graph calls, before it runs; where two graphs cannot run together, each
+rank raises.
 
-In: the lowered graphs of one compilation. Out: nothing, or an `AgreementError` that names the first collective that differs.
+In: the lowered graphs of one compilation. Out: nothing, or an `AgreementError` that names the first collective that
+differs.
 
 What has to agree is, for every process group, the kinds of collectives over it in their order, with dtypes and, where a
-collective wants the same number of elements of everyone, that number. Local shapes need not agree (uneven shards), nor whole
-programs (stages of a pipeline, sub-meshes), nor messages between two ranks, which are left out.
+collective wants the same number of elements of everyone, that number. Local shapes need not agree (uneven shards), nor
+whole programs (stages of a pipeline, sub-meshes), nor messages between two ranks, which are left out.
 
 The exchange never becomes the hang that it is to prevent. It goes through the store of the process group, not through a
-collective, and no rank waits for another longer than `PATIENCE`, or `MOST_PATIENT` times that while the other says that it compiles: a
-rank that does not compile at this point, because its own graph still serves or because it runs other code, has nothing to say. A rank
-whose graph calls what it has announced before, a recompilation for another local shape for instance, says and waits for nothing. So the
-cost is at compile time, and there is none for a call. Ranks also say over which groups a graph communicates: where a redistribution would
-wait for a rank that has compiled the same function as often, and never to anything over that group, that is an error when `PATIENCE` is
-over, and of another collective there is a warning.
+collective, and no rank waits for another longer than `PATIENCE`, or `MOST_PATIENT` times that while the other says that
+it compiles: a rank that does not compile at this point, because its own graph still serves or because it runs other
+code, has nothing to say. A rank whose graph calls what it has announced before, a recompilation for another local shape
+for instance, says and waits for nothing. So the cost is at compile time, and there is none for a call. Ranks also say
+over which groups a graph communicates: where a redistribution would wait for a rank that has compiled the same function
+as often, and never to anything over that group, that is an error when `PATIENCE` is over, and of another collective
+there is a warning.
 
-A rank that does not come within `PATIENCE` may be busy, loading data for instance, or may call the same collectives in eager. So this
-rank goes on, without a word, and runs the graph; a thread of it (`runtime.look_out`) looks for the other's announcement, and says what
-it knows where the graph
+A rank that does not come within `PATIENCE` may be busy, loading data for instance, or may call the same collectives in
+eager. So this rank goes on, without a word, and runs the graph; a thread of it (`runtime.look_out`) looks for the
+other's announcement, and says what it knows where the graph
 
 - is still waiting, or cannot be seen to wait (on a device with streams), `QUIET` seconds after the announcement;
 - raises, as it does where another rank has died;
 - cannot end, for the other rank has announced other collectives meanwhile, or cannot compile.
 
-No rank tells the others regularly that it lives: a rank that dies ends the connections on which the others wait, and one that lives may
-still never call the graph, so that such a sign would cost each rank of each job a thread, and decide nothing.
+No rank tells the others regularly that it lives: a rank that dies ends the connections on which the others wait, and
+one that lives may still never call the graph, so that such a sign would cost each rank of each job a thread, and decide
+nothing.
 
-A backward pass may be compiled with its forward pass on one rank, and on another when it first runs (where sizes vary and a shard of
-that rank does not): it is announced when it is compiled, and compared when it runs. A rank that cannot compile says so, and those
-that wait for it raise.
+A backward pass may be compiled with its forward pass on one rank, and on another when it first runs (where sizes vary
+and a shard of that rank does not): it is announced when it is compiled, and compared when it runs. A rank that cannot
+compile says so, and those that wait for it raise.
 
     rank 0: graph 0 of step (train.py:12)  all_gather, all_reduce  -> store; reads rank 1's, raises
     rank 1: graph 0 of step (train.py:12)  all_gather              -> store; reads rank 0's, raises
 
-Which announcements belong together: those of the same function, the same group, and the same place in the order in which that
-function's announcements over that group differ.
+Which announcements belong together: those of the same function, the same group, and the same place in the order in
+which that function's announcements over that group differ.
 """
 
 from __future__ import annotations
@@ -55,16 +58,16 @@ from dtensor_compile.compat.dynamo.tracing import of_compilation_on_stack, resta
 from dtensor_compile.errors import AgreementError
 from dtensor_compile.recording.recorder import graph_name
 from dtensor_compile.runtime.announcement import Announcement, Call, collectives_by_group
-from dtensor_compile.store.ledger import Book, current_book
 from dtensor_compile.runtime.look_out import look_out
 from dtensor_compile.runtime.waiting import Answer, Waiting, groups_key, say_compiling
+from dtensor_compile.store.ledger import Book, current_book
 
 __all__ = ["Agreement", "Announcement", "Call"]
 
 log = logging.getLogger("dtensor_compile")
 
-#: Seconds that a rank waits for the others' announcements. Ranks that run the same program announce theirs when they have
-#: compiled, and would wait for each other in the first collective anyway.
+#: Seconds that a rank waits for the others' announcements. Ranks that run the same program announce theirs when they
+#: have compiled, and would wait for each other in the first collective anyway.
 PATIENCE = 10.0
 
 #: How many times `PATIENCE` a rank waits for others that compile, as a busy machine makes them take long.
@@ -88,7 +91,8 @@ class Agreement:
         failures: how often its backward pass could not be compiled or compared; each run of it tries again.
         forward_graphs: number of graphs that were compiled at once.
         later: what others have to say to backward graphs that are compiled, and have not run.
-        unanswered: for each graph that runs without the others' answers, what to call when it has run, with the error if it raised.
+        unanswered: for each graph that runs without the others' answers, what to call when it has run, with the error
+            if it raised.
     """
 
     function: str
@@ -106,7 +110,9 @@ class Agreement:
     def of_frame(cls) -> Agreement:
         """For the frame that is being compiled on this thread."""
         code = of_compilation_on_stack("code")
-        function = f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
+        function = (
+            f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
+        )
         book = current_book()
         if book is None:
             return cls(function)
@@ -116,7 +122,8 @@ class Agreement:
         return cls(function, time=time)
 
     def note(self, graph: torch.fx.Graph) -> None:
-        """Takes in a lowered graph; one that is compiled when it first runs, as some backward passes are, is announced at once.
+        """Takes in a lowered graph; one that is compiled when it first runs, as some backward passes are, is announced
+        at once.
 
         Raises:
             AgreementError: as `reach`.
@@ -130,7 +137,9 @@ class Agreement:
         by_group = collectives_by_group(graph)
         self.groups[name] = list(by_group)
         for ranks, calls in by_group.items():
-            self.noted.append((name, ranks, Announcement.of(calls, symbolic), self.compiled or graph_name(graph) == "forward"))
+            self.noted.append(
+                (name, ranks, Announcement.of(calls, symbolic), self.compiled or graph_name(graph) == "forward")
+            )
         if self.compiled:
             self.reach()
 
@@ -203,7 +212,9 @@ class Agreement:
         self.graphs = min(self.graphs, self.forward_graphs)
 
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, of which the first call is known to have run (`has_run`); itself where all ranks have answered."""
+        """`compiled`, of which the first call is known to have run (`has_run`); itself where all ranks have
+        answered.
+        """
         if not self.unanswered:
             return compiled
 
@@ -250,9 +261,23 @@ class Agreement:
             book.store.set(book.key(ranks, text, times, rank), "1")
         for other in ranks:
             if other != rank:
-                enough = (book.key(ranks, mine.digest, book.said[ranks, mine.digest], other), book.key((), self.function, other))
+                enough = (
+                    book.key(ranks, mine.digest, book.said[ranks, mine.digest], other),
+                    book.key((), self.function, other),
+                )
                 same_place = book.key(ranks, name, place, other)
-                yield Waiting(book, self.function, name, ranks, mine, other, place, same_place, enough, self._failure_key(book, other))
+                yield Waiting(
+                    book,
+                    self.function,
+                    name,
+                    ranks,
+                    mine,
+                    other,
+                    place,
+                    same_place,
+                    enough,
+                    self._failure_key(book, other),
+                )
 
     def _failure_key(self, book: Book, rank: int) -> str:
         return book.key((), f"failure of {self.function}", self.time, self.failures, rank)
@@ -285,7 +310,11 @@ def _compare(book: Book, waiting: list[Waiting]) -> list[Waiting]:
                 still.append(entry)
         waiting = still
         waited = time.monotonic() - begin
-        if not waiting or waited > PATIENCE and (waited > MOST_PATIENT * PATIENCE or not any(entry.compiles() for entry in waiting)):
+        if (
+            not waiting
+            or waited > PATIENCE
+            and (waited > MOST_PATIENT * PATIENCE or not any(entry.compiles() for entry in waiting))
+        ):
             break
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
@@ -333,5 +362,7 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
 
 
 def _refuse(book: Book, entry: Waiting) -> None:
-    """Where the program goes on after the error, the same graph, compiled again, is compared again, as it is on the other ranks."""
+    """Where the program goes on after the error, the same graph, compiled again, is compared again, as it is on the
+    other ranks.
+    """
     book.refused.add((entry.ranks, entry.graph, entry.place))

@@ -1,7 +1,7 @@
 """A thread that looks for something again and again, while this rank may be blocked in a collective.
 
-It starts with the first thing to look for and ends with the last, and keeps neither the process alive nor the store: it is a daemon,
-told to stop before the interpreter ends.
+It starts with the first thing to look for and ends with the last, and keeps neither the process alive nor the store: it
+is a daemon, told to stop before the interpreter ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _thread: threading.Thread | None = None
 
 
 def look_out(look: Callable[[], bool]) -> Callable[[], None]:
-    """Calls `look` in a thread, every `PAUSE` seconds, until it returns True or raises RuntimeError (the store is gone).
+    """Calls `look` in a thread, every `PAUSE` seconds, until it returns True or raises RuntimeError (the store is
+    gone).
 
     Returns:
         A function that ends this.
@@ -59,7 +60,9 @@ def _run() -> None:
 
 @atexit.register
 def _stop() -> None:
-    """Has the thread end before the interpreter does: one that comes back from a call in C++ afterwards would end the process."""
+    """Has the thread end before the interpreter does: one that comes back from a call in C++ afterwards would end the
+    process.
+    """
     _stopped.set()
     if (thread := _thread) is not None:
         thread.join(timeout=2.0)  # it may be in a call that waits for a store that does not answer

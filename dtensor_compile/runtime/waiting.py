@@ -22,7 +22,9 @@ def say_compiling(book: Book, compiles: bool, function: str = "") -> None:
 
 
 class Answer(enum.Enum):
-    """What the other rank has said: nothing, that there is nothing to compare, other collectives, or that it cannot compile."""
+    """What the other rank has said: nothing, that there is nothing to compare, other collectives, or that it cannot
+    compile.
+    """
 
     NONE, AGREES, DIFFERS, FAILED = range(4)
 
@@ -35,8 +37,8 @@ class Waiting:
         function: what was compiled, and as which `graph` of it; named alike on every rank.
         place: of the announcement among those of the graph over these ranks.
         same_place: key of the other rank's announcement in that place.
-        enough: keys of which each says that there is nothing to compare: it has announced the same as often, for whatever
-            functions, or takes this one from a cache.
+        enough: keys of which each says that there is nothing to compare: it has announced the same as often, for
+            whatever functions, or takes this one from a cache.
         failed: key under which it says that it cannot compile the same function.
     """
 
@@ -56,13 +58,17 @@ class Waiting:
         store = self.book.store
         if store.check([self.same_place]):
             digest, calls = json.loads(store.get(self.same_place))
-            return (Answer.AGREES, "") if self.mine.agrees(digest) else (Answer.DIFFERS, self._difference(digest, calls))
+            return (
+                (Answer.AGREES, "") if self.mine.agrees(digest) else (Answer.DIFFERS, self._difference(digest, calls))
+            )
         if store.check([self.failed]):
             return Answer.FAILED, self._failure(store.get(self.failed).decode())
         return (Answer.AGREES if any(store.check([key]) for key in self.enough) else Answer.NONE), ""
 
     def compiles(self) -> bool:
-        """Whether the other rank has said that it compiles, and not that it is ready: it is slow, and may still come."""
+        """Whether the other rank has said that it compiles, and not that it is ready: it is slow, and may still
+        come.
+        """
         key = _compiling_key(self.book, self.rank)
         return bool(self.book.store.check([key])) and self.book.store.get(key) == _COMPILING
 
@@ -73,7 +79,9 @@ class Waiting:
         return times >= self.book.compilations.get(self.function, 0)
 
     def never_calls(self) -> bool:
-        """Whether the other rank has compiled the same graph as often as this one, and never with a collective over the group."""
+        """Whether the other rank has compiled the same graph as often as this one, and never with a collective over the
+        group.
+        """
         count, store = 0, self.book.store
         while store.check([key := groups_key(self.book, self.graph, count + 1, self.rank)]):
             count += 1
@@ -83,7 +91,13 @@ class Waiting:
 
     def late(self, seconds: float) -> str:
         """Says that the other rank has said nothing in so many seconds, and what is known of it."""
-        does = "still compiles" if self.compiles() else "does not compile now" if self.begun() else f"has not begun to compile {self.function}"
+        does = (
+            "still compiles"
+            if self.compiles()
+            else "does not compile now"
+            if self.begun()
+            else f"has not begun to compile {self.function}"
+        )
         return (
             f"{self.graph} calls collectives ({', '.join(map(str, self.mine.calls[:3]))}), and rank {self.rank} has said nothing of them "
             f"within {seconds:.0f} s: it {does}. Nothing is wrong where it comes later, or calls them from other code; if the job hangs, "

@@ -3,24 +3,25 @@
     before   a = all_gather(x); b = wait(a); c = all_gather(y); d = wait(c)
     after    s = all_gather_coalesced([x, y]); b = wait(s[0]); d = wait(s[1])
 
-One message carries what several did: each rank sends and receives the same elements, and each element is gathered or added as
-before (with more than 2 ranks gloo's all_reduce goes around its ring from another start, so that the last bits of a sum may
-differ). What one ``fully_shard`` wraps is gathered and reduced together, and gradients of ``DistributedDataParallel`` fill its
-buckets (`ops/groups.py`). Beyond that it pays while a collective takes longer to start than to send: up to `FULL` times what
-the link carries in its latency.
-Nothing is copied for it in the graph: these are the coalesced forms of the backend, which sends several tensors at once (NCCL),
-or packs them beside compute, in the thread that sends (gloo). What gloo would scatter is packed by one kernel instead, for an
-exchange (`reduce_by_exchange.py`).
+One message carries what several did: each rank sends and receives the same elements, and each element is gathered or
+added as before (with more than 2 ranks gloo's all_reduce goes around its ring from another start, so that the last bits
+of a sum may differ). What one ``fully_shard`` wraps is gathered and reduced together, and gradients of
+``DistributedDataParallel`` fill its buckets (`ops/groups.py`). Beyond that it pays while a collective takes longer to
+start than to send: up to `FULL` times what the link carries in its latency.
+Nothing is copied for it in the graph: these are the coalesced forms of the backend, which sends several tensors at once
+(NCCL), or packs them beside compute, in the thread that sends (gloo). What gloo would scatter is packed by one kernel
+instead, for an exchange (`reduce_by_exchange.py`).
 
 What joins a bucket:
 
     gathers of inputs            at the first of them; the first use waits for what the link carries in a few latencies more. Of what
-                                 the program groups, large parts between whose first uses other groups are used stay apart
+                                 the program groups, large parts between whose first uses other groups are used stay
+                                 apart
     reductions nobody waits for  at the last of them, as gradients become ready
     others                       where the later one needs nothing that is computed after the first one started
 
-All ranks find the same buckets: they follow from the order of starts, from sizes, which are padded and equal, and from the
-topology. Collectives of the program's own are no part of them, and no bucket reaches across one.
+All ranks find the same buckets: they follow from the order of starts, from sizes, which are padded and equal, and from
+the topology. Collectives of the program's own are no part of them, and no bucket reaches across one.
 """
 
 from __future__ import annotations
@@ -31,12 +32,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor_compile.ops.groups import GROUP, Group
 from dtensor_compile.compat.distributed.functional_collectives import functional
 from dtensor_compile.decisions import Decision
-from dtensor_compile.schedule.start_order import first_use, is_light, lower_users
-from dtensor_compile.graph.nodes import FUSED, PART, RECORDED_AS, REDISTRIBUTES, is_fixed, is_start, is_wait, source_line
 from dtensor_compile.graph.node_costs import collective_of, result_bytes
+from dtensor_compile.graph.nodes import (
+    FUSED,
+    PART,
+    RECORDED_AS,
+    REDISTRIBUTES,
+    is_fixed,
+    is_start,
+    is_wait,
+    source_line,
+)
+from dtensor_compile.ops.groups import GROUP, Group
+from dtensor_compile.schedule.start_order import first_use, is_light, lower_users
 from dtensor_compile.topology.links import Cluster, rounds
 
 #: The form of a collective that takes several tensors.
@@ -48,8 +58,8 @@ COALESCED = {
 
 #: A bucket is full when sending takes this much longer than starting.
 FULL = 8.0
-#: What the program sends together is split where a part takes this much longer to send than to start. On the links between GPUs that is
-#: more than a layer of a large model has.
+#: What the program sends together is split where a part takes this much longer to send than to start. On the links
+#: between GPUs that is more than a layer of a large model has.
 ENOUGH = 160.0
 
 
@@ -101,12 +111,17 @@ def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool
 
 
 def _by_first_use(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
-    """Splits the gathers of a group into parts between whose first uses other groups are used, where each part is large.
+    """Splits the gathers of a group into parts between whose first uses other groups are used, where each part is
+    large.
 
-    The root of a model wraps its first and its last layer: gathered together, the last one would be there all the time, and the
-    first, for which everything waits, would be there as late as both.
+    The root of a model wraps its first and its last layer: gathered together, the last one would be there all the time,
+    and the first, for which everything waits, would be there as late as both.
     """
-    grouped = [(this, this.group, first_use(this.starts[0], position)) for this in alone if this.group is not None and not this.late]
+    grouped = [
+        (this, this.group, first_use(this.starts[0], position))
+        for this in alone
+        if this.group is not None and not this.late
+    ]
     firsts: dict[Group, int] = {}
     for _, group, use in grouped:
         firsts[group] = min(use, firsts.get(group, use))
@@ -138,32 +153,47 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
     for node in graph.nodes:
         if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta:
             stretch += 1
-        if not is_start(node) or REDISTRIBUTES not in node.meta or node.target not in COALESCED or {PART, FUSED} & node.meta.keys():
+        if (
+            not is_start(node)
+            or REDISTRIBUTES not in node.meta
+            or node.target not in COALESCED
+            or {PART, FUSED} & node.meta.keys()
+        ):
             continue
         if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
             continue
-        yield _Bucket([node], _unused(node), stretch, node.meta.get(GROUP), collective_of(node).bytes, result_bytes(node.args[0]))
+        yield _Bucket(
+            [node], _unused(node), stretch, node.meta.get(GROUP), collective_of(node).bytes, result_bytes(node.args[0])
+        )
 
 
 def _as_the_program_says(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
     """One bucket for what the program sends together, by kind, process group and dtype, as far as it may grow.
 
-    It is full at the program's own limit, and where it takes `ENOUGH` times longer to send than to start: what is in it cannot run
-    beside the compute before its last tensor is there, and not beside what needs its first.
+    It is full at the program's own limit, and where it takes `ENOUGH` times longer to send than to start: what is in it
+    cannot run beside the compute before its last tensor is there, and not beside what needs its first.
     """
     done: list[_Bucket] = []
     filling: dict[Hashable, tuple[_Bucket, int]] = {}
     for this in alone:
         key = this.group and (this.group, this.key())
         bucket, number = filling.get(key, (None, -1))
-        if bucket is None or this.group is None or bucket.full or not this.late and not _ready(this.starts[0], bucket.starts[0], position):
+        if (
+            bucket is None
+            or this.group is None
+            or bucket.full
+            or not this.late
+            and not _ready(this.starts[0], bucket.starts[0], position)
+        ):
             done.append(this)
             bucket, number = filling[key] = this, number + 1
         else:
             bucket.add(this)
         if this.group is not None:
             about = collective_of(this.starts[0])
-            bucket.full = bucket.bytes >= this.group.limit(number) or bucket.sends >= ENOUGH * _saturating(cluster, about.kind, about.ranks)
+            bucket.full = bucket.bytes >= this.group.limit(number) or bucket.sends >= ENOUGH * _saturating(
+                cluster, about.kind, about.ranks
+            )
     return done
 
 
@@ -177,7 +207,12 @@ def _merge_small(buckets: list[_Bucket], cluster: Cluster, position: dict[torch.
         into = filling.get(this.key())
         if this.sends >= full:
             done.append(this)
-        elif into is None or into.sends + this.sends > full or not this.late and not all(_ready(start, into.starts[0], position) for start in this.starts):
+        elif (
+            into is None
+            or into.sends + this.sends > full
+            or not this.late
+            and not all(_ready(start, into.starts[0], position) for start in this.starts)
+        ):
             done.append(this)
             filling[this.key()] = this
         else:
@@ -223,7 +258,9 @@ def _ready(start: torch.fx.Node, first: torch.fx.Node, position: dict[torch.fx.N
 
 
 def _merge(bucket: _Bucket) -> Decision:
-    starts = sorted(bucket.starts, key={node: index for index, node in enumerate(bucket.starts[0].graph.nodes)}.__getitem__)
+    starts = sorted(
+        bucket.starts, key={node: index for index, node in enumerate(bucket.starts[0].graph.nodes)}.__getitem__
+    )
     first, place = starts[0], starts[-1] if bucket.late else starts[0]
     graph = first.graph
     if not bucket.late:
@@ -242,7 +279,11 @@ def _merge(bucket: _Bucket) -> Decision:
         start.replace_all_uses_with(item)
         graph.erase_node(start)
     kind, where = collective_of(merged).kind, source_line(merged)
-    why = "as the program groups them" if bucket.group else "a collective of that size still takes as long to start as to send"
+    why = (
+        "as the program groups them"
+        if bucket.group
+        else "a collective of that size still takes as long to start as to send"
+    )
     reason = f"{bucket.sends:,} bytes in one message: {why}"
     return Decision("bucket_collectives", where, reason, f"{len(starts)} {kind}", f"1 {kind}")
 

@@ -6,20 +6,22 @@
     before   s = reduce_scatter(mm(h, w)); z = wait(s)
     after    s0 = reduce_scatter(mm(h0, w)); s1 = reduce_scatter(mm(h1, w)); z = joined(wait(s0), wait(s1))
 
-In: a lowered graph and a cluster. Out: the same values, for each collective that feeds or is fed by products a decision. Part i are
-the i-th rows of the shard of every rank, so that no rank's program differs: x0 = x[:R/k], of h the rows that become those. Results are
-put together again where something reads them whole, which is a copy, unless a kernel that runs anyway takes it in.
+In: a lowered graph and a cluster. Out: the same values, for each collective that feeds or is fed by products a
+decision. Part i are the i-th rows of the shard of every rank, so that no rank's program differs: x0 = x[:R/k], of h the
+rows that become those. Results are put together again where something reads them whole, which is a copy, unless a
+kernel that runs anyway takes it in.
 
-Chosen by cost. With T_k the seconds of a part on its link and P_k those of the products of a part, a collective of which e of T seconds are
-exposed (the simulation of `schedule_graph.py` says that) exposes in k parts
+Chosen by cost. With T_k the seconds of a part on its link and P_k those of the products of a part, a collective of
+which e of T seconds are exposed (the simulation of `schedule_graph.py` says that) exposes in k parts
 
     max(0, T_k + (k - 1) max(0, T_k - P_k) - (T - e))
 
-and pays where that, with the copies and launches it takes, is less than e. Latency is part of T_k. Products of fewer rows at a time
-are rounded as a product of that size is. All ranks choose alike, since this runs only where all shards are even.
+and pays where that, with the copies and launches it takes, is less than e. Latency is part of T_k. Products of fewer
+rows at a time are rounded as a product of that size is. All ranks choose alike, since this runs only where all shards
+are even.
 
-Where the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks and copies
-nothing. The same estimate with k = n decides, and `fuse_products.py` puts the operator in.
+Where the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks
+and copies nothing. The same estimate with k = n decides, and `fuse_products.py` puts the operator in.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from torch.fx.node import map_arg
 from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
 from dtensor_compile.compat.inductor.symmetric_memory import has_symmetric_memory
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.node_costs import collective_of, result_bytes
+from dtensor_compile.graph.nodes import FUSED, PART, REDISTRIBUTES, is_start, is_wait, source_line
+from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
 from dtensor_compile.schedule.list_scheduler import arrange, excess, simulate
 from dtensor_compile.schedule.schedule_graph import cost_of, graph_tasks
-from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
-from dtensor_compile.graph.nodes import FUSED, PART, REDISTRIBUTES, is_start, is_wait, source_line
-from dtensor_compile.graph.node_costs import collective_of, result_bytes
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
@@ -126,7 +128,8 @@ def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: 
     return decisions
 
 
-# ---- what can be divided -------------------------------------------------------------------------------------------------------
+# ---- what can be divided
+# -------------------------------------------------------------------------------------------------------
 
 
 def pairs(graph: torch.fx.Graph) -> Iterator[Pair]:
@@ -160,7 +163,9 @@ def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
     lefts = [tuple(product.args[0].meta["val"].shape) for product in products]  # type: ignore[union-attr]
     if not _fixed(x.shape, *lefts):
         pair.why_not = "sizes vary"
-    elif len(set(lefts)) > 1 or x.numel() * n != math.prod(shape := lefts.pop()) or shape[0] % n or not x.is_contiguous():
+    elif (
+        len(set(lefts)) > 1 or x.numel() * n != math.prod(shape := lefts.pop()) or shape[0] % n or not x.is_contiguous()
+    ):
         pair.why_not = "its rows are no rows of the product"
     else:
         pair.rows = shape[0] // n
@@ -192,7 +197,8 @@ def _fixed(*shapes: tuple[object, ...]) -> bool:
     return all(isinstance(size, int) for shape in shapes for size in shape)
 
 
-# ---- what pays -----------------------------------------------------------------------------------------------------------------
+# ---- what pays
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tuple[int, str]:
@@ -220,9 +226,15 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
         return 1, f"{pair.rows:,} rows of a shard divide by none of {', '.join(map(str, PARTS))}"
     total, left, k = min(found)
     if total >= exposed:
-        return 1, f"{exposed * 1e3:.2f} ms are exposed, and {total * 1e3:.2f} ms would be in {k} parts, with the copies that takes"
+        return (
+            1,
+            f"{exposed * 1e3:.2f} ms are exposed, and {total * 1e3:.2f} ms would be in {k} parts, with the copies that takes",
+        )
     copies = (total - left) * 1e3
-    return k, f"{exposed * 1e3:.2f} of {whole * 1e3:.2f} ms exposed become {left * 1e3:.2f}, copies and launches take {copies:.2f}"
+    return (
+        k,
+        f"{exposed * 1e3:.2f} of {whole * 1e3:.2f} ms exposed become {left * 1e3:.2f}, copies and launches take {copies:.2f}",
+    )
 
 
 def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
@@ -232,14 +244,17 @@ def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
     if pair.fuses:
         return launching  # parts are read and written where they belong
     if pair.gathers:
-        copies = [result_bytes(product) for product in pair.products] + ([result_bytes(pair.start)] if pair.whole else [])
+        copies = [result_bytes(product) for product in pair.products] + (
+            [result_bytes(pair.start)] if pair.whole else []
+        )
     else:
         copies = [result_bytes(pair.products[0].args[0]), result_bytes(pair.start)]  # type: ignore[arg-type]
     copying = sum(compute_seconds(cluster.device, 0, 2 * size, itemsize) for size in copies)
     return copying + launching
 
 
-# ---- divided -------------------------------------------------------------------------------------------------------------------
+# ---- divided
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _divide_gather(pair: Pair, k: int) -> None:

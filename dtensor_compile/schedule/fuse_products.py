@@ -1,4 +1,5 @@
-"""Products beside collectives as torch's operators for symmetric memory, which compute on a part while the next one travels.
+"""Products beside collectives as torch's operators for symmetric memory, which compute on a part while the next one
+travels.
 
     before   s = all_gather(x); y = mm(wait(s), w)
     after    y = fused_all_gather_matmul(x, [w])
@@ -6,9 +7,9 @@
     before   s = reduce_scatter(mm(h, w)); z = wait(s)
     after    z = fused_matmul_reduce_scatter(h, w)
 
-In: a lowered graph in its final order, in which `decompose.py` has marked starts. Out: the same values, those collectives and their
-products in one operator where the first product stood. It runs behind everything that reads collectives off the graph (the report,
-the agreement between ranks), which are the same ones afterwards.
+In: a lowered graph in its final order, in which `decompose.py` has marked starts. Out: the same values, those
+collectives and their products in one operator where the first product stood. It runs behind everything that reads
+collectives off the graph (the report, the agreement between ranks), which are the same ones afterwards.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import operator
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.schedule.decompose import Maker, Pair, erase_reduced, erase_views, pairs
-from dtensor_compile.graph.nodes import FUSED, source_line
 from dtensor_compile.graph.node_costs import collective_of
+from dtensor_compile.graph.nodes import FUSED, source_line
+from dtensor_compile.schedule.decompose import Maker, Pair, erase_reduced, erase_views, pairs
 
 aten = torch.ops.aten
 
@@ -32,9 +33,15 @@ def fuse_products(graph: torch.fx.Graph) -> list[Decision]:
         if FUSED in pair.start.meta and not pair.why_not:
             where, before = source_line(pair.start), f"{collective_of(pair.start).kind} and {len(pair.products)} mm"
             fused = _fuse_gather(pair) if pair.gathers else _fuse_scatter(pair)
-            reason = "the group has symmetric memory" if fused else "no product's other factor is there when the gather is needed"
+            reason = (
+                "the group has symmetric memory"
+                if fused
+                else "no product's other factor is there when the gather is needed"
+            )
             sent = None if fused else collective_of(pair.start).bytes
-            decisions.append(Decision("fuse_products", where, reason, before, fused or before, left_alone=not fused, bytes=sent))
+            decisions.append(
+                Decision("fuse_products", where, reason, before, fused or before, left_alone=not fused, bytes=sent)
+            )
     return decisions
 
 

@@ -1,9 +1,9 @@
 """Inductor's kernels after fusion, in the order that `dtensor_compile.schedule.list_scheduler` finds for them.
 
-Inductor ties every collective to the one before it, so that their order stays; where a wait stood between the two it ties it to
-that wait, because the wait renames the buffer that is meant. A collective could then never start before the wait of the one
-before it. `tie_starts` runs before fusion and ties starts to starts only; `rearrange` runs after fusion and puts kernels in order.
-"""
+Inductor ties every collective to the one before it, so that their order stays; where a wait stood between the two it
+ties it to that wait, because the wait renames the buffer that is meant. A collective could then never start before the
+wait of the one before it. `tie_starts` runs before fusion and ties starts to starts only; `rearrange` runs after fusion
+and puts kernels in order."""
 
 from __future__ import annotations
 
@@ -24,15 +24,23 @@ from dtensor_compile.compat.inductor.kernel_nodes import (
     tie,
     waits_for_collective,
 )
-from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.graph.measured_kernels import measured_seconds
+from dtensor_compile.graph.node_costs import (
+    Operation,
+    SentCollective,
+    collective_of,
+    flops_of,
+    itemsize_of,
+    module_path,
+)
+from dtensor_compile.graph.nodes import REDISTRIBUTES, communicates, is_wait, source_line
+from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
-from dtensor_compile.graph.nodes import REDISTRIBUTES, communicates, is_wait, source_line
-from dtensor_compile.graph.node_costs import SentCollective, Operation, collective_of, flops_of, itemsize_of, module_path
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelOrder:
@@ -74,16 +82,22 @@ def tie_starts(nodes: Nodes) -> Nodes:
 
 
 def rearrange(
-    nodes: Nodes, *, topology: Cluster | None, overlap_memory: float, measured: bool, told: Callable[[KernelOrder], None]
+    nodes: Nodes,
+    *,
+    topology: Cluster | None,
+    overlap_memory: float,
+    measured: bool,
+    told: Callable[[KernelOrder], None],
 ) -> Nodes:
     """The kernels in an order in which collectives run beside compute.
 
     Args:
         nodes: scheduler nodes after fusion, in an order in which they may run.
         topology: what the seconds are of; None for the default of the device.
-        overlap_memory: part of the peak of Inductor's own order that may be added to it; what ``fully_shard``'s own order holds may always
-            be held.
-        measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are estimated.
+        overlap_memory: part of the peak of Inductor's own order that may be added to it; what ``fully_shard``'s own
+            order holds may always be held.
+        measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are
+            estimated.
         told: is told what was found; of a graph that another one calls, nothing.
     """
     nodes, buffers = order_for_memory(nodes)
@@ -99,7 +113,11 @@ def rearrange(
     wrapped = {index: reduces for index, role in roles.items() if (reduces := is_wrapped(role.origin)) is not None}
     order = arrange(tasks, max(excess(overlap_memory, before.peak), wrapper_peak(tasks, wrapped)))
     if not is_called():
-        found = {index: collective_of(role.origin) for index, role in roles.items() if role.starts and role.origin is not None}
+        found = {
+            index: collective_of(role.origin)
+            for index, role in roles.items()
+            if role.starts and role.origin is not None
+        }
         operations = _operations(nodes, given, tasks, order, found)
         told(
             KernelOrder(
@@ -114,8 +132,12 @@ def rearrange(
     return [nodes[index - given] for index in order if index >= given]
 
 
-def _operations(nodes: Nodes, given: int, tasks: list[Task], order: list[int], starts: Mapping[int, SentCollective]) -> list[Operation]:
-    """Kernels in `order` as a report has them; collectives count in the order in which they start, those that are known."""
+def _operations(
+    nodes: Nodes, given: int, tasks: list[Task], order: list[int], starts: Mapping[int, SentCollective]
+) -> list[Operation]:
+    """Kernels in `order` as a report has them; collectives count in the order in which they start, those that are
+    known.
+    """
     numbers = {index: number for number, index in enumerate(index for index in order if index in starts)}
     operations = []
     for index in order:
@@ -137,12 +159,20 @@ def _operations(nodes: Nodes, given: int, tasks: list[Task], order: list[int], s
 def _operation(node: Any) -> Operation:
     """What a kernel that computes does."""
     parts = node.get_nodes()
-    origins = [origin for part in parts if part.node is not None for origin in part.node.get_origins() if origin.op == "call_function"]
+    origins = [
+        origin
+        for part in parts
+        if part.node is not None
+        for origin in part.node.get_origins()
+        if origin.op == "call_function"
+    ]
     names = dict.fromkeys(origin.target.__name__.split(".")[0] for origin in sorted(origins, key=lambda o: o.name))
     called = _called(parts)
     source = (called or origins or [None])[0]
     return Operation(
-        name=called[0].target._schema.name.replace("::", ".") if called and hasattr(called[0].target, "_schema") else "fused " + " ".join(names),
+        name=called[0].target._schema.name.replace("::", ".")
+        if called and hasattr(called[0].target, "_schema")
+        else "fused " + " ".join(names),
         where=source_line(source) if source is not None else "",
         module=module_path(source) if source is not None else "",
         flops=sum(map(flops_of, called)),
@@ -229,8 +259,8 @@ def _role(node: Any) -> _Role:
 def _collective_origin(node: Any) -> torch.fx.Node | None:
     """The node of the graph that a kernel starts or waits for a collective for.
 
-    Inductor may have made a collective one that writes over its input, and counts among the origins of a kernel also those of what
-    it computes for its input; what was lowered itself comes last in the graph.
+    Inductor may have made a collective one that writes over its input, and counts among the origins of a kernel also
+    those of what it computes for its input; what was lowered itself comes last in the graph.
     """
     operator_name = _functional_name(getattr(node.node, "op_overload", None))
     found = [origin for origin in node.node.get_origins() if _functional_name(origin.target) == operator_name]
@@ -243,7 +273,9 @@ def _collective_origin(node: Any) -> torch.fx.Node | None:
 
 
 def _functional_name(target: Any) -> str | None:
-    """``_c10d_functional::all_reduce`` for that operator and those that write over their input or to ``out``; None for others."""
+    """``_c10d_functional::all_reduce`` for that operator and those that write over their input or to ``out``; None for
+    others.
+    """
     if not isinstance(target, torch._ops.OpOverload) or not communicates(target):
         return None
     name = target._schema.name
@@ -252,7 +284,11 @@ def _functional_name(target: Any) -> str | None:
 
 def _sends_where_it_stands(node: Any) -> bool:
     """Whether a kernel communicates, and not as a start with a wait of its own."""
-    return communicates(getattr(node.node, "op_overload", None)) and not starts_collective(node) and not waits_for_collective(node)
+    return (
+        communicates(getattr(node.node, "op_overload", None))
+        and not starts_collective(node)
+        and not waits_for_collective(node)
+    )
 
 
 def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float]:
@@ -267,11 +303,15 @@ def _start_of(wait: torch.fx.Node) -> torch.fx.Node:
 
 def _called(parts: Nodes) -> list[torch.fx.Node]:
     """The nodes of the graph whose operators kernels that are not generated, or made from a template, run."""
-    return [origin for part in parts if part.is_extern() or part.is_template() if (origin := _origin(part.node)) is not None]
+    return [
+        origin for part in parts if part.is_extern() or part.is_template() if (origin := _origin(part.node)) is not None
+    ]
 
 
 def _origin(node: Any) -> torch.fx.Node | None:
-    """The node of an operator. Inductor does not say it of one with several results: that of its origins that calls the same then."""
+    """The node of an operator. Inductor does not say it of one with several results: that of its origins that calls the
+    same then.
+    """
     known = node.get_origin_node()
     operator_called = getattr(node, "op_overload", None)
     if known is not None or operator_called is None:

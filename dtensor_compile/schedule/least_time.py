@@ -2,15 +2,16 @@
 
 In: tasks as `dtensor_compile.schedule.list_scheduler` has them. Out: a number; nothing is changed.
 
-Communication hides behind compute only as far as dependencies let it: the first gather has nothing beside it, and a gradient that is
-sent cannot start before it is computed. So max(compute, communication) is often out of reach, and this says by how much.
+Communication hides behind compute only as far as dependencies let it: the first gather has nothing beside it, and a
+gradient that is sent cannot start before it is computed. So max(compute, communication) is often out of reach, and this
+says by how much.
 
-A start has a head, before which its input cannot be there, and a tail, which has to run after it has ended. The head is the longer of
-two: its longest chain of tasks and collectives, and all compute that it needs, because one stream computes. A tail likewise. A link
-carries one collective after the other, so that for any set of them, the least head, all their seconds and the least tail add up. The
-largest such sum is that over sets of the form {head >= h, tail >= t} (Jackson's rule for one machine; Carlier, European Journal of
-Operational Research 11, 1982). For the stream, sets of compute with heads of at least h are taken in the same way.
-"""
+A start has a head, before which its input cannot be there, and a tail, which has to run after it has ended. The head is
+the longer of two: its longest chain of tasks and collectives, and all compute that it needs, because one stream
+computes. A tail likewise. A link carries one collective after the other, so that for any set of them, the least head,
+all their seconds and the least tail add up. The largest such sum is that over sets of the form {head >= h, tail >= t}
+(Jackson's rule for one machine; Carlier, European Journal of Operational Research 11, 1982). For the stream, sets of
+compute with heads of at least h are taken in the same way."""
 
 from __future__ import annotations
 
@@ -36,14 +37,19 @@ def least_seconds(tasks: Sequence[Task]) -> float:
             if not _only_ordered(tasks, other, index):
                 after[other].append(index)
     forward, backward = range(len(tasks)), range(len(tasks) - 1, -1, -1)
-    heads = _paths(forward, before, lambda other, index: 0.0 if _only_ordered(tasks, other, index) else tasks[other].seconds)
+    heads = _paths(
+        forward, before, lambda other, index: 0.0 if _only_ordered(tasks, other, index) else tasks[other].seconds
+    )
     tails = _paths(backward, after, lambda other, index: tasks[other].seconds)
     streamed = [0.0 if task.link is not None else task.seconds for task in tasks]
     for index, seconds in _sums(streamed, forward, before, starts):
         heads[index] = max(heads[index], seconds)
     for index, seconds in _sums(streamed, backward, after, starts):
         tails[index] = max(tails[index], seconds)
-    found = [_one_machine([(heads[i], tasks[i].seconds, tails[i]) for i in starts if tasks[i].link == link]) for link in _links(tasks)]
+    found = [
+        _one_machine([(heads[i], tasks[i].seconds, tails[i]) for i in starts if tasks[i].link == link])
+        for link in _links(tasks)
+    ]
     found.append(_stream([(heads[i], seconds, tails[i]) for i, seconds in enumerate(streamed) if seconds]))
     return max(found)
 

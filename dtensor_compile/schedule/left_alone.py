@@ -1,10 +1,10 @@
 """What stages leave alone in a graph, as decisions with what that costs at most.
 
-In: a joint graph, or a lowered one with the cluster for which it is planned. Out: decisions; the graph stays as it is. Stages whose
-reason is at hand where they decide say it themselves.
+In: a joint graph, or a lowered one with the cluster for which it is planned. Out: decisions; the graph stays as it is.
+Stages whose reason is at hand where they decide say it themselves.
 
-Seconds are those of the collectives concerned, as if nothing computed while they run: of a stage that did not run nothing better is
-known. Nothing here decides anything, so that ranks may see other seconds.
+Seconds are those of the collectives concerned, as if nothing computed while they run: of a stage that did not run
+nothing better is known. Nothing here decides anything, so that ranks may see other seconds.
 """
 
 from __future__ import annotations
@@ -15,15 +15,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtensor_compile.ops.groups import GROUP
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.measured_kernels import not_measured
+from dtensor_compile.graph.node_costs import collective_of
+from dtensor_compile.graph.nodes import (
+    FUSED,
+    HANDED_BACK,
+    PART,
+    REDISTRIBUTES,
+    communicates,
+    is_fixed,
+    is_start,
+    source_line,
+)
+from dtensor_compile.ops.groups import GROUP
 from dtensor_compile.schedule.bucket import COALESCED
 from dtensor_compile.schedule.decompose import pairs
-from dtensor_compile.graph.measured_kernels import not_measured
 from dtensor_compile.schedule.list_scheduler import ALIKE, arrange, simulate
 from dtensor_compile.schedule.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
-from dtensor_compile.graph.nodes import HANDED_BACK, FUSED, PART, REDISTRIBUTES, communicates, is_fixed, is_start, source_line
-from dtensor_compile.graph.node_costs import collective_of
 from dtensor_compile.topology.links import Cluster, rounds
 
 if TYPE_CHECKING:
@@ -38,7 +47,9 @@ def handed_back(graph: torch.fx.Graph) -> list[Decision]:
             key = source_line(node), back.reason, back.number
             costs[key] = costs.get(key, 0) + (collective_of(node).bytes if is_start(node) else 0)
     return [
-        Decision("capture", where, f"torch redistributes it, and no pass sees it: {reason}", left_alone=True, bytes=sent)
+        Decision(
+            "capture", where, f"torch redistributes it, and no pass sees it: {reason}", left_alone=True, bytes=sent
+        )
         for (where, reason, _), sent in costs.items()
     ]
 
@@ -50,11 +61,17 @@ def communication_seconds(graph: torch.fx.Graph, topology: Cluster | None) -> fl
         topology: None for the default of the device.
     """
     cluster = cluster_for(graph, topology)
-    return 0.0 if cluster is None else sum(cost_of(cluster, collective_of(node))[1] for node in graph.nodes if is_start(node))
+    return (
+        0.0
+        if cluster is None
+        else sum(cost_of(cluster, collective_of(node))[1] for node in graph.nodes if is_start(node))
+    )
 
 
 def products_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decision]:
-    """The decision that matmuls beside collectives are not decomposed, because ranks would decide by other seconds of compute."""
+    """The decision that matmuls beside collectives are not decomposed, because ranks would decide by other seconds of
+    compute.
+    """
     found = [pair.start for pair in pairs(graph) if not pair.why_not]
     if not found:
         return []
@@ -65,8 +82,8 @@ def products_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decisio
 
 
 def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: bool) -> list[Decision]:
-    """Decisions about collectives that are alike and are not merged: of symbolic sizes, and those of one group of the program with
-    something between them that no bucket reaches across. The cost is that of starting them one by one.
+    """Decisions about collectives that are alike and are not merged: of symbolic sizes, and those of one group of the
+    program with something between them that no bucket reaches across. The cost is that of starting them one by one.
 
     Args:
         graph: before `bucket_collectives`.
@@ -97,7 +114,9 @@ def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: boo
         decisions += _not_merged(nodes[0], len(nodes), more, "their sizes are symbolic", cluster)
     for stretches in groups.values():
         nodes = list(stretches.values())
-        reason = "the program groups them, and a write to memory or a collective of the program itself stands between them"
+        reason = (
+            "the program groups them, and a write to memory or a collective of the program itself stands between them"
+        )
         decisions += _not_merged(nodes[0], len(nodes), len(nodes) - 1, reason, cluster)
     return decisions
 
@@ -109,7 +128,11 @@ def _not_merged(first: torch.fx.Node, number: int, more: int, reason: str, clust
     about = collective_of(first)
     seconds = more * max(1, rounds(about.kind, len(about.ranks))) * cluster.link(about.ranks).latency
     text = f"{number} {about.kind}"
-    return [Decision("bucket_collectives", about.where, f"not merged: {reason}", text, text, left_alone=True, seconds=seconds)]
+    return [
+        Decision(
+            "bucket_collectives", about.where, f"not merged: {reason}", text, text, left_alone=True, seconds=seconds
+        )
+    ]
 
 
 def order_left(graph: torch.fx.Graph, topology: Cluster | None, *, scheduled: bool) -> list[Decision]:
@@ -135,7 +158,9 @@ def kernels_left(found: KernelOrder) -> list[Decision]:
     """As `order_left`, of the kernels of a graph."""
     own = [index for index in found.own if index in found.starts]
     where = found.starts[own[0]].where if own else ""
-    decisions = _kept_in_order("schedule_kernels", where, len(found.own), sum(found.after.exposed[index] for index in own), found.standing)
+    decisions = _kept_in_order(
+        "schedule_kernels", where, len(found.own), sum(found.after.exposed[index] for index in own), found.standing
+    )
     if found.unknown:
         reason = f"{found.unknown} kernels start or wait for a collective whose node of the graph is not known: nothing moves past such a wait"
         decisions.append(Decision("schedule_kernels", "", reason, left_alone=True))
@@ -150,8 +175,14 @@ def _bound_by_memory(found: KernelOrder) -> list[Decision]:
     saved = found.after.seconds - unbound.seconds
     if saved <= ALIKE * found.after.seconds or unbound.peak <= found.after.peak:
         return []
-    stays = "Inductor's order stays" if found.order == list(range(len(found.order))) else "the order keeps to a bound on memory"
-    reason = f"{stays}: a faster one has a peak of {unbound.peak:,} bytes and not {found.after.peak:,} (`overlap_memory`)"
+    stays = (
+        "Inductor's order stays"
+        if found.order == list(range(len(found.order)))
+        else "the order keeps to a bound on memory"
+    )
+    reason = (
+        f"{stays}: a faster one has a peak of {unbound.peak:,} bytes and not {found.after.peak:,} (`overlap_memory`)"
+    )
     return [Decision("schedule_kernels", "", reason, left_alone=True, seconds=saved)]
 
 

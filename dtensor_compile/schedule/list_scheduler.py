@@ -5,27 +5,28 @@ In: tasks in an order in which they may run, with seconds, bytes and what comes 
     before   start a; wait a; mm(a); start b; wait b; mm(b)
     after    start a; start b; wait a; mm(a); wait b; mm(b)
 
-Right because it keeps every dependency, and because starts keep the order that they came in. That order is the same on all ranks,
-so nobody can wait for ever: of the collectives that are not complete take the first; each of its ranks has started it, or stands
-before that at a wait for an earlier one, which is complete. What lies between two starts may differ from rank to rank.
+Right because it keeps every dependency, and because starts keep the order that they came in. That order is the same on
+all ranks, so nobody can wait for ever: of the collectives that are not complete take the first; each of its ranks has
+started it, or stands before that at a wait for an earlier one, which is complete. What lies between two starts may
+differ from rank to rank.
 
-The device is simulated as ``report/schedule.py`` does it: one stream computes, and each link carries one collective after the
-other. At each moment
+The device is simulated as ``report/schedule.py`` does it: one stream computes, and each link carries one collective
+after the other. At each moment
 
-1. the next collective starts if its input is there, a place in flight is free and the memory bound allows it. A place is free
-   while the link has less to do than the longest kernel takes: more in flight would only hold memory. The second place is always
-   free: a link that has one collective alone stands still from its end until this host has started another, which is not simulated.
-   What makes no more than it reads (a reduction) needs no place: it holds as much before it starts, and compute may take longer
-   than is known here.
+1. the next collective starts if its input is there, a place in flight is free and the memory bound allows it. A place
+   is free while the link has less to do than the longest kernel takes: more in flight would only hold memory. The
+   second place is always free: a link that has one collective alone stands still from its end until this host has
+   started another, which is not simulated. What makes no more than it reads (a reduction) needs no place: it holds as
+   much before it starts, and compute may take longer than is known here.
 2. else the compute that it needs runs, as far as it is not held up,
 3. else other compute that nothing holds up, in the order given,
-4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction of a
-   gradient when that is surely done, because its input is held until then.
+4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction
+   of a gradient when that is surely done, because its input is held until then.
 
-Over the bound on memory it goes on in the order given, because a task that was put off may need more later than was to be seen.
-Where that breaks the bound, it is tried again: what was made too early for the peak is tied behind it, what was freed too late before
-it, and then with a lower bound. The fastest order that keeps the bound is taken, and the order given stays where none is faster in
-the simulation.
+Over the bound on memory it goes on in the order given, because a task that was put off may need more later than was to
+be seen. Where that breaks the bound, it is tried again: what was made too early for the peak is tied behind it, what
+was freed too late before it, and then with a lower bound. The fastest order that keeps the bound is taken, and the
+order given stays where none is faster in the simulation.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ SLACK = 0.25
 #: Collectives that may always be in flight on a link.
 PLACES = 2
 
-#: Parts of the bound on memory that are aimed at, and for each how often tasks are tied to those at whose run memory was short.
+#: Parts of the bound on memory that are aimed at, and for each how often tasks are tied to those at whose run memory
+#: was short.
 TRIES, ROUNDS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.75, 0.6), 8
 #: Orders whose times differ by less than this part are alike.
 ALIKE = 1e-3
@@ -164,7 +166,9 @@ def simulate(tasks: Sequence[Task], order: Sequence[int]) -> Simulation:
 
 
 def _replay(tasks: Sequence[Task], order: Sequence[int], bound: float) -> tuple[Simulation, dict[int, float]]:
-    """What happens in `order`; and of each stretch of it that is over the bound, the task at its peak and the bytes over it."""
+    """What happens in `order`; and of each stretch of it that is over the bound, the task at its peak and the bytes
+    over it.
+    """
     device, missing, at = _Device(tasks), dict[int, float](), None
     for index in order:
         over = device.live + tasks[index].bytes - bound
@@ -184,8 +188,8 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
     Args:
         bound: most bytes that may be there at one time.
 
-    Starts keep their order. The order of the tasks as they come, where none is found that is faster and keeps the bound.
-    """
+    Starts keep their order. The order of the tasks as they come, where none is found that is faster and keeps the
+    bound."""
     given = list(range(len(tasks)))
     if not any(task.link is not None for task in tasks):
         return given
@@ -215,8 +219,9 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
 def _ties(tasks: Sequence[Task], order: Sequence[int], peak: int, over: float) -> list[tuple[int, int]]:
     """Pairs of tasks of which the first has to run before the second, so that an order holds less at a peak.
 
-    What is live at the peak, and is not when that task runs in the order given, was made too early, or a reader of it runs too late. A
-    pair follows the order given, so that all of them can be kept. Those that save most come first, until they save enough.
+    What is live at the peak, and is not when that task runs in the order given, was made too early, or a reader of it
+    runs too late. A pair follows the order given, so that all of them can be kept. Those that save most come first,
+    until they save enough.
 
     Args:
         peak: the task that runs at the peak.
@@ -381,10 +386,14 @@ class _Arrangement:
         heapq.heapify(self.toward)
 
     def _compute(self) -> bool:
-        """One task that nothing holds up, and that memory allows; where nothing else can go on, whether it does or not."""
+        """One task that nothing holds up, and that memory allows; where nothing else can go on, whether it does or
+        not.
+        """
         self._mark()
         wanted = self._fitting(self.toward)
-        if wanted is not None and (self.device.backlog(self.tasks[self.wanted].link or "") <= self.places or not self._grows(self.wanted)):
+        if wanted is not None and (
+            self.device.backlog(self.tasks[self.wanted].link or "") <= self.places or not self._grows(self.wanted)
+        ):
             self._execute(wanted)
             return True
         best = self._fitting(self.free)
@@ -420,7 +429,9 @@ class _Arrangement:
         if self.held and not (until > self.device.now and until <= self.held[0][0]):
             if self._fits(self.held[0][1]):
                 index = heapq.heappop(self.held)[1]
-                for wait in self.waits[index]:  # by then the link is free, so that another start comes before the compute
+                for wait in self.waits[
+                    index
+                ]:  # by then the link is free, so that another start comes before the compute
                     if not self.done[wait]:
                         self._execute(wait)
                 self._put(index)

@@ -1,5 +1,5 @@
-"""Passes over a lowered graph, in the order in which they run: products in parts, the form of each collective, how many of them, the
-order of all.
+"""Passes over a lowered graph, in the order in which they run: products in parts, the form of each collective, how many
+of them, the order of all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from dtensor_compile.schedule.schedule_graph import cluster_for
 from dtensor_compile.topology.links import Cluster
 
 #: Names under which they can be left out.
-LOWERED_PASSES: tuple[str, ...] = ("decompose_products", "bucket_collectives", "reduce_by_exchange", "schedule_graph", "receive_before_sending")
-#: Those that run only where the user asks for them. `bucket_collectives` merges what the program groups by default, and more than that
-#: where the user asks for it, names a topology, whose latency says what pays, or runs on CPUs, where starting takes long on any network.
+LOWERED_PASSES: tuple[str, ...] = (
+    "decompose_products",
+    "bucket_collectives",
+    "reduce_by_exchange",
+    "schedule_graph",
+    "receive_before_sending",
+)
+#: Those that run only where the user asks for them. `bucket_collectives` merges what the program groups by default, and
+#: more than that where the user asks for it, names a topology, whose latency says what pays, or runs on CPUs, where
+#: starting takes long on any network.
 LOWERED_OPTIONAL: tuple[str, ...] = ("decompose_products", "bucket_collectives")
 
 

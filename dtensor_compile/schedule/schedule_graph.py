@@ -1,17 +1,18 @@
 """A lowered graph in the order that `dtensor_compile.schedule.list_scheduler` finds for it.
 
-In: a forward or backward graph of functional collectives, and a cluster. Out: the same nodes in another order, and a decision for
-each collective: hidden, or exposed and why.
+In: a forward or backward graph of functional collectives, and a cluster. Out: the same nodes in another order, and a
+decision for each collective: hidden, or exposed and why.
 
     before   s = all_gather(w); g = wait(s); y = mm(x, g); t = all_gather(v); h = wait(t); z = mm(y, h)
     after    s = all_gather(w); t = all_gather(v); g = wait(s); y = mm(x, g); h = wait(t); z = mm(y, h)
 
-What a node needs, besides its arguments: nodes that draw random numbers follow each other; a node that stays where it is
-(`is_fixed`) follows all nodes before it and comes before all after it; and in a graph with collectives of the program's own a
-wait stays behind the starts that it is behind, because ranks that run different programs could otherwise wait for each other.
+What a node needs, besides its arguments: nodes that draw random numbers follow each other; a node that stays where it
+is (`is_fixed`) follows all nodes before it and comes before all after it; and in a graph with collectives of the
+program's own a wait stays behind the starts that it is behind, because ranks that run different programs could
+otherwise wait for each other.
 
-Inductor puts its kernels in an order of its own afterwards. `schedule/kernel_order.py` arranges those again, by the same rules, with
-the kernels as they are.
+Inductor puts its kernels in an order of its own afterwards. `schedule/kernel_order.py` arranges those again, by the
+same rules, with the kernels as they are.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtensor_compile.ops.groups import GROUP
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.measured_kernels import measured_seconds
+from dtensor_compile.graph.node_costs import SentCollective, collective_of, result_bytes, work_of
+from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, starts_collective
+from dtensor_compile.ops.groups import GROUP
 from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
-from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, starts_collective
-from dtensor_compile.graph.node_costs import SentCollective, collective_of, result_bytes, work_of
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds, compute_seconds, seconds_over
-
 
 #: Kind of the decisions about an order.
 ORDERED = "schedule"
@@ -38,14 +38,16 @@ ORDERED = "schedule"
 OVER_BOUND = "overlap_memory"
 
 
-def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, measured: bool = False) -> list[Decision]:
+def schedule_graph(
+    graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, measured: bool = False
+) -> list[Decision]:
     """Orders `graph` so that collectives run beside compute.
 
     Args:
-        topology: what the seconds are of; None for the default of the device. They decide what runs between two starts, never the
-            order of starts.
-        overlap_memory: part of the peak of the graph as it is that may be added to it; what ``fully_shard``'s own order holds may always be
-            held.
+        topology: what the seconds are of; None for the default of the device. They decide what runs between two starts,
+            never the order of starts.
+        overlap_memory: part of the peak of the graph as it is that may be added to it; what ``fully_shard``'s own order
+            holds may always be held.
         measured: as for `graph_tasks`.
     """
     cluster = cluster_for(graph, topology)
@@ -65,15 +67,17 @@ def schedule_graph(graph: torch.fx.Graph, topology: Cluster | None, overlap_memo
         if nodes[index].op not in ("placeholder", "output"):
             output.prepend(nodes[index])
     found = simulate(tasks, order)
-    decisions = explain(tasks, order, found, {index: collective_of(node) for index, node in enumerate(nodes) if is_start(node)})
+    decisions = explain(
+        tasks, order, found, {index: collective_of(node) for index, node in enumerate(nodes) if is_start(node)}
+    )
     return [*decisions, *_over(found.peak, bound, before.peak, overlap_memory)]
 
 
 def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[Decision]:
     """A decision that says by how much an order exceeds its bound, where it does.
 
-    That happens where gathers start earlier than in the program (`hoist_gathers`), and no order of the same starts holds less. Ranks
-    keep the order of starts, since each of them knows the memory of its own shards alone.
+    That happens where gathers start earlier than in the program (`hoist_gathers`), and no order of the same starts
+    holds less. Ranks keep the order of starts, since each of them knows the memory of its own shards alone.
     """
     if peak <= bound:
         return []
@@ -94,8 +98,8 @@ def is_wrapped(node: torch.fx.Node | None) -> bool | None:
 def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
     """The link that carries a collective, and for how many seconds.
 
-    Groups of all mesh dims share what leads to other hosts, since a rank has one way out; a mesh dim whose link the topology
-    names has its own.
+    Groups of all mesh dims share what leads to other hosts, since a rank has one way out; a mesh dim whose link the
+    topology names has its own.
     """
     named = cluster.mesh_dims.get(this.mesh_dim)
     if named is not None:
@@ -107,7 +111,9 @@ def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
 
 
 def default_cluster(device_type: str) -> Cluster:
-    """What is assumed where the user names no topology: hosts on a 1 Gbit/s network, or those of the preset of a GPU."""
+    """What is assumed where the user names no topology: hosts on a 1 Gbit/s network, or those of the preset of a
+    GPU.
+    """
     return CLUSTERS["cpu-1gbit" if device_type == "cpu" else "h100"]
 
 
@@ -166,7 +172,11 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
                 del started[node]
         elif (work := work_of(node, computed)) is not None:
             known = measured_seconds(node) if measured else None
-            seconds = compute_seconds(cluster.device, work.flops, work.bytes, work.itemsize, work.fused) if known is None else known
+            seconds = (
+                compute_seconds(cluster.device, work.flops, work.bytes, work.itemsize, work.fused)
+                if known is None
+                else known
+            )
         tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads), host=host))
     return tasks
 
@@ -183,7 +193,9 @@ def _aliases(node: torch.fx.Node) -> bool:
     return is_wait(node) or bool(getattr(node.target, "is_view", False)) or is_start(node.all_input_nodes[0])
 
 
-def explain(tasks: Sequence[Task], order: Sequence[int], found: Simulation, collectives: Mapping[int, SentCollective]) -> list[Decision]:
+def explain(
+    tasks: Sequence[Task], order: Sequence[int], found: Simulation, collectives: Mapping[int, SentCollective]
+) -> list[Decision]:
     """A decision for each collective of an order: hidden, or exposed and why.
 
     Args:

@@ -3,14 +3,15 @@
     before   start rs(g2); start ag(w1); wait; mm(w1); start rs(g1); start ag(w0); wait; mm(w0)
     after    start ag(w1); start rs(g2); wait; mm(w1); start ag(w0); start rs(g1); wait; mm(w0)
 
-Everything that starts follows the order of the program but gathers of what the graph is given (parameters in shards), which need
-nothing that the graph computes. Such a gather goes before the collectives that stand between it and the first use of the gather
-before it; of smaller ones, of as many before it as make up `AHEAD` of all gathered bytes. Without this a gather would queue
-behind reductions that nobody waits for, or behind an exchange of activations that is not even ready.
+Everything that starts follows the order of the program but gathers of what the graph is given (parameters in shards),
+which need nothing that the graph computes. Such a gather goes before the collectives that stand between it and the
+first use of the gather before it; of smaller ones, of as many before it as make up `AHEAD` of all gathered bytes.
+Without this a gather would queue behind reductions that nobody waits for, or behind an exchange of activations that is
+not even ready.
 
-All ranks find the same order: it follows from which node uses which and from the sizes of what is gathered, which are padded and
-therefore equal, never from the time that something takes. Collectives that the program wrote itself (`REDISTRIBUTES` is not set)
-are never passed, because the ranks that meet there need not run the same program.
+All ranks find the same order: it follows from which node uses which and from the sizes of what is gathered, which are
+padded and therefore equal, never from the time that something takes. Collectives that the program wrote itself
+(`REDISTRIBUTES` is not set) are never passed, because the ranks that meet there need not run the same program.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import operator
 
 import torch
 
-from dtensor_compile.graph.nodes import REDISTRIBUTES, is_fixed, is_start, is_wait
 from dtensor_compile.graph.node_costs import MATMULS, result_bytes
+from dtensor_compile.graph.nodes import REDISTRIBUTES, is_fixed, is_start, is_wait
 
 #: A gather starts before the use of the gathers before it that bring this part of all gathered bytes.
 AHEAD = 0.05
 
 
 def hoist_gathers(graph: torch.fx.Graph) -> int:
-    """Moves gathers of inputs up, with the copies and casts that they need, and those that are used late down; returns how many moved."""
+    """Moves gathers of inputs up, with the copies and casts that they need, and those that are used late down; returns
+    how many moved.
+    """
     sunk = _sink_gathers(graph)
     position = {node: index for index, node in enumerate(graph.nodes)}
     of_inputs: set[torch.fx.Node] = set()
@@ -59,13 +62,16 @@ def hoist_gathers(graph: torch.fx.Graph) -> int:
 
 
 def _sink_gathers(graph: torch.fx.Graph) -> int:
-    """Moves each gather behind those that are used before it, as far as nothing stays in between; returns how many moved.
+    """Moves each gather behind those that are used before it, as far as nothing stays in between; returns how many
+    moved.
 
     A wrapper gathers what its module uses last together with what it uses first, at its beginning.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     gathers = [node for node in graph.nodes if is_start(node) and _is_gather(node)]
-    fixed = [position[node] for node in graph.nodes if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta]
+    fixed = [
+        position[node] for node in graph.nodes if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta
+    ]
     uses = {node: first_use(node, position) for node in gathers}
     moved = 0
     for index in range(len(gathers) - 1, -1, -1):
@@ -102,7 +108,9 @@ def is_light(node: torch.fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or is_start(node) or is_wait(node) or is_fixed(node):
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags and target._schema.name.replace("::", ".") not in MATMULS
+    return (
+        torch.Tag.nondeterministic_seeded not in target.tags and target._schema.name.replace("::", ".") not in MATMULS
+    )
 
 
 def first_use(gather: torch.fx.Node, position: dict[torch.fx.Node, int]) -> int:

@@ -5,10 +5,11 @@ In: tasks in an order in which they may run, and which starts gather and reduce 
     given     gather a; wait a; mm a; gather b; wait b; mm b; reduce b; wait; reduce a; wait
     wrapper   gather a; wait a; gather b; mm a; wait b; mm b; reduce b; ...; wait; reduce a; wait
 
-In eager each wrapped module gathers its parameters while the one before it computes, forward and backward, and a reduction is waited
-for when the next one starts (`torch.distributed.fsdp`, prefetching). At one time two modules have whole parameters, and one
-reduction holds its input. Somebody who wraps a model has chosen this much memory: it is the peak that a bound on memory is relative
-to, where the compiler's own order, which waits for all at once, has a lower one.
+In eager each wrapped module gathers its parameters while the one before it computes, forward and backward, and a
+reduction is waited for when the next one starts (`torch.distributed.fsdp`, prefetching). At one time two modules have
+whole parameters, and one reduction holds its input. Somebody who wraps a model has chosen this much memory: it is the
+peak that a bound on memory is relative to, where the compiler's own order, which waits for all at once, has a lower
+one.
 
 This order is measured, never run: it may start collectives in another order than other ranks do.
 """

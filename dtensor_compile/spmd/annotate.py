@@ -1,8 +1,9 @@
 """`mark_sharding` and its family: which tensors lie where, said in partition specs.
 
-A mark is a note on a plain tensor, which every rank has whole. The program means what it means without marks, in eager and under
-other backends; ``backend="dtensor"`` shards its computation as the marks say (`spmd.spread`), and `spmd.shard_module` the storage of
-parameters as well. In a compiled function a mark is a constraint on the value from there on; it does not break the graph.
+A mark is a note on a plain tensor, which every rank has whole. The program means what it means without marks, in eager
+and under other backends; ``backend="dtensor"`` shards its computation as the marks say (`spmd.spread`), and
+`spmd.shard_module` the storage of parameters as well. In a compiled function a mark is a constraint on the value from
+there on; it does not break the graph.
 
     mark_sharding(model.up.weight, mesh, ("tp", None))        # a parameter or a buffer
     mark_sharding(x, mesh, ("dp", None))                      # an input
@@ -21,8 +22,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.dynamo.settings import (
+    allow_implicit_replication,
+    guard_implicit_replication,
+    implicit_replication,
+    implicit_replication_is_allowed,
+)
 from dtensor_compile.compat.dynamo.tracing import fact_guard
-from dtensor_compile.compat.dynamo.settings import allow_implicit_replication, guard_implicit_replication, implicit_replication, implicit_replication_is_allowed
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.spmd.constraint import agree, as_dtensor, constrain
 from dtensor_compile.spmd.logical_mesh import Mesh, get_global_mesh
@@ -30,7 +36,8 @@ from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placement
 from dtensor_compile.spmd.propagate import SpreadMark
 
 _NOTE = "_dtensor_compile_mark"
-#: Texts of the meshes that something was marked on: programs with marks mix plain tensors, which are equal on all ranks, with DTensors.
+#: Texts of the meshes that something was marked on: programs with marks mix plain tensors, which are equal on all
+#: ranks, with DTensors.
 _marked_meshes: set[str] = set()
 #: Whether the program that is being traced may do so without a mark.
 _allowed_outside: ContextVar[bool | None] = ContextVar("_allowed_outside", default=None)
@@ -95,7 +102,8 @@ def plain_tensors_are_replicated() -> Iterator[None]:
 
 
 def plain_tensors_are_as_outside() -> None:
-    """For the rest of a trace of a program without marks: operators refuse plain tensors beside DTensors where eager does.
+    """For the rest of a trace of a program without marks: operators refuse plain tensors beside DTensors where eager
+    does.
 
     The compiled code holds for calls where eager takes them too.
     """
@@ -117,15 +125,17 @@ def mark_sharding(
         priority: marks of a smaller number spread first. Not in a compiled function.
 
     Raises:
-        PlacementError: the spec breaks a rule or does not fit the tensor; outside of a compiled function: `t` is a DTensor, whose
-            placements are what they are.
+        PlacementError: the spec breaks a rule or does not fit the tensor; outside of a compiled function: `t` is a
+            DTensor, whose placements are what they are.
         MeshError: there is no torch mesh for `mesh`.
     """
     axes = mesh.axes(partition_spec, t.dim())
     if torch.compiler.is_compiling():
         return constrain(t, mesh_text_in_program(mesh, t), axes, False)
     if isinstance(t, DTensor):
-        raise PlacementError(f"a DTensor {tuple(t.placements)} is placed already: use redistribute, or mark the plain tensor")
+        raise PlacementError(
+            f"a DTensor {tuple(t.placements)} is placed already: use redistribute, or mark the plain tensor"
+        )
     for dim in open_dims:
         if not 0 <= dim < t.dim():
             raise PlacementError(f"open dim {dim}: the tensor has the dims 0 to {t.dim() - 1}")
@@ -153,8 +163,11 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def wrap_as_sharded_tensor(t: torch.Tensor, mesh: Mesh | None = None, partition_spec: PartitionSpec | None = None) -> DTensor:
-    """The tensor as a DTensor: cut as the spec says, else as it is marked, else replicated over `mesh` or the global mesh.
+def wrap_as_sharded_tensor(
+    t: torch.Tensor, mesh: Mesh | None = None, partition_spec: PartitionSpec | None = None
+) -> DTensor:
+    """The tensor as a DTensor: cut as the spec says, else as it is marked, else replicated over `mesh` or the global
+    mesh.
 
     Raises:
         MeshError: no mesh is given, marked or set.
@@ -186,7 +199,8 @@ def wrap_if_sharded(x: Any) -> Any:
 
 
 def shard_as(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, placed alike: in a compiled function as the propagation finds, otherwise as the first. Use the results.
+    """The tensors, placed alike: in a compiled function as the propagation finds, otherwise as the first. Use the
+    results.
 
     Raises:
         PlacementError: they differ in shape.
@@ -207,5 +221,7 @@ def mesh_text_in_program(mesh: Mesh, t: torch.Tensor) -> str:
     if not torch.compiler.is_compiling():
         _use(mesh, t)
     if not mesh.text:
-        raise MeshError("a mesh is used in a compiled function for the first time: call mesh.to_device_mesh() before it")
+        raise MeshError(
+            "a mesh is used in a compiled function for the first time: call mesh.to_device_mesh() before it"
+        )
     return mesh.text

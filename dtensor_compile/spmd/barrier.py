@@ -1,8 +1,8 @@
 """`apply_backward_optimization_barrier`: the backward of a module stays apart from its neighbours'.
 
-The gradients that enter the module's backward, and those that leave it, pass through one operator that compilers do not look into:
-kernels on its two sides are not fused, and nothing that needs its results runs before all of its arguments are there. The forward, and
-all numbers, are unchanged; each gradient at the border is copied once.
+The gradients that enter the module's backward, and those that leave it, pass through one operator that compilers do not
+look into: kernels on its two sides are not fused, and nothing that needs its results runs before all of its arguments
+are there. The forward, and all numbers, are unchanged; each gradient at the border is copied once.
 
     before   ... mul(mul(g, a), b) ...                                one kernel
     after    ... mul(backward_barrier([mul(g, a)])[0], b) ...         two
@@ -41,7 +41,11 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        there = [(i, *(local_and_spec(g) if isinstance(g, DTensor) else (g, None))) for i, g in enumerate(gradients) if g is not None]
+        there = [
+            (i, *(local_and_spec(g) if isinstance(g, DTensor) else (g, None)))
+            for i, g in enumerate(gradients)
+            if g is not None
+        ]
         behind = torch.ops.dtensor_compile.backward_barrier([local for _, local, _ in there])
         made = {i: with_local(local, spec) if spec is not None else local for (i, _, spec), local in zip(there, behind)}
         return tuple(made.get(i) for i in range(len(gradients)))
@@ -64,7 +68,9 @@ def _with_border(values: Any) -> Any:
 
 
 def apply_backward_optimization_barrier(module: nn.Module) -> nn.Module:
-    """Puts a barrier around the backward of a module; returns the module. Its forward takes and returns tensors in any nesting."""
+    """Puts a barrier around the backward of a module; returns the module. Its forward takes and returns tensors in any
+    nesting.
+    """
     module.register_forward_pre_hook(lambda _, args, kwargs: _with_border((args, kwargs)), with_kwargs=True)
     module.register_forward_hook(lambda _, args, result: _with_border(result))
     return module

@@ -1,12 +1,13 @@
 """Annotations inside of a compiled function: calls that Dynamo leaves whole in its graph.
 
-A constraint is one node of text and integers, as a redistribution is: the tensor, the mesh in text form, the axes that cut each dim.
+A constraint is one node of text and integers, as a redistribution is: the tensor, the mesh in text form, the axes that
+cut each dim.
 
     constrain(x, "cpu[dp=2:2,tp=2:1]@4", ((0,), ()), False)        x is S(0)R from here on
 
-A plain tensor means the same value on all ranks, and stays that: to Dynamo, to eager and to other backends the call is the identity.
-`spmd.spread` gives it its meaning: there the tensor becomes a DTensor, and the constraint a redistribution.
-"""
+A plain tensor means the same value on all ranks, and stays that: to Dynamo, to eager and to other backends the call is
+the identity. `spmd.spread` gives it its meaning: there the tensor becomes a DTensor, and the constraint a
+redistribution."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.errors import ManualRegionError
+from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.spmd.logical_mesh import axis_name, device_mesh_of, dims_in, sub_mesh
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
 
@@ -50,7 +51,9 @@ def constrain(x: torch.Tensor, mesh_text: str, axes: Axes, gradients: bool) -> t
     placements, here = axes_to_placements(axes, parse_mesh(mesh_text).shape), dims_in(mesh, x.device_mesh)
     for dim, placement in enumerate(placements):
         if dim not in here and not placement.is_replicate():
-            raise ManualRegionError(f"mesh axis {axis_name(mesh, dim)!r} is manual here: a mark in the region cuts along other axes alone")
+            raise ManualRegionError(
+                f"mesh axis {axis_name(mesh, dim)!r} is manual here: a mark in the region cuts along other axes alone"
+            )
     where = x.device_mesh, tuple([placements[i] for i in here])
     return _PlacedBothWays.apply(x, *where) if gradients else x.redistribute(*where)
 
@@ -70,7 +73,9 @@ def as_dtensor(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def replicated(x: torch.Tensor, mesh_text: str, dims: Sequence[int] | None = None) -> DTensor:
-    """`as_dtensor` as a node of a graph, over the whole mesh or these dims of it (in a region that is manual along the others)."""
+    """`as_dtensor` as a node of a graph, over the whole mesh or these dims of it (in a region that is manual along the
+    others).
+    """
     mesh = device_mesh_of(mesh_text)
     return as_dtensor(x, mesh if dims is None else sub_mesh(mesh, dims))
 
@@ -86,7 +91,9 @@ def whole_copy(x: DTensor) -> torch.Tensor:
 
 
 def ones_of(x: DTensor) -> torch.Tensor:
-    """Ones of the global shape and strides of `x`: what random numbers of the whole tensor are drawn on, which sends nothing."""
+    """Ones of the global shape and strides of `x`: what random numbers of the whole tensor are drawn on, which sends
+    nothing.
+    """
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
 
 
@@ -96,7 +103,9 @@ def write_whole(x: DTensor, value: torch.Tensor) -> DTensor:
 
 
 def update_statistics(x: DTensor, mean: torch.Tensor, var: torch.Tensor, momentum: float) -> None:
-    """What ``batch_norm`` writes to plain running statistics, for `x` of shape (batch, channels, ...): sums of shards are sent alone."""
+    """What ``batch_norm`` writes to plain running statistics, for `x` of shape (batch, channels, ...): sums of shards
+    are sent alone.
+    """
     x, dims = x.detach(), [dim for dim in range(x.dim()) if dim != 1]
     n = x.numel() // x.shape[1]
     here = whole(x.sum(dims)) / n
@@ -106,22 +115,31 @@ def update_statistics(x: DTensor, mean: torch.Tensor, var: torch.Tensor, momentu
 
 
 def mean_loss(
-    input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, label_smoothing: float | None
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float | None,
 ) -> torch.Tensor:
-    """``cross_entropy`` or, where `label_smoothing` is None, ``nll_loss`` of class indices with ``reduction="mean"``, on shards.
+    """``cross_entropy`` or, where `label_smoothing` is None, ``nll_loss`` of class indices with ``reduction="mean"``,
+    on shards.
 
-    The sum of the losses over the sum of the weights of the targets that count, each of all ranks. DTensor has the average of the means
-    of the ranks before torch 2.14, which is another number where ranks have other targets that count; as of 2.14 it gathers `input`.
-    """
+    The sum of the losses over the sum of the weights of the targets that count, each of all ranks. DTensor has the
+    average of the means of the ranks before torch 2.14, which is another number where ranks have other targets that
+    count; as of 2.14 it gathers `input`."""
     mesh = next((x.device_mesh for x in (input, target) if isinstance(x, DTensor)), None)
     if weight is not None and mesh is not None:
         weight = as_dtensor(weight, mesh)
     if label_smoothing is None:
         total = F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction="sum")
     else:
-        total = F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
+        total = F.cross_entropy(
+            input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+        )
     counts = target != ignore_index
-    weights = counts.to(torch.promote_types(total.dtype, torch.float32))  # half precision does not count beyond some hundred
+    weights = counts.to(
+        torch.promote_types(total.dtype, torch.float32)
+    )  # half precision does not count beyond some hundred
     if weight is not None:
         weights = weights * F.embedding(torch.where(counts, target, 0), weight.unsqueeze(1)).squeeze(-1)
     return (total / weights.sum()).to(total.dtype)

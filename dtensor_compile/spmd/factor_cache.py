@@ -1,4 +1,6 @@
-"""Factors of operators, asked of DTensor once for each operator, shapes and mesh axis size: layers of a model share them."""
+"""Factors of operators, asked of DTensor once for each operator, shapes and mesh axis size: layers of a model share
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`HybridMesh`: a mesh whose axes run over a fast network inside of a granule and a slow one between granules.
 
 A granule is what the fast network connects: a host, an NVLink domain, a slice of a torus. Each axis i of the mesh has
-``dcn_mesh_shape[i] * ici_mesh_shape[i]`` devices: the outer part counts granules, the inner part devices within one. Inside of a granule
-whose devices have coordinates, mesh axes are laid onto torus axes (`topology.torus`); without coordinates all devices are equally
-near, and they are taken in order. Granules stay in order of their number.
+``dcn_mesh_shape[i] * ici_mesh_shape[i]`` devices: the outer part counts granules, the inner part devices within one.
+Inside of a granule whose devices have coordinates, mesh axes are laid onto torus axes (`topology.torus`); without
+coordinates all devices are equally near, and they are taken in order. Granules stay in order of their number.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class HybridMesh(Mesh):
         dcn_mesh_shape: sizes of the axes between granules; None where there is one granule.
         axis_names: names of the axes.
         device_attributes: one mapping per device with ``name`` (its number, or text that ends in it, as ``"TPU:3"``),
-            ``slice_index`` (its granule; 0 where it is not given), and for a torus ``coords`` and ``core_on_chip``. None reads
-            hosts from the launcher's environment (`topology.devices`, which also finds NVLink domains); all ranks have to call then.
+            ``slice_index`` (its granule; 0 where it is not given), and for a torus ``coords`` and ``core_on_chip``.
+            None reads hosts from the launcher's environment (`topology.devices`, which also finds NVLink domains); all
+            ranks have to call then.
         allow_split_physical_axes: two mesh axes may share one torus axis.
         cluster: whose links the table of `explain` counts with.
 
     Raises:
-        MeshError: the shapes do not fit each other or the devices, granules differ, coordinates are missing or there twice.
+        MeshError: the shapes do not fit each other or the devices, granules differ, coordinates are missing or there
+            twice.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class HybridMesh(Mesh):
         self.ici_mesh_shape = tuple(ici_mesh_shape)
         self.dcn_mesh_shape = tuple(dcn_mesh_shape) if dcn_mesh_shape is not None else (1,) * len(self.ici_mesh_shape)
         if len(self.ici_mesh_shape) != len(self.dcn_mesh_shape):
-            raise MeshError(f"ici_mesh_shape {self.ici_mesh_shape} and dcn_mesh_shape {self.dcn_mesh_shape} differ in length")
+            raise MeshError(
+                f"ici_mesh_shape {self.ici_mesh_shape} and dcn_mesh_shape {self.dcn_mesh_shape} differ in length"
+            )
         if cluster not in CLUSTERS:
             raise MeshError(f"no cluster {cluster!r}; known are {', '.join(CLUSTERS)}")
         self._cluster: Cluster = CLUSTERS[cluster]
@@ -87,9 +91,9 @@ class HybridMesh(Mesh):
     def explain(self, size: int = 64 << 20) -> Table:
         """A table for ``rich``: over which links each axis runs, and what an all-reduce of `size` bytes along it takes.
 
-        Two levels, one after the other, as libraries do them: reduce-scatter and all-gather inside of a granule, an all-reduce of
-        the shards between granules. Seconds are those of `topology.links` (latency and bandwidth), for the cluster's links.
-        """
+        Two levels, one after the other, as libraries do them: reduce-scatter and all-gather inside of a granule, an
+        all-reduce of the shards between granules. Seconds are those of `topology.links` (latency and bandwidth), for
+        the cluster's links."""
         table = Table("mesh axis", "size", "inside", "over", "between", "all-reduce", title=f"{self!r}, {size:,} bytes")
         for axis, (name, length) in enumerate(self.shape().items()):
             inner, outer = self.ici_mesh_shape[axis], self.dcn_mesh_shape[axis]

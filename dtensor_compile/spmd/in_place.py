@@ -1,7 +1,8 @@
 """What a Dynamo graph writes in place, and who else sees it.
 
-A redistribution is a copy. Where a program writes to a tensor and reads what it wrote through another view of the same memory, a copy in
-between would lose the write. Such values stay plain and whole, and so do inputs that are written to, as the caller sees them:
+A redistribution is a copy. Where a program writes to a tensor and reads what it wrote through another view of the same
+memory, a copy in between would lose the write. Such values stay plain and whole, and so do inputs that are written to,
+as the caller sees them:
 
     h = x * 2; v = h.view(-1); h.add_(1); return v          h stays whole: v is seen after the write
     h = x * 2; h.add_(1); return h                          h may be cut: nobody else has it
@@ -12,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.fixups.aliased_inputs import writes_in_place
-from dtensor_compile.compat.dtensor.specs import local_and_spec, storage_of
 from dtensor_compile.compat.dtensor.record import checkpointed
+from dtensor_compile.compat.dtensor.specs import local_and_spec, storage_of
+from dtensor_compile.fixups.aliased_inputs import writes_in_place
 
 #: Functions that write to inputs (running statistics) besides the first, whose names do not say it.
 _KEEP_STATISTICS = frozenset({"batch_norm", "instance_norm"})
@@ -41,7 +42,9 @@ def stay_whole(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     found = set()
     for node in nodes:
         if function_name(node) in _KEEP_STATISTICS:
-            found |= {used for used in node.all_input_nodes[1:] if used.op == "placeholder" and not _needs_gradient(used)}
+            found |= {
+                used for used in node.all_input_nodes[1:] if used.op == "placeholder" and not _needs_gradient(used)
+            }
         inside = checkpointed(node)
         if inside is not None:
             written_inside = stay_whole(inside.graph)

@@ -1,4 +1,6 @@
-"""`Mesh`: the devices of a job as a grid with named axes, as torch_xla writes it; to and from torch's ``DeviceMesh``."""
+"""`Mesh`: the devices of a job as a grid with named axes, as torch_xla writes it; to and from torch's
+``DeviceMesh``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_in_its_order, mesh_layout, mesh_text
 from dtensor_compile.errors import ManualRegionError, MeshError
+from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_in_its_order, mesh_layout, mesh_text
 from dtensor_compile.spmd.op_sharding import DeviceShard, OpSharding, device_shards, op_sharding
 from dtensor_compile.spmd.partition_spec import Axes, check_rank, spec_axes
 
@@ -27,7 +29,8 @@ class Mesh:
         axis_names: a name for each axis, each once; without them axes have indices alone.
 
     Raises:
-        MeshError: a rule above is broken, or n is not the number of ranks of the job (where ``torch.distributed`` is initialized).
+        MeshError: a rule above is broken, or n is not the number of ranks of the job (where ``torch.distributed`` is
+            initialized).
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Mesh:
         return names.index(name) if name in names else None
 
     def axes(self, spec: Any, tensor_ndim: int | None = None) -> Axes:
-        """The axes of a partition spec as indices, per tensor dim; raises `PlacementError` where the spec breaks a rule."""
+        """The axes of a partition spec as indices, per tensor dim; raises `PlacementError` where the spec breaks a
+        rule.
+        """
         axes = spec_axes(spec, self.mesh_shape, self.axis_names)
         if tensor_ndim is not None:
             check_rank(spec, tensor_ndim)
@@ -79,14 +84,16 @@ class Mesh:
     def to_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """torch's mesh of the same devices, made once. All ranks have to call it, as it makes process groups.
 
-        Where ranks do not ascend along an axis, its process groups have the order of the mesh (`ir.mesh.mesh_in_its_order`).
-        """
+        Where ranks do not ascend along an axis, its process groups have the order of the mesh
+        (`ir.mesh.mesh_in_its_order`)."""
         if self._device_mesh is None:
             names = self.axis_names or tuple(f"axis{i}" for i in range(len(self.mesh_shape)))
             grid = torch.tensor(self.get_logical_mesh())
             ascending = all(bool((grid.diff(dim=axis) > 0).all()) for axis in range(grid.ndim))
             kind = device_type or ("cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu")
-            self._take(DeviceMesh(kind, grid, mesh_dim_names=names) if ascending else mesh_in_its_order(kind, grid, names))
+            self._take(
+                DeviceMesh(kind, grid, mesh_dim_names=names) if ascending else mesh_in_its_order(kind, grid, names)
+            )
         assert self._device_mesh is not None
         return self._device_mesh
 
@@ -96,7 +103,8 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
-        """The same grid of a torch mesh, which `to_device_mesh` gives back, unless its process groups have another order.
+        """The same grid of a torch mesh, which `to_device_mesh` gives back, unless its process groups have another
+        order.
 
         Raises:
             MeshError: it does not cover all ranks of the job.
@@ -125,12 +133,16 @@ def _check(ids: Sequence[int], shape: Sequence[int], names: Sequence[str] | None
     if any(size < 1 for size in shape):
         raise MeshError(f"mesh shape {tuple(shape)}: sizes start at 1")
     if math.prod(shape) != len(ids):
-        raise MeshError(f"{len(ids)} device ids do not fill a mesh of shape {tuple(shape)}, which has {math.prod(shape)} places")
+        raise MeshError(
+            f"{len(ids)} device ids do not fill a mesh of shape {tuple(shape)}, which has {math.prod(shape)} places"
+        )
     if len(set(ids)) != len(ids):
         twice = sorted({i for i in ids if ids.count(i) > 1})
         raise MeshError(f"device ids have to be unique: {twice} are there more than once")
     if any(not 0 <= i < len(ids) for i in ids):
-        raise MeshError(f"device ids have to be 0..{len(ids) - 1}: {sorted(i for i in ids if not 0 <= i < len(ids))} are not")
+        raise MeshError(
+            f"device ids have to be 0..{len(ids) - 1}: {sorted(i for i in ids if not 0 <= i < len(ids))} are not"
+        )
     if names is None:
         return
     if len(names) != len(shape):

@@ -2,18 +2,20 @@
 
     local = enable_manual_sharding(x, ("dp", None))            # x cut along dp: now this rank's rows, a plain tensor
     local = my_kernel(local)                                   # may use collectives of its own
-    y = disable_manual_sharding(local, ("dp", None), x.shape)  # a tensor of the global shape again: in eager whole on every rank,
+    y = disable_manual_sharding(local, ("dp", None), x.shape)  # a tensor of the global shape again: in eager whole on
+    every rank,
                                                                # in a compiled program as the compiler shards it
 
     @manual_region(in_specs=(("dp", None),), out_specs=("dp", None))
     def region(local): ...                                     # the same as a function of global tensors
 
-With `axes` only those mesh axes are manual: inside, a tensor is a DTensor over the other axes, with the shape that one device group of
-the manual axes has, and the compiler goes on sharding it. Regions nest: an inner one takes further axes of such a tensor.
+With `axes` only those mesh axes are manual: inside, a tensor is a DTensor over the other axes, with the shape that one
+device group of the manual axes has, and the compiler goes on sharding it. Regions nest: an inner one takes further axes
+of such a tensor.
 
-Gradients. A tensor that a region takes whole along an axis gets gradients from every device of it, which are summed; a result that is
-said to be equal along an axis gives each device its share, 1/size, of the gradient. Together they give the gradient of the global
-program, wherever the region's own collectives differentiate right.
+Gradients. A tensor that a region takes whole along an axis gets gradients from every device of it, which are summed; a
+result that is said to be equal along an axis gives each device its share, 1/size, of the gradient. Together they give
+the gradient of the global program, wherever the region's own collectives differentiate right.
 """
 
 from __future__ import annotations
@@ -56,9 +58,13 @@ def enable_manual_sharding(
     for dim, entry in enumerate(cut):
         pieces = _pieces(entry, manual, mesh.mesh_shape)
         if t.shape[dim] % pieces:
-            raise ManualRegionError(f"dim {dim} of size {t.shape[dim]} cannot be cut in {pieces} equal pieces for a manual region")
+            raise ManualRegionError(
+                f"dim {dim} of size {t.shape[dim]} cannot be cut in {pieces} equal pieces for a manual region"
+            )
         if [a in manual for a in entry] != sorted([a in manual for a in entry], reverse=True):
-            raise ManualRegionError(f"dim {dim} is cut along a manual axis behind one that is not manual: {partition_spec}")
+            raise ManualRegionError(
+                f"dim {dim} is cut along a manual axis behind one that is not manual: {partition_spec}"
+            )
     return to_manual(t, mesh_text_in_program(mesh, t), cut, manual)
 
 
@@ -79,7 +85,9 @@ def disable_manual_sharding(
     mesh, cut, manual = _arguments(partition_spec, mesh, axes, t.dim())
     made = [size * _pieces(entry, manual, mesh.mesh_shape) for size, entry in zip(t.shape, cut)]
     if list(full_shape) != made:
-        raise ManualRegionError(f"pieces of shape {list(t.shape)} make {made} with {tuple(partition_spec)}, not {list(full_shape)}")
+        raise ManualRegionError(
+            f"pieces of shape {list(t.shape)} make {made} with {tuple(partition_spec)}, not {list(full_shape)}"
+        )
     return from_manual(t, mesh_text_in_program(mesh, t), cut, manual)
 
 
@@ -101,9 +109,12 @@ def manual_region(
         @functools.wraps(function)
         def region(*args: Any) -> Any:
             if len(args) != len(in_specs):
-                raise ManualRegionError(f"{function.__name__} takes {len(in_specs)} arguments, one per spec, not {len(args)}")
+                raise ManualRegionError(
+                    f"{function.__name__} takes {len(in_specs)} arguments, one per spec, not {len(args)}"
+                )
             inside = [
-                arg if spec is None else enable_manual_sharding(arg, spec, mesh=mesh, axes=axes) for arg, spec in zip(args, in_specs)
+                arg if spec is None else enable_manual_sharding(arg, spec, mesh=mesh, axes=axes)
+                for arg, spec in zip(args, in_specs)
             ]
             result = function(*inside)
             if isinstance(out_specs, list):
@@ -120,7 +131,9 @@ def _close(t: torch.Tensor, spec: PartitionSpec, mesh: Mesh | None, axes: Sequen
     return from_manual(t, mesh_text_in_program(real, t), cut, manual)
 
 
-def _arguments(spec: PartitionSpec, mesh: Mesh | None, axes: Sequence[str | int] | None, ndim: int) -> tuple[Mesh, Axes, Indices]:
+def _arguments(
+    spec: PartitionSpec, mesh: Mesh | None, axes: Sequence[str | int] | None, ndim: int
+) -> tuple[Mesh, Axes, Indices]:
     mesh = mesh if mesh is not None else get_global_mesh()
     if mesh is None:
         raise MeshError("a manual region needs a mesh: give one, or call set_global_mesh first")
@@ -129,7 +142,8 @@ def _arguments(spec: PartitionSpec, mesh: Mesh | None, axes: Sequence[str | int]
     return mesh, mesh.axes(spec, ndim), manual
 
 
-# ---- in the graph --------------------------------------------------------------------------------------------------------------
+# ---- in the graph
+# --------------------------------------------------------------------------------------------------------------
 
 
 class _Share(torch.autograd.Function):
@@ -152,7 +166,9 @@ def to_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.
     here = [i for i in range(mesh.ndim)] if not isinstance(t, DTensor) else dims_in(mesh, t.device_mesh)
     for i in manual:
         if i not in here:
-            raise ManualRegionError(f"mesh axis {axis_name(mesh, i)!r} is manual already: a region inside of one takes other axes")
+            raise ManualRegionError(
+                f"mesh axis {axis_name(mesh, i)!r} is manual already: a region inside of one takes other axes"
+            )
     own = as_dtensor(t, sub_mesh(mesh, here)).redistribute(placements=_placements(axes, mesh, here))
     rest = [i for i in here if i not in manual]
     back = [Partial() if p.is_replicate() and i in manual else p for i, p in zip(here, own.placements)]
@@ -166,7 +182,9 @@ def to_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.
 
 @torch.compiler.allow_in_graph
 def from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.Tensor:
-    """The tensor over the manual axes, and over those that `t` is a DTensor over already; plain and whole where that is all axes."""
+    """The tensor over the manual axes, and over those that `t` is a DTensor over already; plain and whole where that is
+    all axes.
+    """
     placed = placed_from_manual(t, text, axes, manual)
     return whole(placed) if placed.device_mesh.ndim == device_mesh_of(text).ndim else placed
 
@@ -206,7 +224,9 @@ def _placements(axes: Axes, mesh: DeviceMesh, here: Sequence[int]) -> list[Place
     placements = axes_to_placements(axes, tuple(mesh.shape))
     unknown = [i for i, p in enumerate(placements) if not isinstance(p, Replicate) and i not in here]
     if unknown:
-        raise ManualRegionError(f"mesh axis {axis_name(mesh, unknown[0])!r} is manual already: inside, a tensor is not cut along it")
+        raise ManualRegionError(
+            f"mesh axis {axis_name(mesh, unknown[0])!r} is manual already: inside, a tensor is not cut along it"
+        )
     return [placements[i] for i in here]
 
 

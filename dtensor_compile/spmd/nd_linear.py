@@ -1,8 +1,9 @@
 """A linear layer that keeps the dims of its input through the graph.
 
-``torch.nn.functional.linear`` folds the leading dims of its input into one, for a matrix product: a shard of the second dim becomes a
-strided shard of the folded one. Here the layer is one operator over all dims, with a rule of its own; the fold happens in its kernel,
-on the local tensor. (DTensor of torch 2.13 follows the strided shard through a product: then both send the same.)
+``torch.nn.functional.linear`` folds the leading dims of its input into one, for a matrix product: a shard of the second
+dim becomes a strided shard of the folded one. Here the layer is one operator over all dims, with a rule of its own; the
+fold happens in its kernel, on the local tensor. (DTensor of torch 2.13 follows the strided shard through a product:
+then both send the same.)
 
     y[..., o] = sum_i x[..., i] w[o, i]            any leading dim, o and i may be cut; i owes a sum
     w'[o, i]  = sum_... y'[..., o] x[..., i]       the gradient of w: a cut leading dim owes a sum

@@ -1,15 +1,16 @@
-"""What a partition spec means, device by device: tile assignment, groups of devices with equal data, and the shard of each device.
+"""What a partition spec means, device by device: tile assignment, groups of devices with equal data, and the shard of
+each device.
 
-The devices of a mesh, in the order of its axes, are transposed so that the axes of the spec come first, in the order in which the spec
-names them, and the axes it does not name come last. Then
+The devices of a mesh, in the order of its axes, are transposed so that the axes of the spec come first, in the order in
+which the spec names them, and the axes it does not name come last. Then
 
     tile_assignment      one dim per cut tensor dim, followed by the axes that are not named
     replication_groups   one row per tile: the devices that hold it
     group_assignment     the indices of those rows, one dim per tensor dim (1 where it is whole)
 
-`ShardingType` is REPLICATED where every dim is whole, TILED where all dims are cut and all axes are used, PARTIAL otherwise, with the
-numbers of torch_xla. A mesh with more axes than the tensor has dims is PARTIAL also where every dim is whole, as it is there.
-"""
+`ShardingType` is REPLICATED where every dim is whole, TILED where all dims are cut and all axes are used, PARTIAL
+otherwise, with the numbers of torch_xla. A mesh with more axes than the tensor has dims is PARTIAL also where every dim
+is whole, as it is there."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ class IotaTiles:
 class OpSharding:
     """
     Attributes:
-        tile_assignment, group_assignment, replication_groups: nested lists of device ids and of group numbers; see the module.
-            The latter two are empty where no device is left over.
+        tile_assignment, group_assignment, replication_groups: nested lists of device ids and of group numbers; see the
+            module. The latter two are empty where no device is left over.
         sharding_type: see `ShardingType`.
         tile_dims: pieces per tensor dim.
         v2: the same as `IotaTiles`, in places of the mesh's list of device ids; None where every dim is whole.
@@ -77,7 +78,12 @@ class OpSharding:
 
     def __str__(self) -> str:
         """As XLA writes a sharding: ``{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}``."""
-        if self.sharding_type in (ShardingType.REPLICATED, ShardingType.MAXIMAL, ShardingType.MANUAL, ShardingType.UNKNOWN):
+        if self.sharding_type in (
+            ShardingType.REPLICATED,
+            ShardingType.MAXIMAL,
+            ShardingType.MANUAL,
+            ShardingType.UNKNOWN,
+        ):
             return f"{{{self.sharding_type.name.lower()}}}"
         devices = np.asarray(self.replication_groups or self.tile_assignment)
         copies = devices.size // math.prod(self.tile_dims)
@@ -89,7 +95,9 @@ class OpSharding:
 
 
 def op_sharding(device_ids: np.ndarray, axes: Axes) -> OpSharding:
-    """The sharding of a tensor cut along `axes` (per tensor dim) over the devices of a mesh, `device_ids` in the shape of the mesh."""
+    """The sharding of a tensor cut along `axes` (per tensor dim) over the devices of a mesh, `device_ids` in the shape
+    of the mesh.
+    """
     shape = device_ids.shape
     used = [axis for entry in axes for axis in entry]
     unused = [axis for axis in range(device_ids.ndim) if axis not in used]
@@ -123,12 +131,14 @@ class DeviceShard:
 
 
 def device_shards(device_ids: np.ndarray, axes: Axes, shape: Sequence[int]) -> list[DeviceShard]:
-    """The shard of every device, in order of id. Pieces are of ``ceil(size / pieces)``, the last ones smaller or empty; where several
-    axes cut a dim, each cuts what the one before it made (as DTensor does)."""
+    """The shard of every device, in order of id. Pieces are of ``ceil(size / pieces)``, the last ones smaller or empty;
+    where several axes cut a dim, each cuts what the one before it made (as DTensor does)."""
     copies: dict[tuple[int, ...], int] = {}
     shards = {}
     for coordinate in np.ndindex(*device_ids.shape):
-        index = tuple(_range(size, [(device_ids.shape[a], coordinate[a]) for a in entry]) for size, entry in zip(shape, axes))
+        index = tuple(
+            _range(size, [(device_ids.shape[a], coordinate[a]) for a in entry]) for size, entry in zip(shape, axes)
+        )
         tile = tuple(coordinate[axis] for entry in axes for axis in entry)
         copies[tile] = copies.get(tile, -1) + 1
         shards[int(device_ids[coordinate])] = DeviceShard(int(device_ids[coordinate]), index, copies[tile])

@@ -1,7 +1,8 @@
 """Whether an operator runs on the shards of every rank: asked on each rank for all of them, so that all decide alike.
 
-Where shards are uneven, some ranks hold other shapes, maybe nothing at all, and an operator may run on one rank and raise on another (the
-largest of no numbers). A rank that saw its own shard alone would fall back to whole tensors alone, and send what nobody receives.
+Where shards are uneven, some ranks hold other shapes, maybe nothing at all, and an operator may run on one rank and
+raise on another (the largest of no numbers). A rank that saw its own shard alone would fall back to whole tensors
+alone, and send what nobody receives.
 
     amax(x: S(0) of 3 rows, 4 ranks)      runs on ranks 0 to 2, raises on rank 3: whole on all of them
 """
@@ -14,22 +15,39 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.ir.mesh import MeshLayout, mesh_layout
-from dtensor_compile.compat.dtensor.specs import local_and_spec, with_local
 from dtensor_compile.compat.distributed.device_meshes import seen_by
 from dtensor_compile.compat.dtensor.record import DrawsOnShards, refusing_draws, run_node
+from dtensor_compile.compat.dtensor.specs import local_and_spec, with_local
+from dtensor_compile.ir.mesh import MeshLayout, mesh_layout
 from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.spmd.in_place import function_name
 
 #: Functions that have no result for no numbers. Not all of them say so of a tensor that has no values either.
 _NEED_NUMBERS = frozenset(
-    {"amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "max", "median", "min", "mode", "nanmedian", "nanquantile", "quantile"}
+    {
+        "amax",
+        "amin",
+        "aminmax",
+        "argmax",
+        "argmin",
+        "kthvalue",
+        "max",
+        "median",
+        "min",
+        "mode",
+        "nanmedian",
+        "nanquantile",
+        "quantile",
+    }
 )
 
 
-def fails_on_some_rank(gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Exception | None:
-    """What a node raises on the first rank on which it does, for these fake values of the nodes before it, whose shapes differ from rank
-    to rank; None where it runs on all of them, where ranks hold the same shapes, and where sizes are symbolic."""
+def fails_on_some_rank(
+    gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]
+) -> Exception | None:
+    """What a node raises on the first rank on which it does, for these fake values of the nodes before it, whose shapes
+    differ from rank to rank; None where it runs on all of them, where ranks hold the same shapes, and where sizes are
+    symbolic."""
     placed = {used: values[used] for used in node.all_input_nodes if isinstance(values.get(used), DTensor)}
     if not all(isinstance(size, int) for value in placed.values() for size in value.shape):
         return None

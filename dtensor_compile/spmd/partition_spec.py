@@ -4,10 +4,10 @@
     (None, "tp")      on a mesh (dp, tp): dim 0 whole, dim 1 in |tp| pieces
     (("tp", "dp"),)   dim 0 first in |tp| pieces, each of them in |dp| pieces
 
-A spec and the placements of a DTensor say the same from two sides: a spec names mesh axes per tensor dim, placements name a tensor
-dim per mesh dim. Axes that cut one dim in another order than that of the mesh are strided shards: with the mesh (dp, tp) the second
-spec is ``_S(0,|tp|)S(0)``, since dp cuts what tp has cut already. The split factor of an axis is the number of pieces made by the
-axes that cut the same dim before it and stand behind it in the mesh.
+A spec and the placements of a DTensor say the same from two sides: a spec names mesh axes per tensor dim, placements
+name a tensor dim per mesh dim. Axes that cut one dim in another order than that of the mesh are strided shards: with
+the mesh (dp, tp) the second spec is ``_S(0,|tp|)S(0)``, since dp cuts what tp has cut already. The split factor of an
+axis is the number of pieces made by the axes that cut the same dim before it and stand behind it in the mesh.
 """
 
 from __future__ import annotations
@@ -24,20 +24,27 @@ PartitionSpec = tuple["Axis | tuple[Axis, ...] | None", ...]
 Axes = tuple[tuple[int, ...], ...]
 
 
-def spec_axes(spec: object, mesh_shape: Sequence[int], axis_names: Sequence[str] | None, what: str = "a partition spec") -> Axes:
+def spec_axes(
+    spec: object, mesh_shape: Sequence[int], axis_names: Sequence[str] | None, what: str = "a partition spec"
+) -> Axes:
     """The axes of each entry as indices; an empty tuple for a dim that is whole.
 
     Raises:
-        PlacementError: it is no tuple, an entry is nested twice or of another type, an axis is unknown, out of range or used twice.
+        PlacementError: it is no tuple, an entry is nested twice or of another type, an axis is unknown, out of range or
+            used twice.
     """
     if not isinstance(spec, (tuple, list)):
-        raise PlacementError(f"{what} is a tuple with one entry per tensor dim, not {spec!r}; write ({spec!r},) for one dim")
+        raise PlacementError(
+            f"{what} is a tuple with one entry per tensor dim, not {spec!r}; write ({spec!r},) for one dim"
+        )
     axes = tuple([_entry_axes(entry, len(mesh_shape), axis_names, spec, what) for entry in spec])
     used = [axis for entry in axes for axis in entry]
     for axis in used:
         if used.count(axis) > 1:
             name = axis_names[axis] if axis_names else axis
-            raise PlacementError(f"{what} {tuple(spec)!r} uses mesh axis {name!r} twice: an axis cuts one dim of a tensor, once")
+            raise PlacementError(
+                f"{what} {tuple(spec)!r} uses mesh axis {name!r} twice: an axis cuts one dim of a tensor, once"
+            )
     return axes
 
 
@@ -50,14 +57,22 @@ def _entry_axes(entry: object, ndim: int, names: Sequence[str] | None, spec: obj
     axes = []
     for part in parts:
         if isinstance(part, (tuple, list)):
-            raise PlacementError(f"{what} {spec!r} nests too deep at {part!r}: an entry is None, an axis, or a tuple of axes")
+            raise PlacementError(
+                f"{what} {spec!r} nests too deep at {part!r}: an entry is None, an axis, or a tuple of axes"
+            )
         if isinstance(part, str):
             if not names or part not in names:
-                have = f"the axes are {', '.join(map(repr, names))}" if names else "the mesh has no axis_names: use indices"
+                have = (
+                    f"the axes are {', '.join(map(repr, names))}"
+                    if names
+                    else "the mesh has no axis_names: use indices"
+                )
                 raise PlacementError(f"{what} {spec!r} names the mesh axis {part!r}, which is not there; {have}")
             axes.append(list(names).index(part))
         elif isinstance(part, bool) or not isinstance(part, int):
-            raise PlacementError(f"{what} {spec!r} has the entry {part!r}: an entry is None, an axis, or a tuple of axes")
+            raise PlacementError(
+                f"{what} {spec!r} has the entry {part!r}: an entry is None, an axis, or a tuple of axes"
+            )
         elif not 0 <= part < ndim:
             raise PlacementError(f"{what} {spec!r} uses mesh axis {part}, but the mesh has the axes 0 to {ndim - 1}")
         else:
@@ -88,29 +103,39 @@ def placements_to_axes(placements: Sequence[Placement], mesh_shape: Sequence[int
     """The other way round; `ndim` is the number of dims of the tensor.
 
     Raises:
-        PlacementError: a placement is partial (no spec says that), more of them than mesh dims, a shard of a dim that is not there,
-            or a split factor that no order of the axes has.
+        PlacementError: a placement is partial (no spec says that), more of them than mesh dims, a shard of a dim that
+            is not there, or a split factor that no order of the axes has.
     """
     if len(placements) != len(mesh_shape):
-        raise PlacementError(f"{len(placements)} placements {tuple(placements)} do not fit a mesh of {len(mesh_shape)} dims")
+        raise PlacementError(
+            f"{len(placements)} placements {tuple(placements)} do not fit a mesh of {len(mesh_shape)} dims"
+        )
     entries: list[list[int]] = [[] for _ in range(ndim)]
     for axis in reversed(range(len(mesh_shape))):
         placement = placements[axis]
         if isinstance(placement, Partial):
-            raise PlacementError(f"{placement!r} over mesh dim {axis} has no partition spec: reduce it first (redistribute)")
+            raise PlacementError(
+                f"{placement!r} over mesh dim {axis} has no partition spec: reduce it first (redistribute)"
+            )
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim + ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < ndim:
-            raise PlacementError(f"{placement!r} over mesh dim {axis} shards a dim that a tensor of {ndim} dims does not have")
+            raise PlacementError(
+                f"{placement!r} over mesh dim {axis} shards a dim that a tensor of {ndim} dims does not have"
+            )
         factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
         entries[dim].insert(_position(entries[dim], factor, mesh_shape, placements), axis)
     return tuple(map(tuple, entries))
 
 
 def _position(entry: Sequence[int], factor: int, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> int:
-    """Behind how many of the axes of `entry` an axis cuts that stands before them in the mesh and has that split factor."""
+    """Behind how many of the axes of `entry` an axis cuts that stands before them in the mesh and has that split
+    factor.
+    """
     for position in range(len(entry) + 1):
         if math.prod([mesh_shape[axis] for axis in entry[:position]]) == factor:
             return position
-    raise PlacementError(f"no order of mesh axes has the placements {tuple(placements)} on a mesh of shape {tuple(mesh_shape)}")
+    raise PlacementError(
+        f"no order of mesh axes has the placements {tuple(placements)} on a mesh of shape {tuple(mesh_shape)}"
+    )

@@ -1,21 +1,21 @@
 """Placements of all tensors of a program from those of a few, to a fixed point.
 
-Comes in: the operators of a program over tensors of global shape (`compat.dtensor.record`), and the mesh axes that cut some of the tensors.
-Goes out: the mesh axes that cut each dim of every tensor.
+Comes in: the operators of a program over tensors of global shape (`compat.dtensor.record`), and the mesh axes that cut
+some of the tensors. Goes out: the mesh axes that cut each dim of every tensor.
 
-What makes it right: a sharding says where data is and not what it is. Any choice computes the same numbers, as each operator gets its
-arguments where its rule wants them; a good choice moves less. So nothing here can make a wrong result, and what the user has said is
-never changed.
+What makes it right: a sharding says where data is and not what it is. Any choice computes the same numbers, as each
+operator gets its arguments where its rule wants them; a good choice moves less. So nothing here can make a wrong
+result, and what the user has said is never changed.
 
-How. A factor of an operator (`compat.dtensor.factors`) is one loop with the dims that it runs over. An axis that cuts one of these dims is given
-to the others, from arguments to results and back, until nothing changes:
+How. A factor of an operator (`compat.dtensor.factors`) is one loop with the dims that it runs over. An axis that cuts
+one of these dims is given to the others, from arguments to results and back, until nothing changes:
 
 1. by the user's order: what is marked with priority 0 spreads before anything that is marked with 1;
 2. then operators that pass an axis on for free, before those that owe a sum for it;
 3. then by cost: where an axis could cut two factors of one operator, it cuts that which holds more bytes.
 
-A *closed* dim takes no axis but those it has (the dims of what the user marked, unless they are named as open); other dims are open. An
-axis cuts a tensor once, and only a dim that it divides.
+A *closed* dim takes no axis but those it has (the dims of what the user marked, unless they are named as open); other
+dims are open. An axis cuts a tensor once, and only a dim that it divides.
 
     w1: (tp, -)   marked         x: (dp, -, -)   marked
     h = linear(x, w1)            h: (dp, -, tp)  from both
@@ -92,7 +92,12 @@ class _Use:
         return [(sharding, dim) for sharding, dim in both if dim is not None]
 
 
-def propagate(program: RecordedProgram, marks: Sequence[tuple[torch.Tensor, SpreadMark]], mesh_shape: Sequence[int], factors: Factors) -> dict[int, Sharding]:
+def propagate(
+    program: RecordedProgram,
+    marks: Sequence[tuple[torch.Tensor, SpreadMark]],
+    mesh_shape: Sequence[int],
+    factors: Factors,
+) -> dict[int, Sharding]:
     """The sharding of each tensor of the program (by its ``id``) that follows from the marked ones."""
     shardings: dict[int, Sharding] = {}
     for tensor, mark in marks:
@@ -129,7 +134,9 @@ def _use(operator: Operator, shardings: dict[int, Sharding], sizes: Sequence[int
     return _Use(inputs, of(operator.results), {size: factors(operator, size) for size in sizes} if inputs else {})
 
 
-def _spread(uses: Sequence[_Use], of: Mapping[int, Sequence[_Use]], mesh_shape: Sequence[int], level: int, sums: bool) -> None:
+def _spread(
+    uses: Sequence[_Use], of: Mapping[int, Sequence[_Use]], mesh_shape: Sequence[int], level: int, sums: bool
+) -> None:
     """Gives axes on along the factors of operators until nothing changes; factors that owe a sum only with `sums`."""
     waiting, queued = deque(uses), {id(use) for use in uses}
     while waiting:

@@ -1,13 +1,13 @@
 """Recurrent layers in programs with annotations: one operator in the graph, which runs on shards of the batch.
 
-Dynamo leaves torch's recurrent layers out of graphs, and DTensor has no rule for them. In programs with annotations they are calls of
-`recurrent_layer`, one for all time steps and stacked layers:
+Dynamo leaves torch's recurrent layers out of graphs, and DTensor has no rule for them. In programs with annotations
+they are calls of `recurrent_layer`, one for all time steps and stacked layers:
 
     y, h, c = recurrent_layer("lstm", x, (h0, c0), weights, ...)
 
-Time steps follow each other, and each needs all features of the one before; sequences of a batch do not know each other. So what runs on
-a device is torch's own function on its part of the batch, with whole weights. It sends nothing but the sums of the weights' gradients,
-as a linear layer does. The backward computes the forward once more.
+Time steps follow each other, and each needs all features of the one before; sequences of a batch do not know each
+other. So what runs on a device is torch's own function on its part of the batch, with whole weights. It sends nothing
+but the sums of the weights' gradients, as a linear layer does. The backward computes the forward once more.
 
 Dropout between stacked layers is drawn between calls of one layer each, as torch does it.
 """
@@ -29,7 +29,9 @@ from dtensor_compile.spmd.constraint import as_dtensor
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 _ARGUMENTS = "str kind, Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, bool bidirectional, bool batch_first"
 _library.define(f"recurrent({_ARGUMENTS}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(f"recurrent_backward(Tensor[] gradients, {_ARGUMENTS}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    f"recurrent_backward(Tensor[] gradients, {_ARGUMENTS}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+)
 
 recurrent_op = torch.ops.dtensor_compile.recurrent.default
 
@@ -57,11 +59,16 @@ def _empty(
     kind: str, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], biases: bool, layers: int,
     bidirectional: bool, batch_first: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Results without values: y of shape (time, batch, features), or (batch, time, features) as a view of that, and last states."""
+    """Results without values: y of shape (time, batch, features), or (batch, time, features) as a view of that, and
+    last states.
+    """
     first, second = x.shape[:2]
     steps, batch = (second, first) if batch_first else (first, second)
     y = x.new_empty([steps, batch, states[0].shape[2] * (1 + bidirectional)])
-    return [y.transpose(0, 1) if batch_first else y, *(torch.empty_like(s, memory_format=torch.contiguous_format) for s in states)]
+    return [
+        y.transpose(0, 1) if batch_first else y,
+        *(torch.empty_like(s, memory_format=torch.contiguous_format) for s in states),
+    ]
 
 
 def _backward(
@@ -135,7 +142,9 @@ def recurrent_layer(
     features = made[0].shape[2]
     shapes = [[*x.shape[:2], features], *([s.shape[0], x.shape[batch], s.shape[2]] for s in states)]
     return tuple(
-        DTensor.from_local(t, mesh, p, run_check=False, shape=torch.Size(shape), stride=_strides(shape, i == 0 and batch_first))
+        DTensor.from_local(
+            t, mesh, p, run_check=False, shape=torch.Size(shape), stride=_strides(shape, i == 0 and batch_first)
+        )
         for i, (t, p, shape) in enumerate(zip(made, [cut, *[of_states] * len(states)], shapes))
     )
 

@@ -1,7 +1,7 @@
 """Manual regions in a Dynamo graph: what enters them without a word, and what must not leave them.
 
-A plain tensor from outside that is used in a region is equal on all ranks. It enters the region whole, by a `to_manual` of its own, so
-that its gradient is the sum of what the devices did with it.
+A plain tensor from outside that is used in a region is equal on all ranks. It enters the region whole, by a `to_manual`
+of its own, so that its gradient is the sum of what the devices did with it.
 
     before   l = to_manual(x, ...); y = mul(l, w)
     after    l = to_manual(x, ...); v = to_manual(w, ..., ((), ()), (0, 1)); y = mul(l, v)
@@ -34,15 +34,17 @@ def enter_regions(gm: torch.fx.GraphModule) -> None:
     """Rewrites a graph, and those of its checkpointed regions, as the module says.
 
     Raises:
-        ManualRegionError: a tensor of a region is returned, meets one of another region or a DTensor of global shape, or is written to
-            a tensor from outside.
+        ManualRegionError: a tensor of a region is returned, meets one of another region or a DTensor of global shape,
+            or is written to a tensor from outside.
     """
     if any(part.graph.find_nodes(op="call_function", target=to_manual) for part in graphs_in(gm)):
         _enter_graph(gm.graph, {})
 
 
 def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, ManualRegion]) -> None:
-    """A graph whose inputs are in the regions `given`; its results are in the same one, or outside where none are given."""
+    """A graph whose inputs are in the regions `given`; its results are in the same one, or outside where none are
+    given.
+    """
     inside = dict(given)
     for node in list(graph.nodes):
         here = {inside[used] for used in node.all_input_nodes if used in inside}
@@ -51,8 +53,12 @@ def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, ManualRegi
         elif node.target is to_manual:
             outer = inside.get(node.args[0])
             if outer and outer.axes & set(node.args[3]):
-                raise ManualRegionError(f"a manual region is entered twice along an axis ({source_line(node)}): an inner one takes others")
-            inside[node] = ManualRegion(str(node.args[1]), frozenset(node.args[3]) | (outer.axes if outer else frozenset()))
+                raise ManualRegionError(
+                    f"a manual region is entered twice along an axis ({source_line(node)}): an inner one takes others"
+                )
+            inside[node] = ManualRegion(
+                str(node.args[1]), frozenset(node.args[3]) | (outer.axes if outer else frozenset())
+            )
         elif node.target is from_manual:
             node.target = placed_from_manual
             outer = inside.get(node.args[0])
@@ -61,7 +67,9 @@ def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, ManualRegi
                 inside[node] = ManualRegion(outer.mesh, rest)
         elif len(here) > 1:
             names = ", ".join(used.name for used in node.all_input_nodes if used in inside)
-            raise ManualRegionError(f"tensors of several manual regions meet: {names} ({source_line(node)}); close one region first")
+            raise ManualRegionError(
+                f"tensors of several manual regions meet: {names} ({source_line(node)}); close one region first"
+            )
         elif here:
             (region,) = here
             _refuse_marks(node, region)
@@ -78,7 +86,9 @@ def _enter_checkpoint(node: torch.fx.Node, inside: Mapping[torch.fx.Node, Manual
         _enter_graph(part.graph, {inner: inside[used] for inner, used in pairs if used in inside})
 
 
-def _enter(graph: torch.fx.Graph, node: torch.fx.Node, region: ManualRegion, inside: dict[torch.fx.Node, ManualRegion]) -> None:
+def _enter(
+    graph: torch.fx.Graph, node: torch.fx.Node, region: ManualRegion, inside: dict[torch.fx.Node, ManualRegion]
+) -> None:
     for used in node.all_input_nodes:
         value: Any = used.meta.get("example_value")
         if used in inside or not isinstance(value, torch.Tensor):
@@ -89,7 +99,9 @@ def _enter(graph: torch.fx.Graph, node: torch.fx.Node, region: ManualRegion, ins
                 "take it in by enable_manual_sharding"
             )
         with graph.inserting_before(node):
-            entered = graph.call_function(to_manual, (used, region.mesh, ((),) * value.dim(), tuple(sorted(region.axes))))
+            entered = graph.call_function(
+                to_manual, (used, region.mesh, ((),) * value.dim(), tuple(sorted(region.axes)))
+            )
         entered.meta = {**used.meta}
         entered.meta.pop("grapharg", None)
         node.replace_input_with(used, entered)
@@ -121,7 +133,9 @@ def _refuse_results(
     wanted = next(iter(given.values()), None)
     wrong = [node for node in output.all_input_nodes if inside.get(node) != wanted and memory_of(node) is not None]
     if wrong and wanted is None:
-        names = "; ".join(f"{node.name} of shape {list(node.meta['example_value'].shape)} ({source_line(node)})" for node in wrong)
+        names = "; ".join(
+            f"{node.name} of shape {list(node.meta['example_value'].shape)} ({source_line(node)})" for node in wrong
+        )
         raise ManualRegionError(
             f"tensors leave a manual region unclosed: {names}. Close them with disable_manual_sharding; a graph ends inside of a region "
             "also where it breaks there, or where the program raises an exception"

@@ -1,19 +1,21 @@
 """A Dynamo graph made to run on DTensors: inputs placed, intermediates redistributed, results made plain again.
 
-Comes in: the graph, and the placements that the propagation found for its tensors (``spread.py``). Goes out: the same graph over
-DTensors; its inputs and outputs are what they were.
+Comes in: the graph, and the placements that the propagation found for its tensors (``spread.py``). Goes out: the same
+graph over DTensors; its inputs and outputs are what they were.
 
-What makes it right: a replicated DTensor means what the plain tensor means, DTensor's rules keep the meaning whatever the placements
-are, and outputs that were plain are made whole. Gradients of plain inputs are made whole by the same step backwards. Cutting a tensor
-that every rank has sends nothing; making its gradient whole sends it once, which storing the parameter in shards (`shard_module`) saves.
+What makes it right: a replicated DTensor means what the plain tensor means, DTensor's rules keep the meaning whatever
+the placements are, and outputs that were plain are made whole. Gradients of plain inputs are made whole by the same
+step backwards. Cutting a tensor that every rank has sends nothing; making its gradient whole sends it once, which
+storing the parameter in shards (`shard_module`) saves.
 
-- Where DTensor leaves an intermediate whole that the propagation cuts, or owing a sum, a redistribution is put behind it.
+- Where DTensor leaves an intermediate whole that the propagation cuts, or owing a sum, a redistribution is put behind
+  it.
 - The mean of a loss over targets of which some do not count is a sum over a sum, of all ranks.
 - A convolution runs on shards of the batch: DTensor has a rule for that, and takes arguments as they come.
-- A function that cannot run on the shards it gets runs on whole tensors, which every rank has then; a decision tells the bytes. What
-  it writes to in place is cut again.
-- Random numbers are those of the plain program: every rank draws them for the whole tensor. Dropout is a product with such numbers, and
-  sends nothing.
+- A function that cannot run on the shards it gets runs on whole tensors, which every rank has then; a decision tells
+  the bytes. What it writes to in place is cut again.
+- Random numbers are those of the plain program: every rank draws them for the whole tensor. Dropout is a product with
+  such numbers, and sends nothing.
 - What is written in place and seen through another view stays whole (``in_place.py``).
 - A checkpointed region is rewritten as the graph around it is.
 
@@ -31,13 +33,29 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.capture.trace import capture_redistributions
+from dtensor_compile.compat.dtensor.record import (
+    DrawsOnShards,
+    checkpointed,
+    fake_like,
+    refusing_draws,
+    run_node,
+    tracing_mode,
+)
 from dtensor_compile.compat.dtensor.specs import StridedShard
-from dtensor_compile.compat.dtensor.record import DrawsOnShards, checkpointed, fake_like, refusing_draws, run_node, tracing_mode
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.nodes import source_line
-from dtensor_compile.spmd.constraint import constrain, mean_loss, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
+from dtensor_compile.ir.mesh import mesh_text
+from dtensor_compile.spmd.constraint import (
+    constrain,
+    mean_loss,
+    ones_of,
+    replicated,
+    update_statistics,
+    whole,
+    whole_copy,
+    write_whole,
+)
 from dtensor_compile.spmd.in_place import function_name, stay_whole, written_argument
 from dtensor_compile.spmd.logical_mesh import dims_in
 from dtensor_compile.spmd.other_ranks import fails_on_some_rank
@@ -49,7 +67,9 @@ from dtensor_compile.spmd.recurrent import recurrent_layer
 class Rewrite:
     """Runs the graph once more, now over fake DTensors, and puts in what has to stand between its nodes."""
 
-    def __init__(self, gm: torch.fx.GraphModule, mesh: DeviceMesh, wanted: dict[torch.fx.Node, Sharding], fall_back: bool) -> None:
+    def __init__(
+        self, gm: torch.fx.GraphModule, mesh: DeviceMesh, wanted: dict[torch.fx.Node, Sharding], fall_back: bool
+    ) -> None:
         self.gm, self.graph, self.mesh, self.wanted, self.fall_back = gm, gm.graph, mesh, wanted, fall_back
         self.decisions: list[Decision] = []
         self.mesh_shape, self.text = tuple(mesh.shape), mesh_text(mesh)
@@ -61,7 +81,10 @@ class Rewrite:
         """Rewrites the graph."""
         nodes = list(self.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        with tracing_mode() as mode, capture_redistributions():  # torch's own steps look at this rank's part of symbolic sizes
+        with (
+            tracing_mode() as mode,
+            capture_redistributions(),
+        ):  # torch's own steps look at this rank's part of symbolic sizes
             for node in placeholders:
                 self.values[node] = fake_like(mode, node.meta["example_value"])
             for node in reversed(placeholders):  # each goes right behind the last one, so that the first comes first
@@ -128,7 +151,8 @@ class Rewrite:
         if isinstance(value, torch.Tensor):
             node.meta["example_value"] = value
             if isinstance(was, DTensor) and not isinstance(value, DTensor) and node.target not in _PLACING:
-                # It fell back to whole tensors, and is a DTensor to the program: over axes that are not manual, in a manual region.
+                # It fell back to whole tensors, and is a DTensor to the program: over axes that are not manual, in a
+                # manual region.
                 self._insert(node, node, replicated, self.text, tuple(dims_in(self.mesh, was.device_mesh)))
 
     def _run(self, node: torch.fx.Node) -> Any:
@@ -140,12 +164,16 @@ class Rewrite:
             return run_node(self.gm, node, self.values)
 
     def _mix(self, node: torch.fx.Node, written: torch.fx.Node | None) -> None:
-        """Plain and DTensor arguments of one node, made fit for its backward: a plain tensor with a gradient gets that as a plain one.
-        What is written to a plain tensor is plain."""
+        """Plain and DTensor arguments of one node, made fit for its backward: a plain tensor with a gradient gets that
+        as a plain one. What is written to a plain tensor is plain."""
         if node.target in _PLACING:
             return
-        values = {used: self.values[used] for used in node.all_input_nodes if isinstance(self.values[used], torch.Tensor)}
-        placed = [used for used, x in values.items() if isinstance(x, DTensor) and mesh_text(x.device_mesh) == self.text]
+        values = {
+            used: self.values[used] for used in node.all_input_nodes if isinstance(self.values[used], torch.Tensor)
+        }
+        placed = [
+            used for used, x in values.items() if isinstance(x, DTensor) and mesh_text(x.device_mesh) == self.text
+        ]
         if placed and written in values and not isinstance(values[written], DTensor):
             for used in placed:
                 self._replace_argument(node, used, whole)
@@ -169,7 +197,9 @@ class Rewrite:
             keep: list[Placement] = [p if batched and p == Shard(0) else Replicate() for p in value.placements]
             gathered += int(value.numel()) * value.element_size() if tuple(keep) != value.placements else 0
             keep = self._over_mesh(keep, dims_in(self.mesh, value.device_mesh))
-            self._replace_argument(node, used, constrain, self.text, placements_to_axes(keep, self.mesh_shape, value.dim()), False)
+            self._replace_argument(
+                node, used, constrain, self.text, placements_to_axes(keep, self.mesh_shape, value.dim()), False
+            )
         self._tell_gathered(node, function_name(node), gathered)
 
     def _tell_recurrent(self, node: torch.fx.Node) -> None:
@@ -179,7 +209,9 @@ class Rewrite:
             value = self.values[used]
             if isinstance(value, DTensor):
                 batch = (0 if node.args[7] else 1) if used is node.args[1] else 1 if used in node.args[2] else None
-                whole_or_batch = all(p.is_replicate() or batch is not None and p == Shard(batch) for p in value.placements)
+                whole_or_batch = all(
+                    p.is_replicate() or batch is not None and p == Shard(batch) for p in value.placements
+                )
                 gathered += 0 if whole_or_batch else int(value.numel()) * value.element_size()
         self._tell_gathered(node, str(node.args[0]), gathered)
 
@@ -189,7 +221,9 @@ class Rewrite:
             self.decisions.append(Decision("replicate_fallback", source_line(node), why))
 
     def _keep_statistics(self, node: torch.fx.Node) -> None:
-        """A batch norm whose running statistics are written by a call of their own: DTensor writes to shards that it made of them."""
+        """A batch norm whose running statistics are written by a call of their own: DTensor writes to shards that it
+        made of them.
+        """
         given = inspect.signature(torch.nn.functional.batch_norm).bind(*node.args, **node.kwargs)
         given.apply_defaults()
         x, mean, var = (given.arguments[name] for name in ("input", "running_mean", "running_var"))
@@ -203,7 +237,9 @@ class Rewrite:
         node.args, node.kwargs = given.args, given.kwargs
 
     def _count_targets(self, node: torch.fx.Node) -> None:
-        """The mean of losses of class indices as their sum over that of the weights that count, where a rank has some of them alone."""
+        """The mean of losses of class indices as their sum over that of the weights that count, where a rank has some
+        of them alone.
+        """
         given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
         given.apply_defaults()
         has = given.arguments
@@ -219,12 +255,16 @@ class Rewrite:
         for used in node.all_input_nodes:
             value = self.values[used]
             if isinstance(value, DTensor):
-                gathered += 0 if all(p.is_replicate() for p in value.placements) else int(value.numel()) * value.element_size()
+                gathered += (
+                    0 if all(p.is_replicate() for p in value.placements) else int(value.numel()) * value.element_size()
+                )
                 self._replace_argument(node, used, whole_copy if used is written else whole)
         why = f"{function_name(node)} runs on whole tensors, {gathered:,} bytes gathered: {reason}"
         self.decisions.append(Decision("replicate_fallback", source_line(node), why))
 
-    def _replace_argument(self, node: torch.fx.Node, used: torch.fx.Node, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
+    def _replace_argument(
+        self, node: torch.fx.Node, used: torch.fx.Node, function: Callable[..., Any], *args: Any
+    ) -> torch.fx.Node:
         """What a function makes of an argument of a node, given to the node in place of the argument."""
         with self.graph.inserting_before(node):
             made = self.graph.call_function(function, (used, *args))
@@ -269,7 +309,9 @@ class Rewrite:
         node.op, node.target, node.args, node.kwargs = "call_method", "mul_" if writes else "mul", (x, draws), {}
         return run_node(self.gm, node, self.values)
 
-    def _insert(self, behind: torch.fx.Node, like: torch.fx.Node, function: Callable[..., Any], *args: Any) -> torch.fx.Node:
+    def _insert(
+        self, behind: torch.fx.Node, like: torch.fx.Node, function: Callable[..., Any], *args: Any
+    ) -> torch.fx.Node:
         """A call behind a node; it takes the place of its first argument, `like`, for all that use that."""
         with self.graph.inserting_after(behind):
             node = self.graph.call_function(function, (like, *args))
@@ -282,8 +324,9 @@ class Rewrite:
         return node
 
     def _place_input(self, node: torch.fx.Node, last: torch.fx.Node) -> None:
-        """A plain input as a DTensor, where it has a gradient or is cut. Others stay plain, and count as replicated where they meet
-        a DTensor; so does what is written to, as the program was given it. The gradient of a DTensor is placed as the DTensor."""
+        """A plain input as a DTensor, where it has a gradient or is cut. Others stay plain, and count as replicated
+        where they meet a DTensor; so does what is written to, as the program was given it. The gradient of a DTensor is
+        placed as the DTensor."""
         value, sharding = self.values[node], self.wanted.get(node)
         cut = sharding is not None and any(sharding.axes)
         if not isinstance(value, torch.Tensor) or not node.users or node in self.stay_whole:
@@ -300,8 +343,9 @@ class Rewrite:
                 self._insert(made, made, constrain, self.text, sharding.axes, False)
 
     def _place(self, node: torch.fx.Node) -> None:
-        """An intermediate that is not placed as the propagation has it: not cut where it should be, or owing a sum. And one whose
-        gradient will owe a sum, as it goes whole into products with what is cut: the terms are added first, and sent once."""
+        """An intermediate that is not placed as the propagation has it: not cut where it should be, or owing a sum. And
+        one whose gradient will owe a sum, as it goes whole into products with what is cut: the terms are added first,
+        and sent once."""
         value, sharding = self.values[node], self.wanted.get(node)
         if not isinstance(value, DTensor) or sharding is None or node.target is constrain:
             return
@@ -314,15 +358,17 @@ class Rewrite:
             self._insert(node, node, constrain, self.text, axes, gradient)
 
     def _over_mesh(self, placements: Sequence[Placement], here: Sequence[int]) -> list[Placement]:
-        """Placements over these dims of the mesh, as placements over the mesh: the other dims are manual, and nothing is cut there."""
+        """Placements over these dims of the mesh, as placements over the mesh: the other dims are manual, and nothing
+        is cut there.
+        """
         made: list[Placement] = [Replicate()] * len(self.mesh_shape)
         for dim, placement in zip(here, placements):
             made[dim] = placement
         return made
 
     def _other_axes(self, value: DTensor, sharding: Sharding, here: Sequence[int]) -> Axes | None:
-        """The axes for a DTensor over these dims of the mesh that the propagation cuts by an axis that cuts none of it yet, or that owes
-        a sum; None for others. Cuts that DTensor chose stay."""
+        """The axes for a DTensor over these dims of the mesh that the propagation cuts by an axis that cuts none of it
+        yet, or that owes a sum; None for others. Cuts that DTensor chose stay."""
         wanted, target, changes = axes_to_placements(sharding.axes, self.mesh_shape), [], False
         for have, want in zip(value.placements, [wanted[dim] for dim in here]):
             cut, wants_cut = (isinstance(p, (Shard, StridedShard)) for p in (have, want))
@@ -334,7 +380,11 @@ class Rewrite:
         """Whether a product is cut along an axis that does not cut this factor of it."""
         made = self.wanted.get(user)
         have = {axis for entry in sharding.cuts for axis in entry}
-        return made is not None and function_name(user) in _PRODUCTS and not {axis for entry in made.cuts for axis in entry} <= have
+        return (
+            made is not None
+            and function_name(user) in _PRODUCTS
+            and not {axis for entry in made.cuts for axis in entry} <= have
+        )
 
     def _make_results_plain(self, output: torch.fx.Node) -> None:
         """Results that Dynamo knows as plain tensors are plain again."""

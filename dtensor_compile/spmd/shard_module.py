@@ -1,11 +1,12 @@
 """`shard_module`: parameters and buffers stored as they are marked, and those that are not marked as the marks imply.
 
-Marks alone leave every tensor whole on every rank, and shard the computation. Here each parameter and buffer becomes a DTensor: in
-shards where it is marked, in shards where the propagation over one call of the module cuts it (`spmd.propagate`), replicated
-otherwise. Optimizer states follow their parameters, so make the optimizer after.
+Marks alone leave every tensor whole on every rank, and shard the computation. Here each parameter and buffer becomes a
+DTensor: in shards where it is marked, in shards where the propagation over one call of the module cuts it
+(`spmd.propagate`), replicated otherwise. Optimizer states follow their parameters, so make the optimizer after.
 
     mark_sharding(block.attention.wq.weight, mesh, ("tp", None))
-    print(shard_module(model, tokens).table())                    # wk, wv follow wq: the heads of attention belong together
+    # wk, wv follow wq: the heads of attention belong together
+    print(shard_module(model, tokens).table())
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.record import record_module
 from dtensor_compile.compat.dynamo.recurrent_functions import replaced, take_new_weights
 from dtensor_compile.errors import MeshError
+from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.spmd.annotate import mark_of, note
 from dtensor_compile.spmd.constraint import as_dtensor
 from dtensor_compile.spmd.factor_cache import FactorCache
@@ -57,7 +58,8 @@ class ShardedModule:
 
 
 def find_shardings(module: nn.Module, inputs: Sequence[Any], mesh: Mesh) -> dict[str, Axes]:
-    """The axes of each parameter and buffer that follow from the marks on them, on `inputs`, and on what the module computes.
+    """The axes of each parameter and buffer that follow from the marks on them, on `inputs`, and on what the module
+    computes.
 
     Computes and sends nothing.
 
@@ -109,7 +111,9 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
         is_parameter = isinstance(tensor, nn.Parameter)
         made[id(tensor)] = nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_parameter else placed
         note(made[id(tensor)], mesh, SpreadMark(axes))
-        rows.append(Placed(name, spec_text(placements), "marked" if marked else "follows" if any(axes) else "replicated"))
+        rows.append(
+            Placed(name, spec_text(placements), "marked" if marked else "follows" if any(axes) else "replicated")
+        )
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):
             held.update({name: made[id(tensor)] for name, tensor in held.items() if id(tensor) in made})

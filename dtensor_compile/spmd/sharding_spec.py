@@ -23,8 +23,8 @@ class ShardingSpec:
 
     Attributes:
         mesh, partition_spec: as for `mark_sharding`.
-        minibatch: a loader gives each rank its own part of the batch (dim 0) already, of the same size on all ranks; ranks that the
-            spec does not tell apart on dim 0 are given the same part.
+        minibatch: a loader gives each rank its own part of the batch (dim 0) already, of the same size on all ranks;
+            ranks that the spec does not tell apart on dim 0 are given the same part.
     """
 
     mesh: Mesh
@@ -49,7 +49,9 @@ class ShardingSpec:
             return wrap_as_sharded_tensor(t, self.mesh, self.partition_spec)
         axes = self.mesh.axes(self.partition_spec, t.dim())
         if not axes or not axes[0]:
-            raise PlacementError(f"minibatch: the spec {self.partition_spec} has to cut dim 0, of which each rank has a part")
+            raise PlacementError(
+                f"minibatch: the spec {self.partition_spec} has to cut dim 0, of which each rank has a part"
+            )
         mesh = device_mesh_of(mesh_text_in_program(self.mesh, t))
         target = axes_to_placements(axes, self.mesh.mesh_shape)
         have = [p if axis in axes[0] else Replicate() for axis, p in enumerate(target)]
@@ -63,8 +65,8 @@ class ShardedLoader:
 
     Args:
         loader: gives batches: tensors in any nesting.
-        input_sharding: for every tensor that it fits (`ShardingSpec.can_apply`), or by key for batches that are mappings. Tensors
-            without one stay as they are.
+        input_sharding: for every tensor that it fits (`ShardingSpec.can_apply`), or by key for batches that are
+            mappings. Tensors without one stay as they are.
     """
 
     def __init__(self, loader: Iterable[Any], input_sharding: ShardingSpec | Mapping[str, ShardingSpec]) -> None:

@@ -1,7 +1,9 @@
-"""Annotations in a Dynamo graph, before autograd: plain tensors become DTensors, and placements spread from those that are marked.
+"""Annotations in a Dynamo graph, before autograd: plain tensors become DTensors, and placements spread from those that
+are marked.
 
-Comes in: a Dynamo graph whose plain tensors are equal on all ranks, some of its inputs marked (`annotate.mark_sharding`), calls of
-`constraint.constrain` in it. Goes out: the same graph over DTensors; its inputs and outputs are what they were.
+Comes in: a Dynamo graph whose plain tensors are equal on all ranks, some of its inputs marked
+(`annotate.mark_sharding`), calls of `constraint.constrain` in it. Goes out: the same graph over DTensors; its inputs
+and outputs are what they were.
 
     before   h = linear(x, w1); c = constrain(h, mesh, ((0,), (1,)), False); return sum(h)
     after    X = replicated(x).redistribute(S(0)R); W1 = replicated(w1).redistribute(R S(0))
@@ -20,7 +22,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.compat.dtensor.record import (
     Operator,
     RecordedProgram,
@@ -33,26 +34,30 @@ from dtensor_compile.compat.dtensor.record import (
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MeshError, PlacementError
 from dtensor_compile.graph.nodes import source_line
+from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.spmd.annotate import guard_marks, mark_of, plain_tensors_are_as_outside
 from dtensor_compile.spmd.constraint import agree, constrain
 from dtensor_compile.spmd.factor_cache import FactorCache
 from dtensor_compile.spmd.in_place import function_name
-from dtensor_compile.spmd.manual import placed_from_manual, to_manual
 from dtensor_compile.spmd.logical_mesh import device_mesh_of
+from dtensor_compile.spmd.manual import placed_from_manual, to_manual
 from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements, placements_to_axes
-from dtensor_compile.spmd.propagate import SpreadMark, Sharding, propagate
+from dtensor_compile.spmd.propagate import Sharding, SpreadMark, propagate
 from dtensor_compile.spmd.regions import enter_regions
 from dtensor_compile.spmd.rewrite import Rewrite
 
 
 def spread_annotations(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], decided: Callable[[list[Decision]], None], fallback: str = "replicate"
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    decided: Callable[[list[Decision]], None],
+    fallback: str = "replicate",
 ) -> None:
     """Rewrites a Dynamo graph with annotations in place; leaves others alone.
 
     Args:
-        fallback: a function that cannot run on DTensors placed as they are runs on whole tensors (``"replicate"``, with a decision
-            that tells the cost), or its error is raised (``"error"``).
+        fallback: a function that cannot run on DTensors placed as they are runs on whole tensors (``"replicate"``, with
+            a decision that tells the cost), or its error is raised (``"error"``).
 
     Raises:
         MeshError: the annotations speak of more than one mesh.
@@ -101,7 +106,8 @@ def _constrain_from_here_on(node: torch.fx.Node) -> None:
         later = later or user is node
 
 
-# ---- which placements ----------------------------------------------------------------------------------------------------------
+# ---- which placements
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _propagated(
@@ -118,15 +124,21 @@ def _propagated(
         ) from None
     except Exception as error:  # noqa: BLE001 - without the propagation the program is as right, and the reason is reported
         run.nodes.clear()
-        return {}, [Decision("spread_annotations", "", f"nothing is spread: {type(error).__name__}: {error}", left_alone=True)]
+        return {}, [
+            Decision("spread_annotations", "", f"nothing is spread: {type(error).__name__}: {error}", left_alone=True)
+        ]
     found = {node: shardings[id(fake)] for node, fake in run.nodes.items() if id(fake) in shardings}
     decisions = []
-    unmarked = {node for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs) if mark_of(value) is None}
+    unmarked = {
+        node for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs) if mark_of(value) is None
+    }
     for node, sharding in found.items():
         if node in unmarked and any(sharding.axes) and not isinstance(node.meta["example_value"], DTensor):
             after = spec_text(axes_to_placements(sharding.axes, tuple(mesh.shape)))
             name = str(node.target).removeprefix("l_").strip("_")
-            decisions.append(Decision("spread_annotations", "", f"{name} follows from the marks", "R" * mesh.ndim, after))
+            decisions.append(
+                Decision("spread_annotations", "", f"{name} follows from the marks", "R" * mesh.ndim, after)
+            )
     return found, decisions
 
 
@@ -197,7 +209,9 @@ class _GlobalRun(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _border(self, enters: bool, x: torch.Tensor, _: str, axes: Axes, manual: tuple[int, ...]) -> torch.Tensor:
-        """A tensor on the other side of the border of a manual region: of another shape, and nothing is carried over."""
+        """A tensor on the other side of the border of a manual region: of another shape, and nothing is carried
+        over.
+        """
         pieces = [math.prod(self.mesh_shape[a] for a in entry if a in manual) for entry in axes]
         other = x.new_empty([size // n if enters else size * n for size, n in zip(x.shape, pieces)])
         if not enters or all(x is not marked for marked, _ in self.marks):  # what the user said of it goes first

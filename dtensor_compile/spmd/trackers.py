@@ -1,21 +1,38 @@
-"""What annotations add to the backend: trackers, contexts and functions of the graph. Nothing of the backend knows of annotations otherwise.
+"""What annotations add to the backend: trackers, contexts and functions of the graph. Nothing of the backend knows of
+annotations otherwise.
 
-Recurrent layers are calls of one operator of the graph in programs with annotations (`spmd.recurrent`), and left to torch in others.
-"""
+Recurrent layers are calls of one operator of the graph in programs with annotations (`spmd.recurrent`), and left to
+torch in others."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.tracing import Contexts, Objects, Retrack, Translator, UserFunctionVariable, VariableTracker, graph_break
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.recurrent_functions import FUNCTIONS, taken_into_graphs
+from dtensor_compile.compat.dynamo.tracing import (
+    Contexts,
+    Objects,
+    Retrack,
+    Translator,
+    UserFunctionVariable,
+    VariableTracker,
+    graph_break,
+)
 from dtensor_compile.spmd.annotate import anything_is_marked, plain_tensors_are_replicated
 from dtensor_compile.spmd.barrier import border
-from dtensor_compile.spmd.constraint import agree, constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole
+from dtensor_compile.spmd.constraint import (
+    agree,
+    constrain,
+    ones_of,
+    replicated,
+    update_statistics,
+    whole,
+    whole_copy,
+    write_whole,
+)
 from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manual
 from dtensor_compile.spmd.recurrent import IN_PROGRAMS, recurrent_layer
 
@@ -24,7 +41,9 @@ def _twin(kind: str) -> Retrack:
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        if not anything_is_marked() or kind == "gru" and torch.is_autocast_enabled("cpu"):  # which casts inside of that layer on a CPU
+        if (
+            not anything_is_marked() or kind == "gru" and torch.is_autocast_enabled("cpu")
+        ):  # which casts inside of that layer on a CPU
             return stock.call_function(tx, args, kwargs)
         if not args[3].is_python_constant():  # a list of weights: sequences of several lengths, one behind the other
             graph_break("packed-sequence", kind)

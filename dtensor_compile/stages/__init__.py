@@ -1,4 +1,5 @@
-"""What `dtensor_compile.backend` does to a program, as lists of steps: one module for each kind of graph, in the order in which they come.
+"""What `dtensor_compile.backend` does to a program, as lists of steps: one module for each kind of graph, in the order
+in which they come.
 
     program     the graph of torch functions over DTensors that Dynamo gives
     joint       the graph of forward and backward over local tensors, with redistributions as nodes, that AOTAutograd traces

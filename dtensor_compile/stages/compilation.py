@@ -33,7 +33,8 @@ class Compilation:
         even: shards are of the same size on all ranks, so that these may decide by the seconds of compute.
         between_meshes: ranks of other meshes have other graphs, and would decide otherwise.
         communication: estimated seconds of the collectives of the graphs lowered so far.
-        order: what was decided about the order of the graph that was lowered last, where Inductor's kernels are ordered again.
+        order: what was decided about the order of the graph that was lowered last, where Inductor's kernels are ordered
+            again.
     """
 
     program: torch.fx.GraphModule
@@ -67,7 +68,9 @@ class Compilation:
         return self.options.schedule and not self.aten and orders_kernels()
 
     def decided(self, decisions: list[Decision]) -> None:
-        """Logs decisions. Those about the order of a graph are kept back where its kernels are ordered again, which says more."""
+        """Logs decisions. Those about the order of a graph are kept back where its kernels are ordered again, which
+        says more.
+        """
         kept = [decision for decision in decisions if decision.kind == ORDERED and self.orders_kernels]
         self.order += kept
         self.log.decided([decision for decision in decisions if decision not in kept])

@@ -1,4 +1,6 @@
-"""What holds while AOTAutograd traces and compiles a program: the scopes that make redistributions nodes, and the compilation itself."""
+"""What holds while AOTAutograd traces and compiles a program: the scopes that make redistributions nodes, and the
+compilation itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Steps on the joint graph of forward and backward: what redistributions become, which copies go, what is kept for the backward."""
+"""Steps on the joint graph of forward and backward: what redistributions become, which copies go, what is kept for the
+backward.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def passes_over_kernels(this: Compilation) -> tuple[Callable[[Nodes], Nodes], Ca
 
 
 def order_kernels(nodes: Nodes, this: Compilation) -> Nodes:
-    """Kernels after fusion in an order in which collectives run beside compute; where that fails, the one that they have."""
+    """Kernels after fusion in an order in which collectives run beside compute; where that fails, the one that they
+    have.
+    """
     options = this.options
     found = attempt(
         "schedule_kernels",

@@ -1,4 +1,6 @@
-"""Steps on a lowered graph, that of the forward and then that of the backward: redistributions become collectives, and these an order."""
+"""Steps on a lowered graph, that of the forward and then that of the backward: redistributions become collectives, and
+these an order.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ LOWER = (
     GraphStep(send_contiguous, when=lambda this: not this.aten, required=True),
 )
 
-#: Products in parts, how many collectives there are, the form of each, the order of all. The names are those of options.
+#: Products in parts, how many collectives there are, the form of each, the order of all. The names are those of
+#: options.
 SCHEDULE = (
     GraphStep(
         decompose_products, lambda this: (this.options.topology, this.options.overlap_memory, this.even), asked=True

@@ -59,7 +59,9 @@ def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
 
 
 def tell_what_is_kept(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
-    """Names the modules of the program for the report, and says what keeps it out of caches, or its kernels out of an order."""
+    """Names the modules of the program for the report, and says what keeps it out of caches, or its kernels out of an
+    order.
+    """
     if not recording():
         return []
     name_modules(program)
@@ -94,7 +96,9 @@ CAPTURED = (
 
 
 def wrap(compiled: Callable[..., Any], this: Compilation) -> Callable[..., Any]:
-    """The compiled graph with what happens around it in each call: aliases, gradients that come otherwise, versions, freed graphs, views."""
+    """The compiled graph with what happens around it in each call: aliases, gradients that come otherwise, versions,
+    freed graphs, views.
+    """
     run = heed_aliases(
         this.program, remember_arguments(compiled, this.tangents), this.log.decided, lambda: this.communication
     )

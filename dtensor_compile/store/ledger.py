@@ -16,7 +16,8 @@ class Book:
 
     Attributes:
         group, store: the default process group and its store.
-        announced: announcements of graphs, by the ranks of a group and the graph's name (`runtime.collective_agreement`).
+        announced: announcements of graphs, by the ranks of a group and the graph's name
+            (`runtime.collective_agreement`).
         refused: places of announcements with which another rank's did not agree.
         unanswered: places of announcements that another rank could not answer, for it failed.
         said: how often this rank has announced the same collectives of a group, for whatever graphs.
@@ -46,8 +47,8 @@ _book: Book | None = None
 
 
 def current_book() -> Book | None:
-    """The book of this process group; None where there is nobody to talk to, or nobody who could answer while this rank waits
-    (ranks that are threads take turns)."""
+    """The book of this process group; None where there is nobody to talk to, or nobody who could answer while this rank
+    waits (ranks that are threads take turns)."""
     global _book
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ("fake", "threaded"):
         return None

@@ -1,12 +1,13 @@
 """Ranks meet before they do together what would block the one that does it alone.
 
-In: what it is about, who has to be there. Out: whether all are. All get the same answer, and nobody waits much longer than
-`PATIENCE` for it, whatever the others do: a rank that compiles something alone, to look at its parameters for instance, must not hang.
+In: what it is about, who has to be there. Out: whether all are. All get the same answer, and nobody waits much longer
+than `PATIENCE` for it, whatever the others do: a rank that compiles something alone, to look at its parameters for
+instance, must not hang.
 
-Through the store of the process group, in two phases. Each rank says ``here``. The first of them, once it sees that all are, turns each
-``here`` into ``locked``; when it has all, it says ``go``. A rank that is tired of waiting turns its own ``here`` into ``gone``, which fails
-where it is locked: then the answer is on its way. Both are compare-and-set, so that one of the two wins. The first rank asks each of
-n ranks twice, the others ask for one key each.
+Through the store of the process group, in two phases. Each rank says ``here``. The first of them, once it sees that all
+are, turns each ``here`` into ``locked``; when it has all, it says ``go``. A rank that is tired of waiting turns its own
+``here`` into ``gone``, which fails where it is locked: then the answer is on its way. Both are compare-and-set, so that
+one of the two wins. The first rank asks each of n ranks twice, the others ask for one key each.
 """
 
 from __future__ import annotations

@@ -9,16 +9,16 @@
 - ``graphs``: graphs as short text for golden tests.
 - ``collectives``: how many collectives a program really runs.
 
-The decorator `parity` has the name of the module that it stands on; ``from dtensor_compile.testing.parity import ...`` is the
-module.
+The decorator `parity` has the name of the module that it stands on; ``from dtensor_compile.testing.parity import ...``
+is the module.
 """
 
 from dtensor_compile.testing.bisect import Culprit, bisect
+from dtensor_compile.testing.check import parity
 from dtensor_compile.testing.compare_values import Difference, compare_values
 from dtensor_compile.testing.graphs import captured_graph, graph_text
 from dtensor_compile.testing.parity import assert_parity, compare_steps
 from dtensor_compile.testing.ranks import RankError, make_mesh, on_ranks, run_on_ranks
-from dtensor_compile.testing.check import parity
 
 __all__ = [
     "Culprit", "Difference", "RankError", "assert_parity", "bisect", "captured_graph", "compare_steps", "compare_values",

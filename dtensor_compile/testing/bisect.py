@@ -1,7 +1,7 @@
 """Which part of the compilation makes a difference: the one that, switched off, makes compiled equal to eager.
 
-The order is from the outside in: Inductor's kernels, the graph passes (all, then one by one), capture and lowering, and, where
-stock torch differs too, its stages. Each try compiles the program again.
+The order is from the outside in: Inductor's kernels, the graph passes (all, then one by one), capture and lowering,
+and, where stock torch differs too, its stages. Each try compiles the program again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def bisect(differs: Callable[[Settings], bool], settings: Settings) -> Culprit:
     """Finds what makes a difference.
 
     Args:
-        differs: whether compiled differs from eager under given settings; on ranks it has to say the same on all of them.
+        differs: whether compiled differs from eager under given settings; on ranks it has to say the same on all of
+            them.
         settings: under which it does.
     """
     tried: list[str] = []
@@ -55,7 +56,9 @@ def bisect(differs: Callable[[Settings], bool], settings: Settings) -> Culprit:
         aten = now.with_options(kernels="aten")
         if now.backend == "dtensor" and (now.options or {}).get("kernels", "inductor") == "inductor":
             if equal('options={"kernels": "aten"}', aten):
-                return found("Inductor's kernels make the difference: the same graph, operator by operator, is equal", now, aten)
+                return found(
+                    "Inductor's kernels make the difference: the same graph, operator by operator, is equal", now, aten
+                )
             now = aten
         names = [name for name in pass_names(now) if name not in _disabled(now)]
         without = _without(now, names)
@@ -64,18 +67,26 @@ def bisect(differs: Callable[[Settings], bool], settings: Settings) -> Culprit:
         now = without if names else now
         stock = replace(now, backend="dtensor").with_options(capture=False, kernels="inductor", disable_passes=())
         if equal('options={"capture": False}', stock):
-            return found("capture or lowering of redistributions makes the difference: stock's way is equal", now, stock)
+            return found(
+                "capture or lowering of redistributions makes the difference: stock's way is equal", now, stock
+            )
         now = stock
     for backend, what in (("aot_eager", "Inductor"), ("eager", "AOTAutograd")):
         stage = replace(settings, backend=backend, options=None)
         if equal(f'backend="{backend}"', stage):
             return found(f"{what} makes the difference, with stock torch as well", now, stage)
         now = stage
-    return found("Dynamo makes the difference, with stock torch as well (or the program itself does not repeat)", now, None)
+    return found(
+        "Dynamo makes the difference, with stock torch as well (or the program itself does not repeat)", now, None
+    )
 
 
 def _pass(
-    names: list[str], now: Settings, without: Settings, equal: Callable[[str, Settings], bool], found: Callable[..., Culprit]
+    names: list[str],
+    now: Settings,
+    without: Settings,
+    equal: Callable[[str, Settings], bool],
+    found: Callable[..., Culprit],
 ) -> Culprit:
     for name in names:
         good = _without(now, [name])

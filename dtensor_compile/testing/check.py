@@ -1,13 +1,13 @@
-"""``@parity(mesh=(2, 2))``: a function that returns a model and its inputs becomes a test on ranks; and `check_case`, which it
-runs there.
+"""``@parity(mesh=(2, 2))``: a function that returns a model and its inputs becomes a test on ranks; and `check_case`,
+which it runs there.
 
     @parity(mesh=(2, 2))
     def test_block(mesh):
         return build(mesh), [torch.randn(4, 64)]
 
-Under pytest it is a test like any other and takes its parametrization; called as it is, it starts the ranks and raises where
-compiled differs from eager. What it raises names the first value that differs and, by bisection, the part of the compilation
-that makes it so.
+Under pytest it is a test like any other and takes its parametrization; called as it is, it starts the ranks and raises
+where compiled differs from eager. What it raises names the first value that differs and, by bisection, the part of the
+compilation that makes it so.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def parity(
     """Decorator for a function that returns ``model, inputs`` (a tensor, a sequence of arguments, or a dict of them).
 
     Args:
-        mesh, names: shape and dim names of the mesh that the function gets where it takes one of the name ``mesh``; as many gloo
-            ranks are started as it has places.
+        mesh, names: shape and dim names of the mesh that the function gets where it takes one of the name ``mesh``; as
+            many gloo ranks are started as it has places.
         loss, optimizer, calls: as in `Case`.
         computed_in, tolerance: as in `Allowed`.
         backend, fullgraph, dynamic, options: for ``torch.compile``.
         bisected: find out which part of the compilation makes a difference; costs nothing where there is none.
         timeout: seconds after which the ranks are ended.
-        local: no ranks are started: all of them are in this process, and eager runs on torch's ``LocalTensor`` (`testing.local`).
+        local: no ranks are started: all of them are in this process, and eager runs on torch's ``LocalTensor``
+            (`testing.local`).
 
     Raises (the test):
         RankError: compiled differs from eager, or a rank raised, died or did not answer in time.

@@ -1,5 +1,5 @@
-"""Two results compared: structure, types, placements, meshes, shapes, strides, dtypes, values; the first value that differs is
-named."""
+"""Two results compared: structure, types, placements, meshes, shapes, strides, dtypes, values; the first value that
+differs is named."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.dtensor.specs import MaskPartial
 
-#: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was computed: the
-#: order of sums may differ, a term may not.
+#: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was
+#: computed: the order of sums may differ, a term may not.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 #: For complex numbers and whatever else has no entry.
 _OTHERWISE = 1e-5
@@ -25,7 +25,8 @@ class Difference:
     """Where eager and compiled differ.
 
     Attributes:
-        what: the value, ``grad.0.weight``, and what about it, ``.placements``; of numbers the place where they differ most.
+        what: the value, ``grad.0.weight``, and what about it, ``.placements``; of numbers the place where they differ
+            most.
         eager, compiled: both values.
         relative: size of the difference over the largest finite value of the tensor; ``nan`` where no number differs.
         tolerance: what was allowed, and where that comes from; empty where nothing was.
@@ -51,9 +52,11 @@ class Allowed:
     """How far numbers may be apart.
 
     Attributes:
-        computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results (autocast).
+        computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results
+            (autocast).
         relative: overrides `TOLERANCE`.
-        terms: size of terms of which the numbers are sums; one rounding of it is allowed whatever the size of the numbers.
+        terms: size of terms of which the numbers are sums; one rounding of it is allowed whatever the size of the
+            numbers.
     """
 
     computed_in: torch.dtype | None = None
@@ -114,7 +117,8 @@ def _compare_numbers(name: str, a: torch.Tensor, b: torch.Tensor, allowed: Allow
         return []
     if not (a.is_floating_point() or a.is_complex()):
         return [_at(name, a, b, (a != b).flatten().int().argmax())]
-    # What is not finite has to be the same thing in the same place, and says nothing about the size of the other numbers.
+    # What is not finite has to be the same thing in the same place, and says nothing about the size of the other
+    # numbers.
     finite = a.isfinite() & b.isfinite()
     odd = ~finite & ~((a == b) | (a.isnan() & b.isnan()))
     if odd.any():
@@ -125,7 +129,11 @@ def _compare_numbers(name: str, a: torch.Tensor, b: torch.Tensor, allowed: Allow
     relative = (apart.max() / largest).item()
     tolerance, source = allowed.of(a.dtype)
     rounding = torch.finfo(allowed.computed_in or a.dtype).eps * allowed.terms
-    return [] if relative <= tolerance or apart.max().item() <= rounding else [_at(name, a, b, apart.flatten().argmax(), relative, source)]
+    return (
+        []
+        if relative <= tolerance or apart.max().item() <= rounding
+        else [_at(name, a, b, apart.flatten().argmax(), relative, source)]
+    )
 
 
 def _at(
@@ -137,5 +145,7 @@ def _at(
     return _difference(name + where, a[index].item(), b[index].item(), relative, tolerance)
 
 
-def _difference(what: str, eager: Any, compiled: Any, relative: float = float("nan"), tolerance: str = "") -> Difference:
+def _difference(
+    what: str, eager: Any, compiled: Any, relative: float = float("nan"), tolerance: str = ""
+) -> Difference:
     return Difference(what, eager, compiled, relative, tolerance, dist.get_rank() if dist.is_initialized() else 0)

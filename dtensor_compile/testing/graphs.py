@@ -1,4 +1,6 @@
-"""Graphs as short text, for golden tests: one line per node, redistributions with their specs, collectives without group names."""
+"""Graphs as short text, for golden tests: one line per node, redistributions with their specs, collectives without
+group names.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from dtensor_compile.graph.nodes import is_redistribution, read, starts_collecti
 
 
 def graph_text(graph: torch.fx.Graph) -> str:
-    """One line per node. Metadata, group names and the names of aten overloads are left out, so that the text reads and lasts."""
+    """One line per node. Metadata, group names and the names of aten overloads are left out, so that the text reads and
+    lasts.
+    """
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -45,9 +49,11 @@ def _argument(value: Any) -> str:
     return str(value)
 
 
-def captured_graph(function: Callable[..., Any], *args: Any, stage: str = "captured", options: dict[str, Any] | None = None) -> str:
-    """Text of the joint graph of ``function(*args)`` before the passes (``"captured"``), after (``"planned"``), or the last graph
-    that was lowered (``"lowered"``).
+def captured_graph(
+    function: Callable[..., Any], *args: Any, stage: str = "captured", options: dict[str, Any] | None = None
+) -> str:
+    """Text of the joint graph of ``function(*args)`` before the passes (``"captured"``), after (``"planned"``), or the
+    last graph that was lowered (``"lowered"``).
 
     Raises:
         ValueError: there is no such stage.

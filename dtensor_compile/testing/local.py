@@ -1,10 +1,12 @@
-"""One step eager and one compiled, with all ranks in this process: no ranks to start, nothing to wait for, nothing that hangs.
+"""One step eager and one compiled, with all ranks in this process: no ranks to start, nothing to wait for, nothing that
+hangs.
 
-Eager runs once for all ranks on torch's ``LocalTensor``, whose operators run for each rank and whose collectives run among its
-parts. A program cannot be compiled like that: Dynamo traces through a ``LocalTensor``, so that the parts of all ranks become
-inputs of one graph, and what is to be compared, the graph of a rank with its collectives, is not there. So each rank compiles the
-program as on a job, in a thread of its own, and runs its graphs there; the threads take turns, and their collectives meet in this
-process (`compat.distributed.rank_threads`). Then each rank's results are compared with its parts of eager's.
+Eager runs once for all ranks on torch's ``LocalTensor``, whose operators run for each rank and whose collectives run
+among its parts. A program cannot be compiled like that: Dynamo traces through a ``LocalTensor``, so that the parts of
+all ranks become inputs of one graph, and what is to be compared, the graph of a rank with its collectives, is not
+there. So each rank compiles the program as on a job, in a thread of its own, and runs its graphs there; the threads
+take turns, and their collectives meet in this process (`compat.distributed.rank_threads`). Then each rank's results are
+compared with its parts of eager's.
 
     eager, LocalTensor:   x = {rank 0: ..., rank 1: ...}  -> program ->  y = {rank 0: ..., rank 1: ...}
     compiled, threads:    rank 0: x -> graph -> y,  rank 1: x -> graph -> y
@@ -26,14 +28,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
+from dtensor_compile.compat.distributed.rank_threads import run_in_threads
+from dtensor_compile.compat.dtensor.local_tensor import local_tensors, of_rank, random_states
 from dtensor_compile.ir import mesh as capture_mesh
 from dtensor_compile.ir.mesh import mesh_layout
-from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.dtensor.local_tensor import local_tensors, of_rank, random_states
-from dtensor_compile.compat.distributed.rank_threads import run_in_threads
 from dtensor_compile.spmd import annotate
 from dtensor_compile.spmd import logical_mesh as spmd_mesh
-from dtensor_compile.testing.parity import Case, Comparison, Difference, Settings, compare_runs, gradients_of, local_part
+from dtensor_compile.testing.parity import (
+    Case,
+    Comparison,
+    Difference,
+    Settings,
+    compare_runs,
+    gradients_of,
+    local_part,
+)
 from dtensor_compile.variables import mesh_constructors as factories
 
 #: What this package remembers of a process and is a rank's here, and what it is at first.
@@ -100,7 +110,9 @@ def compare_locally(case: Case, world: int, settings: Settings, reference: Refer
 
 def _compare(case: Case, settings: Settings, eager: Reference, rank: int) -> tuple[list[Difference], int]:
     wanted = case.run(Settings(eager=True)) if eager.found is None else None
-    compiled = case.run(settings, wanted or {name: of_rank(local_part(x), rank, None) for name, x in gradients_of(eager.found)})
+    compiled = case.run(
+        settings, wanted or {name: of_rank(local_part(x), rank, None) for name, x in gradients_of(eager.found)}
+    )
     if wanted is None:
         meshes: dict[str, DeviceMesh] = {}
         for x in pytree.tree_leaves(compiled):

@@ -1,9 +1,9 @@
 """The smallest part of a program that still differs from eager, as a script of one file.
 
-The program is taken as Dynamo captured it: a graph of torch functions over DTensors, whose inputs are described by shape,
-dtype, placements and mesh and made anew from random numbers. The graph is cut behind the first value that differs, and then
-before the last value from which the difference still comes about. What is left is written as a module and a function with
-`@parity` on it.
+The program is taken as Dynamo captured it: a graph of torch functions over DTensors, whose inputs are described by
+shape, dtype, placements and mesh and made anew from random numbers. The graph is cut behind the first value that
+differs, and then before the last value from which the difference still comes about. What is left is written as a module
+and a function with `@parity` on it.
 
     before   400 nodes that end in a loss
     after    def forward(self, l_x_): return torch.nn.functional.rms_norm(l_x_, (8,))
@@ -19,8 +19,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.testing.compare_values import Allowed
 from dtensor_compile.testing.parity import Case, Settings, compare_case, of_all_ranks, sum_of_squares
 from dtensor_compile.testing.ranks import make_mesh
@@ -32,7 +32,6 @@ TRIES = 40
 
 class MinifyError(Exception):
     """No smaller program that differs was found, or it has no form as a script; the message says why."""
-
 
 
 _taken: list[tuple[torch.fx.GraphModule, list[Any]]] = []
@@ -68,7 +67,9 @@ def minified_script(case: Case, settings: Settings, mesh: Sequence[int], names: 
             small = program
             break
     if small is None:
-        raise MinifyError("with random inputs the captured graphs give eager's numbers: the difference depends on the values")
+        raise MinifyError(
+            "with random inputs the captured graphs give eager's numbers: the difference depends on the values"
+        )
     small = _shrink(small, lambda program: _differs(program, settings, case.allowed))
     return _script(small, settings, mesh, names)
 
@@ -176,7 +177,8 @@ def _differs(program: _Program, settings: Settings, allowed: Allowed) -> bool:
     return bool(of_all_ranks(found))
 
 
-# ---- inputs as text ----------------------------------------------------------------------------------------------------------
+# ---- inputs as text
+# ----------------------------------------------------------------------------------------------------------
 
 
 class _Texts:
@@ -231,7 +233,9 @@ def _placement(placement: Placement) -> str:
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
-    """Random values of any dtype, the same on every rank for the same shape: integers are 0 or 1, so that they may be indices."""
+    """Random values of any dtype, the same on every rank for the same shape: integers are 0 or 1, so that they may be
+    indices.
+    """
     generator = torch.Generator().manual_seed(sum(shape) + len(shape))
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator).to(dtype).requires_grad_(requires_grad)
@@ -249,7 +253,8 @@ def random_dtensor(
     return made.detach().requires_grad_(requires_grad)
 
 
-# ---- the script --------------------------------------------------------------------------------------------------------------
+# ---- the script
+# --------------------------------------------------------------------------------------------------------------
 
 _SCRIPT = '''\
 """Compiled differs from eager here. Run it with python, or with pytest."""

@@ -1,14 +1,14 @@
 """One step eager and one compiled, from equal states, compared value by value.
 
-Both start from copies of the same model and inputs and from the same seed. What is compared: results of every call, inputs
-(what was written to them), gradients, parameters and buffers (after the optimizer's steps, where there is an optimizer), what
-random operators drew and the state in which they leave torch's generator; of tensors also type, dtype, shape, stride,
-placements and mesh.
+Both start from copies of the same model and inputs and from the same seed. What is compared: results of every call,
+inputs (what was written to them), gradients, parameters and buffers (after the optimizer's steps, where there is an
+optimizer), what random operators drew and the state in which they leave torch's generator; of tensors also type, dtype,
+shape, stride, placements and mesh.
 
-Steps of an optimizer start from equal numbers. Adam divides a gradient by its own size, so that of one that is only rounding it makes
-a full step, in either direction: no tolerance for parameters would be small enough to see a fault. So the gradients of each call are
-compared, and where they agree the compiled run steps with eager's: rounding is not passed on, to a step or to the next call. A gradient
-that does not agree is kept, and shows in all that follows from it.
+Steps of an optimizer start from equal numbers. Adam divides a gradient by its own size, so that of one that is only
+rounding it makes a full step, in either direction: no tolerance for parameters would be small enough to see a fault. So
+the gradients of each call are compared, and where they agree the compiled run steps with eager's: rounding is not
+passed on, to a step or to the next call. A gradient that does not agree is kept, and shows in all that follows from it.
 
     eager:     parameters -> gradients g  -------------------> step(g) -> parameters, compared as everything is
     compiled:  parameters -> gradients g' (compared with g) -> step(g where they agree, else g') -> parameters
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.dtensor.specs import copy_of
 from dtensor_compile.compat.distributed.rank_threads import is_rank_thread
+from dtensor_compile.compat.dtensor.specs import copy_of
 from dtensor_compile.testing.compare_values import TOLERANCE, Allowed, Difference, compare_values
 
 __all__ = [
@@ -63,7 +63,9 @@ class Settings:
         if not is_rank_thread():  # the others have compiled code too
             torch.compiler.reset()
         options = dict(self.options) if self.options else None
-        return torch.compile(function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=options)
+        return torch.compile(
+            function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=options
+        )
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class Case:
         """What one run leaves behind, by name, in the order in which it is worth looking at.
 
         Args:
-            reference: what eager left behind, with local tensors for gradients at least, for a run that is compared with it; its
-                gradients are those of the optimizer's steps (see the module).
+            reference: what eager left behind, with local tensors for gradients at least, for a run that is compared
+                with it; its gradients are those of the optimizer's steps (see the module).
         """
         torch.manual_seed(0)
         model, args, kwargs = self.make()
@@ -103,7 +105,9 @@ class Case:
         for call in range(self.calls):
             torch.manual_seed(1 + call)
             out = function(*args, **kwargs)
-            outputs.append(out if optimizer is None else pytree.tree_map(_kept, out))  # parameters change under their views
+            outputs.append(
+                out if optimizer is None else pytree.tree_map(_kept, out)
+            )  # parameters change under their views
             loss = self.loss(out) if self.loss is not None else None
             backwards = 0 if loss is None else self.backwards if call else 1
             for left in reversed(range(backwards)):
@@ -120,7 +124,9 @@ class Case:
         found: dict[str, Any] = {
             "output": outputs,
             "input": (args, dict(kwargs)),
-            "input.grad": [x.grad for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor) and x.is_leaf],
+            "input.grad": [
+                x.grad for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor) and x.is_leaf
+            ],
             **gradients,
         }
         if optimizer is not None:
@@ -135,7 +141,12 @@ class Case:
         allowed = allowed_for_gradients(self.allowed, reference)
         for name, p in parameters.items():
             wanted, own = local_part(reference.get(name)), local_part(p.grad)
-            if wanted is None or own is None or compare_values(name, wanted, own, allowed=allowed) or torch.equal(wanted, own):
+            if (
+                wanted is None
+                or own is None
+                or compare_values(name, wanted, own, allowed=allowed)
+                or torch.equal(wanted, own)
+            ):
                 continue
             p.grad = copy_of(p.grad)  # other tensors may share the memory of what the program returned
             local_part(p.grad).copy_(wanted)
@@ -147,16 +158,18 @@ def local_part(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def gradients_of(found: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | None]]:
-    """The gradients of parameters among what a run left behind, with their names, of all calls that an optimizer's step follows."""
+    """The gradients of parameters among what a run left behind, with their names, of all calls that an optimizer's step
+    follows.
+    """
     return [(name, value) for name, value in found.items() if name.startswith(_GRADIENT)]
 
 
 def allowed_for_gradients(allowed: Allowed, eager: Mapping[str, Any]) -> Allowed:
     """`allowed`, with the rounding that gradients of a program have in common.
 
-    A gradient is a sum of terms, and of terms that cancel only their rounding is left: the gradient of the bias of keys in attention is
-    zero but for that. The terms are not known; as all of them come from one gradient of the loss, they are taken to be as large as
-    the largest gradient of the program.
+    A gradient is a sum of terms, and of terms that cancel only their rounding is left: the gradient of the bias of keys
+    in attention is zero but for that. The terms are not known; as all of them come from one gradient of the loss, they
+    are taken to be as large as the largest gradient of the program.
     """
     found = [local_part(value) for _, value in gradients_of(eager)]
     sizes = [x.detach().abs().nan_to_num(0, 0, 0).max().item() for x in found if x is not None and x.numel()]
@@ -179,7 +192,9 @@ class Comparison:
 
 
 def compare_runs(case: Case, eager: dict[str, Any], compiled: dict[str, Any]) -> tuple[list[Difference], int]:
-    """What differs between what two runs of a case left behind on this rank, and how many tensors there were to compare."""
+    """What differs between what two runs of a case left behind on this rank, and how many tensors there were to
+    compare.
+    """
     gradients = allowed_for_gradients(case.allowed, eager)
     allowed = {key: gradients if key.startswith(_GRADIENT) else case.allowed for key in eager}
     found = [d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=allowed[key])]
@@ -209,7 +224,9 @@ def of_all_ranks(found: list[Difference]) -> list[Difference]:
 
 
 def sum_of_squares(out: Any) -> torch.Tensor | None:
-    """A loss for whatever a program returns: the sum of the squares of all that has a gradient; None where nothing has one."""
+    """A loss for whatever a program returns: the sum of the squares of all that has a gradient; None where nothing has
+    one.
+    """
     total = None
     for x in pytree.tree_leaves(out):
         if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -220,7 +237,10 @@ def sum_of_squares(out: Any) -> torch.Tensor | None:
 
 
 def case_of(
-    model: torch.nn.Module | Callable[..., Any], inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **settings: Any
+    model: torch.nn.Module | Callable[..., Any],
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Case:
     """A case that copies `model` and `inputs` for each run; a model that is a function keeps what it captures."""
 
@@ -253,7 +273,8 @@ def compare_steps(
         inputs, kwargs: arguments; copied for each run.
         loss, optimizer, calls: as in `Case`.
         options, backend, fullgraph, dynamic: for ``torch.compile``.
-        computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results (autocast).
+        computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results
+            (autocast).
         tolerance: largest relative difference allowed, instead of `TOLERANCE`.
     """
     case = case_of(

@@ -1,8 +1,8 @@
-"""``dtensor-compile parity TARGET --mesh 2x2``: does the compiled program give eager's numbers, and if not, what makes the
-difference?
+"""``dtensor-compile parity TARGET --mesh 2x2``: does the compiled program give eager's numbers, and if not, what makes
+the difference?
 
-The command starts the ranks itself, on gloo, runs on those of a job (``--real``, under ``torchrun``), or has all of them in its
-own process (``--local``). Exit status: 0; 1
+The command starts the ranks itself, on gloo, runs on those of a job (``--real``, under ``torchrun``), or has all of
+them in its own process (``--local``). Exit status: 0; 1
 where compiled differs from eager, with the differences; 2 where the program could not be compared.
 """
 
@@ -53,17 +53,29 @@ def parser(program: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog=program, description="Runs a step eager and compiled, on ranks, and compares all that it leaves behind."
     )
-    p.add_argument("target", help="package.module:function or script.py:function that returns a model and its inputs, or a step")
-    p.add_argument("--mesh", metavar="2x2", default="", help="mesh for a function that takes one; with names: dp=2,tp=2")
+    p.add_argument(
+        "target", help="package.module:function or script.py:function that returns a model and its inputs, or a step"
+    )
+    p.add_argument(
+        "--mesh", metavar="2x2", default="", help="mesh for a function that takes one; with names: dp=2,tp=2"
+    )
     p.add_argument("--world", type=int, metavar="N", help=f"ranks to start (default: of --mesh, else {DEFAULT_WORLD})")
     p.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun")
-    p.add_argument("--local", action="store_true", help="start no ranks: all in this process, eager on torch's LocalTensor")
-    p.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds until the ranks are ended (default 600)")
+    p.add_argument(
+        "--local", action="store_true", help="start no ranks: all in this process, eager on torch's LocalTensor"
+    )
+    p.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds until the ranks are ended (default 600)"
+    )
     p.add_argument("--calls", type=int, default=2, metavar="N", help="calls of the step (default 2)")
-    p.add_argument("--optimizer", choices=_OPTIMIZERS, help="steps after each call; parameters are compared after the last")
+    p.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, help="steps after each call; parameters are compared after the last"
+    )
     p.add_argument("--lr", type=float, default=1e-3, help="of the optimizer (default 1e-3)")
     p.add_argument("--no-backward", action="store_true", help="compare the forward alone")
-    p.add_argument("--kernels", choices=("inductor", "aten"), default="inductor", help="as of the backend (default inductor)")
+    p.add_argument(
+        "--kernels", choices=("inductor", "aten"), default="inductor", help="as of the backend (default inductor)"
+    )
     p.add_argument("--backend", default="dtensor", help="another backend (default dtensor)")
     p.add_argument("--dynamic", action=argparse.BooleanOptionalAction, help="for torch.compile")
     p.add_argument("--breaks", action="store_true", help="allow graph breaks")
@@ -81,7 +93,9 @@ def main(argv: Sequence[str], program: str = "dtensor-compile parity") -> int:
         job = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, real=args.real)
         if is_script(args.target):
             where = f"{args.target}:function"
-            raise TargetError(f"{args.target} is a script: name a function in it, {where}, that returns a model and inputs")
+            raise TargetError(
+                f"{args.target} is a script: name a function in it, {where}, that returns a model and inputs"
+            )
         if args.real and args.local:
             raise TargetError("--real and --local exclude each other: the ranks are processes, or they are not")
         if args.local and args.minify:

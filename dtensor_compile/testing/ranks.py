@@ -6,8 +6,8 @@
         dist.all_reduce(x)
         assert x.tolist() == [2, 2]
 
-A job that fails or does not answer in time is ended (its processes by their ids) and a new one serves the next test, so no test
-waits for ever and none suffers from another.
+A job that fails or does not answer in time is ended (its processes by their ids) and a new one serves the next test, so
+no test waits for ever and none suffers from another.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def on_ranks(world: int, timeout: float = 120.0) -> Callable[[Callable[..., Any]
         world: number of ranks.
         timeout: seconds after which the job is ended and the call fails.
 
-    The decorated function returns the list of what each rank returned. Arguments and results are pickled. The function has to
-    be reachable by its name in its module.
+    The decorated function returns the list of what each rank returned. Arguments and results are pickled. The function
+    has to be reachable by its name in its module.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +65,9 @@ def on_ranks(world: int, timeout: float = 120.0) -> Callable[[Callable[..., Any]
     return decorate
 
 
-def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+def run_on_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
+) -> list[Any]:
     """Runs ``function(*args, **kwargs)`` on every rank and returns the results in order of rank.
 
     Raises:
@@ -88,8 +90,8 @@ def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: 
 def make_mesh(shape: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu") -> Any:
     """`init_device_mesh`, once per job and rank for the same arguments: tests share the process groups.
 
-    A test that flattens mesh dims makes a mesh of its own: torch then redistributes over the flattened mesh, for all who share
-    it.
+    A test that flattens mesh dims makes a mesh of its own: torch then redistributes over the flattened mesh, for all
+    who share it.
     """
     import torch.distributed as dist
 
@@ -196,10 +198,11 @@ def end_jobs() -> None:
 
 @contextlib.contextmanager
 def _process_context() -> Iterator[Any]:
-    """The start method of ranks: forked from a process that has imported torch, which takes a tenth of the time of an import.
+    """The start method of ranks: forked from a process that has imported torch, which takes a tenth of the time of an
+    import.
 
-    Torch reads its options from the environment when it is imported: where that has changed since, ranks import it themselves.
-    """
+    Torch reads its options from the environment when it is imported: where that has changed since, ranks import it
+    themselves."""
     global _forked_environment
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     if _forked_environment not in (None, environment):

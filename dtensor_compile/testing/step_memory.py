@@ -1,7 +1,7 @@
 """Memory that a step of a program takes on this rank, beyond what there is before it, by two instruments.
 
-`resident_peak` counts pages of the process: also what backends copy in threads of their own, but not what is allocated and never
-written to. `allocated_peak` counts what torch's allocator for the CPU gives out, on all threads.
+`resident_peak` counts pages of the process: also what backends copy in threads of their own, but not what is allocated
+and never written to. `allocated_peak` counts what torch's allocator for the CPU gives out, on all threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-#: Of ``mallopt``: blocks from this size on are mapped by themselves, so that what is freed goes back to the system at once.
+#: Of ``mallopt``: blocks from this size on are mapped by themselves, so that what is freed goes back to the system at
+#: once.
 _MMAP_THRESHOLD, _MAPPED_FROM = -3, 1 << 16
 
 
@@ -28,7 +29,9 @@ def resident_peak(step: Callable[[], Any]) -> int:
 
 
 def return_freed_memory() -> None:
-    """Memory that is freed goes back to the system, now what was freed before and from then on all larger blocks. Linux only."""
+    """Memory that is freed goes back to the system, now what was freed before and from then on all larger blocks. Linux
+    only.
+    """
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
     libc.malloc_trim(0)

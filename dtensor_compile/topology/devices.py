@@ -1,8 +1,9 @@
-"""The devices of a job, in the form that `HybridMesh` takes: hosts from what launchers set, NVLink domains from ``nvidia-smi``.
+"""The devices of a job, in the form that `HybridMesh` takes: hosts from what launchers set, NVLink domains from
+``nvidia-smi``.
 
-One granule per host (`hosts_from_environment`), or one per NVLink domain of each host (`nvlink_devices`). Where there is a process
-group, ranks tell each other where they are, so that they may be numbered in any order over the hosts, and hosts may differ; without
-one, ranks count host by host, and all hosts are as this one.
+One granule per host (`hosts_from_environment`), or one per NVLink domain of each host (`nvlink_devices`). Where there
+is a process group, ranks tell each other where they are, so that they may be numbered in any order over the hosts, and
+hosts may differ; without one, ranks count host by host, and all hosts are as this one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def _number(names: Sequence[str]) -> int | None:
 
 def _exchange(mine: Any) -> list[Any] | None:
     """What each rank has to say, in order of rank; None where there is nobody to ask."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if (
+        not (dist.is_available() and dist.is_initialized())
+        or dist.get_world_size() == 1
+        or dist.get_backend() == "fake"
+    ):
         return None
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, mine)
@@ -41,24 +46,30 @@ def _exchange(mine: Any) -> list[Any] | None:
 def hosts_from_environment(world_size: int | None = None) -> list[dict[str, Any]]:
     """One device per rank, with the number of its host as ``slice_index``.
 
-    With a process group each rank tells the number of its host (``GROUP_RANK``, ``NODE_RANK``, ``SLURM_NODEID``), and all ranks have to
-    call. Where one knows none, and without a process group, ``LOCAL_WORLD_SIZE`` ranks in a row are on one host.
+    With a process group each rank tells the number of its host (``GROUP_RANK``, ``NODE_RANK``, ``SLURM_NODEID``), and
+    all ranks have to call. Where one knows none, and without a process group, ``LOCAL_WORLD_SIZE`` ranks in a row are
+    on one host.
 
     Args:
         world_size: number of ranks, asked of nobody; otherwise that of the process group, or ``WORLD_SIZE``.
 
     Raises:
-        MeshError: the number of ranks is not known, hosts differ in size, or this rank is not on the host that its number says.
+        MeshError: the number of ranks is not known, hosts differ in size, or this rank is not on the host that its
+            number says.
     """
     hosts = None if world_size else _exchange(_number(_HOST))
     if hosts is not None and None not in hosts:
         return [{"name": str(rank), "slice_index": host} for rank, host in enumerate(hosts)]
-    n = world_size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else _number(("WORLD_SIZE",)) or 0)
+    n = world_size or (
+        dist.get_world_size() if dist.is_available() and dist.is_initialized() else _number(("WORLD_SIZE",)) or 0
+    )
     if n < 1:
         raise MeshError("the number of ranks is not known: start the program with torchrun, or give device_attributes")
     local = _number(_ON_HOST) or n
     if n % local:
-        raise MeshError(f"{local} ranks on this host do not divide the {n} ranks: give device_attributes with slice_index")
+        raise MeshError(
+            f"{local} ranks on this host do not divide the {n} ranks: give device_attributes with slice_index"
+        )
     rank, host = _number(("RANK",)), _number(_HOST)
     if world_size is None and hosts is None and None not in (rank, host) and rank // local != host:  # type: ignore[operator]
         raise MeshError(
@@ -68,7 +79,9 @@ def hosts_from_environment(world_size: int | None = None) -> list[dict[str, Any]
     return [{"name": str(rank), "slice_index": rank // local} for rank in range(n)]
 
 
-def nvlink_devices(topology: str | None = None, hosts: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+def nvlink_devices(
+    topology: str | None = None, hosts: Sequence[Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """One device per rank, with the number of its NVLink domain as ``slice_index``; domains are counted host by host.
 
     The i-th rank of a host is taken to use its GPU i. All ranks have to call.
@@ -90,7 +103,9 @@ def nvlink_devices(topology: str | None = None, hosts: Sequence[Mapping[str, Any
         gpu = counted[host] = counted.get(host, -1) + 1
         domain = next((i for i, gpus in enumerate(told[rank]) if gpu in gpus), None)
         if domain is None:
-            raise MeshError(f"host {host} has {sum(map(len, told[rank]))} GPUs, and rank {rank} would use its GPU {gpu}")
+            raise MeshError(
+                f"host {host} has {sum(map(len, told[rank]))} GPUs, and rank {rank} would use its GPU {gpu}"
+            )
         places.append((host, domain))
     order = sorted(set(places))
     return [{"name": str(rank), "slice_index": order.index(place)} for rank, place in enumerate(places)]
@@ -107,10 +122,14 @@ def nvlink_domains(topology: str | None = None) -> list[list[int]]:
             raise MeshError("there is no nvidia-smi on this host: give device_attributes")
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
         if done.returncode:
-            raise MeshError(f"nvidia-smi topo -m failed: {(done.stderr or done.stdout).strip()[:200]}; give device_attributes")
+            raise MeshError(
+                f"nvidia-smi topo -m failed: {(done.stderr or done.stdout).strip()[:200]}; give device_attributes"
+            )
         topology = done.stdout
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
-    rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+(X|NV\d+|SYS|NODE|PHB|PXB|PIX)\b", line)]
+    rows = [
+        line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s+(X|NV\d+|SYS|NODE|PHB|PXB|PIX)\b", line)
+    ]
     domain = list(range(len(rows)))
     for a, row in enumerate(rows):
         for b, word in enumerate(row[1 : len(rows) + 1]):

@@ -98,7 +98,9 @@ def from_values(values: Mapping[str, Any], where: str = "topology") -> Cluster:
     """
     if not isinstance(values, Mapping) or not {"inside", "between"} <= values.keys() <= _KEYS:
         given = ", ".join(values) if isinstance(values, Mapping) else type(values).__name__
-        raise TopologyError(f"{where}: keys are {', '.join(sorted(_KEYS))}, of which inside and between are needed; given: {given}")
+        raise TopologyError(
+            f"{where}: keys are {', '.join(sorted(_KEYS))}, of which inside and between are needed; given: {given}"
+        )
     ranks = values.get("ranks_per_host", 0)
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 0:
         raise TopologyError(f"{where}: ranks_per_host is a number of ranks, 0 for all of them, not {ranks!r}")
@@ -121,19 +123,31 @@ def _link(value: Any, where: str) -> Link:
         if value not in LINKS:
             raise TopologyError(f"{where}: no link is called {value!r}; presets: {', '.join(LINKS)}")
         return LINKS[value]
-    if not isinstance(value, Mapping) or not {"latency", "bandwidth"} <= value.keys() <= {"latency", "bandwidth", "shared"}:
+    if not isinstance(value, Mapping) or not {"latency", "bandwidth"} <= value.keys() <= {
+        "latency",
+        "bandwidth",
+        "shared",
+    }:
         said = "latency (seconds), bandwidth (bytes per second) and shared (optional)"
         raise TopologyError(f"{where}: a link is {said}, not {value!r}")
     shared = value.get("shared", False)
     if not isinstance(shared, bool):
         raise TopologyError(f"{where}.shared is true or false, not {shared!r}")
-    return Link(_number(value["latency"], f"{where}.latency", zero=True), _number(value["bandwidth"], f"{where}.bandwidth"), shared)
+    return Link(
+        _number(value["latency"], f"{where}.latency", zero=True),
+        _number(value["bandwidth"], f"{where}.bandwidth"),
+        shared,
+    )
 
 
 def _device(value: Any, where: str) -> Device:
     if value is None:
         return CLUSTERS["h100"].device
-    if not isinstance(value, Mapping) or value.keys() != {"peak", "memory", "launch"} or not isinstance(value["peak"], Mapping):
+    if (
+        not isinstance(value, Mapping)
+        or value.keys() != {"peak", "memory", "launch"}
+        or not isinstance(value["peak"], Mapping)
+    ):
         said = "peak (operations per second by bytes of an element), memory and launch"
         raise TopologyError(f"{where}: a device is {said}, not {value!r}")
     try:
@@ -142,7 +156,9 @@ def _device(value: Any, where: str) -> Device:
         raise TopologyError(f"{where}.peak: {error}") from error
     if not peak:
         raise TopologyError(f"{where}.peak is empty")
-    return Device(peak, _number(value["memory"], f"{where}.memory"), _number(value["launch"], f"{where}.launch", zero=True))
+    return Device(
+        peak, _number(value["memory"], f"{where}.memory"), _number(value["launch"], f"{where}.launch", zero=True)
+    )
 
 
 _GPU_KEYS = {"capability", "multiprocessors", "bytes", "shared_memory", "l2"}
@@ -158,7 +174,11 @@ def _gpu(values: Any, where: str) -> Gpu:
     capability = re.fullmatch(r"(\d+)\.(\d)", str(values["capability"]))
     if capability is None:
         raise TopologyError(f'{where}: capability is a compute capability such as "9.0", not {values["capability"]!r}')
-    sizes = {key: _number(values[key], f"{where}: {key}") for key in (*_GPU_KEYS - {"capability"}, "registers", "threads") if key in values}
+    sizes = {
+        key: _number(values[key], f"{where}: {key}")
+        for key in (*_GPU_KEYS - {"capability"}, "registers", "threads")
+        if key in values
+    }
     for key, size in sizes.items():
         if size != int(size):
             raise TopologyError(f"{where}: {key} is a whole number, not {values[key]!r}")

@@ -14,7 +14,8 @@ class Device:
     """What one rank computes on.
 
     Attributes:
-        peak: floating-point operations per second of a matrix product, by bytes of an element (4: float32, 2: bfloat16).
+        peak: floating-point operations per second of a matrix product, by bytes of an element (4: float32, 2:
+            bfloat16).
         memory: bytes per second to and from its memory.
         launch: seconds that every operator takes at least.
     """
@@ -26,7 +27,9 @@ class Device:
     def operations_per_second(self, itemsize: int) -> float:
         """Peak for elements of that many bytes; the nearest larger ones where it has none of its own."""
         sizes = dict(self.peak)
-        return sizes.get(itemsize) or next((rate for size, rate in sorted(self.peak) if size >= itemsize), self.peak[-1][1])
+        return sizes.get(itemsize) or next(
+            (rate for size, rate in sorted(self.peak) if size >= itemsize), self.peak[-1][1]
+        )
 
 
 @dataclass(frozen=True)

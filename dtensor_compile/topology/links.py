@@ -1,6 +1,7 @@
 """How long a collective and an operator take, from a few numbers of the machine.
 
-Collectives, with n ranks, B bytes that one rank sends, a link of bandwidth W (bytes/s) and start-up time a (s per message):
+Collectives, with n ranks, B bytes that one rank sends, a link of bandwidth W (bytes/s) and start-up time a (s per
+message):
 
     seconds = rounds(kind, n) a + f B / W
 
@@ -11,16 +12,17 @@ Collectives, with n ranks, B bytes that one rank sends, a link of bandwidth W (b
 
 f is what the communication backend sends beyond B (`topology/backends.py`), 1 for most.
 
-(R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is R.
-Hockney's, 1994. B is counted as in `dtensor_compile.planner.search`.) The link is the slowest that the ranks of the group share:
-within a host, or between hosts.
+(R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is
+R. Hockney's, 1994. B is counted as in `dtensor_compile.planner.search`.) The link is the slowest that the ranks of the
+group share: within a host, or between hosts.
 
-Operators, with F floating-point operations and M bytes read and written (S. Williams, A. Waterman, D. Patterson: Roofline, 2009):
+Operators, with F floating-point operations and M bytes read and written (S. Williams, A. Waterman, D. Patterson:
+Roofline, 2009):
 
     seconds = max(F / peak, M / memory bandwidth) + launch
 
-These are estimates: they compare one program with another on one machine. They know nothing of contention, of what a compiler
-fuses, or of kernels that stay below the peak.
+These are estimates: they compare one program with another on one machine. They know nothing of contention, of what a
+compiler fuses, or of kernels that stay below the peak.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Link:
     Attributes:
         latency: seconds to start a message.
         bandwidth: bytes per second that one rank sends; all ranks of a host together, where the link is shared.
-        shared: whether the ranks of a host send over it together (one network card for all, main memory), or each has its own.
+        shared: whether the ranks of a host send over it together (one network card for all, main memory), or each has
+            its own.
     """
 
     latency: float
@@ -61,8 +64,10 @@ class Cluster:
         ranks_per_host: 0 where all ranks are on one host.
         inside, between: links within a host and between hosts.
         device: what a rank computes on.
-        mesh_dims: links along mesh dims by their names, where they were measured or are known; they go before the other two.
-        backend: communication backend whose habits count (``"gloo"``, ``"nccl"``; see `topology/backends.py`). Empty: none has any.
+        mesh_dims: links along mesh dims by their names, where they were measured or are known; they go before the other
+            two.
+        backend: communication backend whose habits count (``"gloo"``, ``"nccl"``; see `topology/backends.py`). Empty:
+            none has any.
     """
 
     name: str
@@ -99,9 +104,9 @@ def slowest(links: Sequence[Link]) -> Link:
     return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
-#: Links by name. Bandwidth: makers' figures per device and direction (NVLink 2 to 5; PCIe with 16 lanes; InfiniBand and Ethernet
-#: per port, at line rate). Latency: typical of a collective's message through NCCL, for Ethernet through gloo over TCP. Loopback is
-#: a laptop's: copies through main memory, which all ranks share.
+#: Links by name. Bandwidth: makers' figures per device and direction (NVLink 2 to 5; PCIe with 16 lanes; InfiniBand and
+#: Ethernet per port, at line rate). Latency: typical of a collective's message through NCCL, for Ethernet through gloo
+#: over TCP. Loopback is a laptop's: copies through main memory, which all ranks share.
 LINKS: dict[str, Link] = {
     "nvlink2": Link(3e-6, 150e9),
     "nvlink3": Link(3e-6, 300e9),
@@ -160,7 +165,8 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
 
     Args:
         bytes_sent: by one rank, as `planner/step_costs.py` counts them.
-        messages: that follow each other, where the collective is not the textbook's (an exchange in which few ranks meet).
+        messages: that follow each other, where the collective is not the textbook's (an exchange in which few ranks
+            meet).
     """
     if n <= 1:
         return 0.0

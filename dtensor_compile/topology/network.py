@@ -1,8 +1,8 @@
 """The network that the ranks of one mesh see, and the topology that plans of this thread are made for.
 
-A `Network` is what a plan depends on besides specs and sizes: a link per mesh dim and the habits of the communication backend. It
-follows from the mesh and the topology alone, never from the rank, so that all ranks choose the same plan. Where the user names no
-topology, all mesh dims are alike.
+A `Network` is what a plan depends on besides specs and sizes: a link per mesh dim and the habits of the communication
+backend. It follows from the mesh and the topology alone, never from the rank, so that all ranks choose the same plan.
+Where the user names no topology, all mesh dims are alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dtensor_compile.ir.mesh import MeshLayout, merges
 from dtensor_compile.topology.backends import sent_as
 from dtensor_compile.topology.links import Cluster, Link, seconds_over, slowest
 
-#: One link where nothing is known: about 10 Gbit/s. With equal links plans are chosen by bytes; this only weighs what sends the same.
+#: One link where nothing is known: about 10 Gbit/s. With equal links plans are chosen by bytes; this only weighs what
+#: sends the same.
 PLAIN = Link(2e-5, 1.25e9)
 
 
@@ -44,8 +45,12 @@ class Network:
         """What a collective over these mesh dims together sees."""
         return slowest([self.links[i] for i in mesh_dims]) if self.links else PLAIN
 
-    def seconds(self, kind: str, mesh_dims: Sequence[int], n: int, bytes_sent: float, messages: int | None = None) -> float:
-        """Seconds of one collective of `n` ranks over these mesh dims, in the form in which it is sent; as `seconds_over`."""
+    def seconds(
+        self, kind: str, mesh_dims: Sequence[int], n: int, bytes_sent: float, messages: int | None = None
+    ) -> float:
+        """Seconds of one collective of `n` ranks over these mesh dims, in the form in which it is sent; as
+        `seconds_over`.
+        """
         return seconds_over(self.link(mesh_dims), self.backend, sent_as(self.backend, kind), bytes_sent, n, messages)
 
 

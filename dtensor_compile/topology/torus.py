@@ -1,18 +1,19 @@
 """Axes of a logical mesh onto the axes of a torus.
 
-Each logical axis gets some of the torus's axes, whole, so that their sizes multiply to its own: neighbours along it are neighbours in
-the machine. Logical axes are served from the last to the first, as the last one communicates most by convention. An axis prefers, in
-this order,
+Each logical axis gets some of the torus's axes, whole, so that their sizes multiply to its own: neighbours along it are
+neighbours in the machine. Logical axes are served from the last to the first, as the last one communicates most by
+convention. An axis prefers, in this order,
 
 1. more torus axes: rings along several of them run at the same time;
 2. axes of equal size, whose rings end together;
 3. the first axes.
 
-Where a choice leaves an earlier logical axis without a fit, the next one is tried, so that a layout is found where there is one.
+Where a choice leaves an earlier logical axis without a fit, the next one is tried, so that a layout is found where
+there is one.
 
-With `split`, where there is no such layout, a logical axis may also get a divisor of a torus axis, and the rest goes to others. Every
-choice can be completed then, as what is left has the prime factors that are left to serve. The order is torch_xla's, so that a mesh
-has its devices in the same places there and here; an axis prefers
+With `split`, where there is no such layout, a logical axis may also get a divisor of a torus axis, and the rest goes to
+others. Every choice can be completed then, as what is left has the prime factors that are left to serve. The order is
+torch_xla's, so that a mesh has its devices in the same places there and here; an axis prefers
 
 1. more devices along torus axes that it has whole;
 2. more such axes;
@@ -43,11 +44,14 @@ def assign_axes(torus: Sequence[int], mesh_shape: Sequence[int], split: bool = F
     """The part of each torus axis that each logical axis gets.
 
     Raises:
-        MeshError: the number of devices differs, or no assignment exists without splitting a torus axis (or at all, with `split`).
+        MeshError: the number of devices differs, or no assignment exists without splitting a torus axis (or at all,
+            with `split`).
     """
     if math.prod(torus) != math.prod(mesh_shape):
         have, want = math.prod(torus), math.prod(mesh_shape)
-        raise MeshError(f"a mesh of shape {tuple(mesh_shape)} needs {want} devices, the network of shape {tuple(torus)} has {have}")
+        raise MeshError(
+            f"a mesh of shape {tuple(mesh_shape)} needs {want} devices, the network of shape {tuple(torus)} has {have}"
+        )
 
     found = _serve(torus, mesh_shape, _whole_parts) or (_serve(torus, mesh_shape, _split_parts) if split else None)
     if found is None:
@@ -97,9 +101,11 @@ def _split_parts(free: tuple[int, ...], torus: tuple[int, ...], size: int) -> li
 
 
 def lay_out(devices: np.ndarray, assignment: Assignment) -> np.ndarray:
-    """The devices, given in the shape of the torus, in the shape of the mesh. Of a torus axis that is split, the later logical axes
-    have the neighbours."""
+    """The devices, given in the shape of the torus, in the shape of the mesh. Of a torus axis that is split, the later
+    logical axes have the neighbours."""
     parts = np.array(assignment).reshape(len(assignment), devices.ndim)
     pieces = devices.reshape([int(d) for torus_axis in range(devices.ndim) for d in parts[:, torus_axis]])
-    order = [torus_axis * len(assignment) + axis for axis in range(len(assignment)) for torus_axis in range(devices.ndim)]
+    order = [
+        torus_axis * len(assignment) + axis for axis in range(len(assignment)) for torus_axis in range(devices.ndim)
+    ]
     return pieces.transpose(order).reshape([math.prod(map(int, row)) for row in parts])

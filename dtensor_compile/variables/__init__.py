@@ -1,10 +1,10 @@
 """Dynamo variable trackers for meshes, groups and placements, in place only while Dynamo traces for our backend.
 
-How a value reaches one. torch treats meshes and process groups as *opaque references* (inputs of the graph) and placements as
-*opaque values* (constants), and makes every tracker of them in one factory. While our backend traces, that factory asks `ENTRIES`
-first (`compat.dynamo.tracing` says how the scope is kept). The trackers extend torch's own, so that all that works with those works with
-these, and differ in three things: members follow a table (`members`), an object that a member or a node returns has a source,
-and what torch leaves unguarded is guarded.
+How a value reaches one. torch treats meshes and process groups as *opaque references* (inputs of the graph) and
+placements as *opaque values* (constants), and makes every tracker of them in one factory. While our backend traces,
+that factory asks `ENTRIES` first (`compat.dynamo.tracing` says how the scope is kept). The trackers extend torch's own,
+so that all that works with those works with these, and differ in three things: members follow a table (`members`), an
+object that a member or a node returns has a source, and what torch leaves unguarded is guarded.
 
 DTensors and backward hooks have no tracker of ours: torch's serve, and the meshes and placements of DTensors come here.
 """
@@ -17,23 +17,32 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
-from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.capture.checks import check_redistributions
-from dtensor_compile.compat.dynamo import older_dynamo
-from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
-from dtensor_compile.compat.dynamo.tracing import Backend, Contexts, Entries, Objects, install_while_tracing
-from dtensor_compile.compat.dynamo.calls import read_constant_tensors
-from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
-from dtensor_compile.compat.dynamo.guards import track_and_guard
-from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
-from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
+from dtensor_compile.capture.sharding_rules import rules_while_tracing
 from dtensor_compile.compat.aot.symbol_reads import quick_expressions
-from dtensor_compile.variables import collectives, comm_debug_mode, data_dependent, data_parallel, dense_tensors, optimizer, printing, random
+from dtensor_compile.compat.aot.symbol_results import results_computed_once
+from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
+from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
+from dtensor_compile.compat.dynamo import older_dynamo
+from dtensor_compile.compat.dynamo.calls import read_constant_tensors
+from dtensor_compile.compat.dynamo.guards import track_and_guard
+from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
+from dtensor_compile.compat.dynamo.tracing import Backend, Contexts, Entries, Objects, install_while_tracing
+from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
+from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
 from dtensor_compile.variables import backward_hooks as hooks
+from dtensor_compile.variables import (
+    collectives,
+    comm_debug_mode,
+    data_dependent,
+    data_parallel,
+    dense_tensors,
+    optimizer,
+    printing,
+    random,
+)
 from dtensor_compile.variables import mesh_constructors as factories
 from dtensor_compile.variables import torch_distributed_table as functions
-from dtensor_compile.compat.aot.symbol_results import results_computed_once
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import refuse_members, track_spec
 from dtensor_compile.variables.member_rules import OpaqueClass
@@ -48,7 +57,10 @@ ENTRIES = Entries(
     },
     made={Spec: track_spec, **functions.MADE},
     objects=(
-        *((cls, PlacementClassVariable.retrack) for cls in (Placement, Shard, Replicate, Partial, StridedShard, MaskPartial)),
+        *(
+            (cls, PlacementClassVariable.retrack)
+            for cls in (Placement, Shard, Replicate, Partial, StridedShard, MaskPartial)
+        ),
         (ProcessGroup, OpaqueClass.retrack),
         *optimizer.OBJECTS,
         *hooks.OBJECTS,
@@ -94,5 +106,7 @@ def install_trackers(backend: Backend, objects: Objects = (), contexts: Contexts
     Args:
         objects, contexts: those of an extension, as in `compat.dynamo.tracing.Entries`, behind the others.
     """
-    extended = dataclasses.replace(ENTRIES, objects=(*ENTRIES.objects, *objects), contexts=(*ENTRIES.contexts, *contexts))
+    extended = dataclasses.replace(
+        ENTRIES, objects=(*ENTRIES.objects, *objects), contexts=(*ENTRIES.contexts, *contexts)
+    )
     install_while_tracing(backend, extended)

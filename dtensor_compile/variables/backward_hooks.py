@@ -1,7 +1,7 @@
 """Backward passes that a program runs itself, and hooks on gradients.
 
-``backward()`` and ``torch.autograd.grad`` inside a region become part of its graph, and so do backward hooks of modules.
-"""
+``backward()`` and ``torch.autograd.grad`` inside a region become part of its graph, and so do backward hooks of
+modules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.dynamo.backward import TracedGrad, backward_in_the_region
-from dtensor_compile.compat.dynamo.tracing import Retrack
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.module_hooks import TracedModuleHooks, hooks_in_the_graph
+from dtensor_compile.compat.dynamo.tracing import Retrack
 from dtensor_compile.compat.dynamo.version_counters import versions_preserved_in_the_region
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (

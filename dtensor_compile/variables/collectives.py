@@ -1,9 +1,9 @@
 """The functions of ``torch.distributed`` that communicate.
 
-Each function has a twin: a Python function with the same arguments that Dynamo traces in its place. It finds out what the call
-means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/c10d.py``. In the graph an
-operation is complete as soon as it is called; that it starts early and is waited for late is the business of the lowering. So the
-`Work` of an asynchronous call has nothing left to do.
+Each function has a twin: a Python function with the same arguments that Dynamo traces in its place. It finds out what
+the call means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/c10d.py``. In the
+graph an operation is complete as soon as it is called; that it starts early and is waited for late is the business of
+the lowering. So the `Work` of an asynchronous call has nothing left to do.
 
 ``functions.py`` says which functions have one.
 """
@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.ops import c10d as ops
 from dtensor_compile.causes import cause
 from dtensor_compile.compat.distributed.functional_collectives import P2POpClassVariable, other_names, reduction_name
+from dtensor_compile.compat.dynamo.calls import RefusingVariable
 from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     Translator,
@@ -29,7 +29,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     graph_break,
     raise_in_program,
 )
-from dtensor_compile.compat.dynamo.calls import RefusingVariable
+from dtensor_compile.ops import c10d as ops
 from dtensor_compile.variables import differentiable_collectives
 from dtensor_compile.variables import work_handles as work
 from dtensor_compile.variables.work_handles import Future, Work
@@ -37,7 +37,8 @@ from dtensor_compile.variables.work_handles import Future, Work
 Group = Any
 
 
-# ---- what twins share ------------------------------------------------------------------------------------------------------
+# ---- what twins share
+# ------------------------------------------------------------------------------------------------------
 
 
 def _member_group(group: Group) -> Group:
@@ -64,7 +65,9 @@ def _peer(group: Group, rank: int | None, group_rank: int | None, name: str, def
 def _same_dtype(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype != tensors[0].dtype:
-            raise ValueError(f"Invalid usage of tensors with different dtypesFound {tensors[0].dtype} and  {tensor.dtype}")
+            raise ValueError(
+                f"Invalid usage of tensors with different dtypesFound {tensors[0].dtype} and  {tensor.dtype}"
+            )
 
 
 def _put(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -75,8 +78,8 @@ def _put(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Non
 def _copy_over(output: torch.Tensor, own: torch.Tensor, value: torch.Tensor) -> None:
     """Writes `value`, the reduced form of `own`, as the backend does.
 
-    NCCL writes past autograd. gloo reduces a copy of the input and then copies this rank's part of it with autograd looking on:
-    the gradient of the output is that of `own`.
+    NCCL writes past autograd. gloo reduces a copy of the input and then copies this rank's part of it with autograd
+    looking on: the gradient of the output is that of `own`.
     """
     if output.device.type != "cpu":
         ops.overwrite_(output, value)
@@ -90,7 +93,8 @@ def _done(results: list[torch.Tensor], async_op: bool) -> Work | None:
     return Work(results) if async_op else None
 
 
-# ---- collectives -----------------------------------------------------------------------------------------------------------
+# ---- collectives
+# -----------------------------------------------------------------------------------------------------------
 
 
 def all_reduce(tensor, op="sum", group=None, async_op=False):
@@ -248,7 +252,9 @@ def barrier(group=None, async_op=False, device_ids=None, timeout=None):
 
 
 def check_local_tensor(local, mesh, placements, check_sizes):
-    """What ``DTensor.from_local`` does with ``run_check=True``: compares metadata, takes replicas from the first rank, in place."""
+    """What ``DTensor.from_local`` does with ``run_check=True``: compares metadata, takes replicas from the first rank,
+    in place.
+    """
     if not mesh._is_current_rank_part_of_mesh():
         return local
     sizes = [*local.shape, *local.stride()] if check_sizes else []
@@ -260,7 +266,8 @@ def check_local_tensor(local, mesh, placements, check_sizes):
     return local
 
 
-# ---- from one rank to another ----------------------------------------------------------------------------------------------
+# ---- from one rank to another
+# ----------------------------------------------------------------------------------------------
 
 
 def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
@@ -269,7 +276,9 @@ def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
         return None
     peer = _peer(group, dst, group_dst, "dst")
     if peer == group.rank():
-        raise ValueError("Invalid destination rank: destination rank should not be the same as the rank of the current process.")
+        raise ValueError(
+            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
+        )
     ops.isend(tensor, peer, tag, group.group_name, 0)
     return Work([tensor])
 
@@ -308,7 +317,8 @@ def batch_isend_irecv(p2p_op_list):
     return works
 
 
-# ---- methods of process groups: ranks are ranks of the group --------------------------------------------------------------------
+# ---- methods of process groups: ranks are ranks of the group
+# --------------------------------------------------------------------
 
 
 def pg_allreduce(group, tensors, op="sum", timeout=None):
@@ -415,7 +425,8 @@ def _list(tensors: Any) -> Any:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------------
+# ---- the tables
+# ------------------------------------------------------------------------------------------------------------
 
 TWINS: Mapping[Any, Any] = {
     dist.all_reduce: all_reduce,
@@ -488,7 +499,11 @@ class DistributedFunctionVariable(UserFunctionVariable):
 
 
 def call_method_twin(
-    tx: Translator, group: VariableTracker, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+    tx: Translator,
+    group: VariableTracker,
+    name: str,
+    args: Sequence[VariableTracker],
+    kwargs: Mapping[str, VariableTracker],
 ) -> VariableTracker:
     """Calls the twin of method `name` of a process group; one that is given C++ options breaks the graph."""
     if any(isinstance(argument.realize(), RefusingVariable) for argument in (*args, *kwargs.values())):
@@ -516,13 +531,17 @@ def _bind(
 def checked_local_tensor(
     tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
 ) -> tuple[list[VariableTracker], dict[str, VariableTracker]]:
-    """Arguments of ``DTensor.from_local`` with ``run_check=True`` -> those without it, once `check_local_tensor` is traced."""
+    """Arguments of ``DTensor.from_local`` with ``run_check=True`` -> those without it, once `check_local_tensor` is
+    traced.
+    """
     named = dict(zip(("local_tensor", "device_mesh", "placements"), args)) | dict(kwargs)
     del named["run_check"]
     sizes_known = not _is_none(named.get("shape"))
     placements = named.get("placements", build(tx, None))
     check = UserFunctionVariable(check_local_tensor)
-    local = check.call_function(tx, [named["local_tensor"], named["device_mesh"], placements, build(tx, not sizes_known)], {})
+    local = check.call_function(
+        tx, [named["local_tensor"], named["device_mesh"], placements, build(tx, not sizes_known)], {}
+    )
     return [], {**named, "local_tensor": local}
 
 

@@ -1,9 +1,9 @@
 """``CommDebugMode`` in a program: the counts are eager's.
 
-They are constants of the compiled code: what eager sends in the scope follows from what the code is guarded on. The graph may
-send less, since equal redistributions are shared and inverse ones cancel; what it sends is in ``dtensor_compile.record()``.
-The mode does not follow modules here: all counts are those of "Global", and what needs more
-(``generate_comm_debug_tracing_table``) breaks the graph.
+They are constants of the compiled code: what eager sends in the scope follows from what the code is guarded on. The
+graph may send less, since equal redistributions are shared and inverse ones cancel; what it sends is in
+``dtensor_compile.record()``. The mode does not follow modules here: all counts are those of "Global", and what needs
+more (``generate_comm_debug_tracing_table``) breaks the graph.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dtensor_compile.ops import c10d as ops
-from dtensor_compile.ops.redistribute import redistribute_op
+from dtensor_compile.compat.dynamo.calls import handle_construction
 from dtensor_compile.compat.dynamo.communication_counts import CommModeVariable
 from dtensor_compile.compat.dynamo.tracing import Retrack
-from dtensor_compile.compat.dynamo.calls import handle_construction
+from dtensor_compile.ops import c10d as ops
+from dtensor_compile.ops.redistribute import redistribute_op
 
 _c10d = torch.ops.c10d
 

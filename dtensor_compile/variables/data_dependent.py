@@ -1,7 +1,8 @@
-"""Values of the data that a program reads: numbers of the graph (`compat.dynamo.data_dependent_scalars`), in the contexts of `CONTEXTS`.
+"""Values of the data that a program reads: numbers of the graph (`compat.dynamo.data_dependent_scalars`), in the
+contexts of `CONTEXTS`.
 
-``torch.equal`` answers with a ``bool`` of Python. Its twin computes the answer as a tensor and reads it, which a graph can.
-"""
+``torch.equal`` answers with a ``bool`` of Python. Its twin computes the answer as a tensor and reads it, which a graph
+can."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.data_dependent_scalars import collectives_of_constants, lengths_of_counts, numbers_in_the_graph
-from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
 from dtensor_compile.compat.dynamo.calls import handle_calls
+from dtensor_compile.compat.dynamo.data_dependent_scalars import (
+    collectives_of_constants,
+    lengths_of_counts,
+    numbers_in_the_graph,
+)
+from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
 
 
 def equal(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -1,9 +1,10 @@
 """Data-parallel wrappers: FSDP2 (``fully_shard``), both forms of ``replicate``, and ``DistributedDataParallel``.
 
-torch implements them with hooks around forwards and gradients, which cannot be traced. What the hooks mean can: while the forward
-of a wrapped module is traced, its parameters are functions of themselves (``ops/unshard.py``), gathered before they are
-used and with a gradient that is reduced. The hooks themselves never run, and the module, its parameters and its state are between
-calls what eager expects: compiled and eager calls mix. The gradients of DTensor parameters are DTensors with their placements.
+torch implements them with hooks around forwards and gradients, which cannot be traced. What the hooks mean can: while
+the forward of a wrapped module is traced, its parameters are functions of themselves (``ops/unshard.py``), gathered
+before they are used and with a gradient that is reduced. The hooks themselves never run, and the module, its parameters
+and its state are between calls what eager expects: compiled and eager calls mix. The gradients of DTensor parameters
+are DTensors with their placements.
 
 `HANDLERS` says which functions are replaced, by which of ours. What becomes of a setting:
 
@@ -23,13 +24,14 @@ calls what eager expects: compiled and eager calls mix. The gradients of DTensor
 | DDP: communication hooks, hooks of parameters                 | torch's reducer averages, as the hooks expect, after the graph |
 | what ``compat/distributed/fsdp.py`` and ``compat/distributed/ddp.py`` list as obstacles | graph break ``data-parallel-setting``; runs in eager        |
 
-Three things differ. A parameter that a forward does not use gets no gradient, where DDP would raise an error in the next forward.
-``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP does not support it).
-After its forward, a module has its sharded parameters, where eager leaves those of the root whole until the backward.
+Three things differ. A parameter that a forward does not use gets no gradient, where DDP would raise an error in the
+next forward. ``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP
+does not support it). After its forward, a module has its sharded parameters, where eager leaves those of the root whole
+until the backward.
 
-``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: a sharded root itself
-then gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is compiled (or
-``torch._dynamo.config.wrap_top_frame`` is set), the root is part of it, too.
+``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: a sharded root
+itself then gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is
+compiled (or ``torch._dynamo.config.wrap_top_frame`` is set), the root is part of it, too.
 """
 
 from __future__ import annotations
@@ -41,21 +43,9 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.ops.unshard import Reduction, average_gradient, reduce_held, unshard
-from dtensor_compile.ir.spec import spec_text
-from dtensor_compile.compat.distributed import ddp
-from dtensor_compile.compat.distributed import fsdp
+from dtensor_compile.compat.distributed import ddp, fsdp
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph
 from dtensor_compile.compat.dynamo.backward import leaves_of_a_reducer
-from dtensor_compile.compat.dynamo.tracing import (
-    Translator,
-    UserFunctionVariable,
-    VariableTracker,
-    build,
-    fact_guard,
-    graph_break,
-    keep_ddp_graphs_whole,
-)
 from dtensor_compile.compat.dynamo.calls import Call, attribute, emit_call, is_used
 from dtensor_compile.compat.dynamo.module_calls import (
     attributes_are_static,
@@ -72,6 +62,17 @@ from dtensor_compile.compat.dynamo.module_calls import (
     submodule,
     tuple_of,
 )
+from dtensor_compile.compat.dynamo.tracing import (
+    Translator,
+    UserFunctionVariable,
+    VariableTracker,
+    build,
+    fact_guard,
+    graph_break,
+    keep_ddp_graphs_whole,
+)
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.ops.unshard import Reduction, average_gradient, reduce_held, unshard
 from dtensor_compile.variables.collectives import broadcast
 
 _same_fsdp = fact_guard("FSDP_MATCH", lambda owner: fsdp.facts(fsdp.state_of(owner)))
@@ -82,11 +83,14 @@ _same_gradients = fact_guard("DDP_REDUCER", ddp.needs_reducer)
 _same_replicate_gradients = fact_guard("DDP_REDUCER", lambda state: ddp.needs_reducer(ddp.prepare_replicate(state)))
 
 
-# ---- code that is traced -------------------------------------------------------------------------------------------------------
+# ---- code that is traced
+# -------------------------------------------------------------------------------------------------------
 
 
 def _for_tensors(change, value):
-    """`value` with ``change(tensor)`` in place of every tensor in it, for the containers that torch's wrappers look into."""
+    """`value` with ``change(tensor)`` in place of every tensor in it, for the containers that torch's wrappers look
+    into.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -136,7 +140,8 @@ def _refuse(why: str | None, what: str) -> None:
         graph_break("data-parallel-setting", f"{what}: {why}")
 
 
-# ---- FSDP2 ---------------------------------------------------------------------------------------------------------------------
+# ---- FSDP2
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _places(module: torch.nn.Module, sharded: fsdp.Sharded) -> list[tuple[str, str]]:
@@ -169,7 +174,11 @@ def _unsharded(
         held = (tuple(sharded.held), _of_state(tx, subject, sharded.holder), sharded.index)
     outer = None
     if sharded.outer_mesh is not None:
-        outer = tuple_of(build(tx, sharded.outer_mesh), build(tx, spec_text(sharded.outer_placements)), build(tx, sharded.data_parallel))
+        outer = tuple_of(
+            build(tx, sharded.outer_mesh),
+            build(tx, spec_text(sharded.outer_placements)),
+            build(tx, sharded.data_parallel),
+        )
     return emit_call(
         tx,
         unshard,
@@ -206,7 +215,9 @@ def _fsdp_pre_forward(
     for sharded in fsdp.sharded_parameters(state):
         made: list[VariableTracker] = []
 
-        def whole(found: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made) -> VariableTracker:
+        def whole(
+            found: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made
+        ) -> VariableTracker:
             if not made:  # a tied parameter is gathered once
                 param = found.realize() if at_rest else _of_state(tx, subject, sharded.path)
                 made.append(_unsharded(tx, sharded, param, group, subject))
@@ -239,19 +250,24 @@ def _fsdp_post_forward(
     return output if dtype is None else _trace(tx, _cast, output, dtype)
 
 
-def _setter(tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-    """``model.set_requires_gradient_sync(...)`` and the others: what follows is another graph, by the state as it is then."""
+def _setter(
+    tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``model.set_requires_gradient_sync(...)`` and the others: what follows is another graph, by the state as it is
+    then.
+    """
     graph_break("data-parallel-setting", "fully_shard or replicate: the setting changes inside of what is compiled")
 
 
-# ---- DDP and replicate ---------------------------------------------------------------------------------------------------------
+# ---- DDP and replicate
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: bool) -> None:
     """From here on the parameters of `module` have averaged gradients; once per frame, however often it is called.
 
-    Where gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer does it: it is
-    told, when the graph has run, to average what autograd accumulates.
+    Where gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer does
+    it: it is told, when the graph has run, to average what autograd accumulates.
     """
     if ddp.needs_reducer(owner) or not in_sync:
         call_after_graph(tx, functools.partial(ddp.arm_reducer, weakref.ref(owner)), [])
@@ -263,7 +279,9 @@ def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: b
 
         def averaged(param: VariableTracker, parameter: torch.nn.Parameter = parameter) -> VariableTracker:
             if id(parameter) not in made:
-                made[id(parameter)] = emit_call(tx, average_gradient, param, group.group_name, group.size(), together, limits)
+                made[id(parameter)] = emit_call(
+                    tx, average_gradient, param, group.group_name, group.size(), together, limits
+                )
             return made[id(parameter)]
 
         replace_parameter(tx, submodule(tx, module, path), name, averaged)
@@ -314,7 +332,9 @@ def _ddp_pre_forward(
 def _ddp_run_forward(
     tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``module._run_ddp_forward(*args, **kwargs)``: what it notes for the optimizer of DDP graphs is of no use in one graph."""
+    """``module._run_ddp_forward(*args, **kwargs)``: what it notes for the optimizer of DDP graphs is of no use in one
+    graph.
+    """
     variable, *args = args
     return attribute(tx, variable, "module").call_function(tx, args, kwargs)
 

@@ -1,7 +1,7 @@
 """Lists of tensors as one flat tensor and back, as code for gradients in buckets does it.
 
-torch's functions for it are written in C++ and cannot be traced where a size is symbolic; the twins do the same in tensor operators.
-"""
+torch's functions for it are written in C++ and cannot be traced where a size is symbolic; the twins do the same in
+tensor operators."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.distributed.functional_collectives import flatten_dense_tensors, unflatten_dense_tensors
-from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
 from dtensor_compile.compat.dynamo.calls import handle_calls
+from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """``DeviceMesh``.
 
-torch guards a mesh by its ranks, layout, device type, dim names and thread. Shape, coordinates and slices follow from those, for
-the process that compiles. Slices and flattened meshes are made while tracing, once, and are constants of the compiled code: each
-would be a new object on each call of the eager program, equal to the others. Members that make process groups are called once per
-place of the program (``factories.py``). ``mesh.mesh`` is a tensor of constants. ``with mesh:`` makes it the current one for
-what is
+torch guards a mesh by its ranks, layout, device type, dim names and thread. Shape, coordinates and slices follow from
+those, for the process that compiles. Slices and flattened meshes are made while tracing, once, and are constants of the
+compiled code: each would be a new object on each call of the eager program, equal to the others. Members that make
+process groups are called once per place of the program (``factories.py``). ``mesh.mesh`` is a tensor of constants.
+``with mesh:`` makes it the current one for what is
 traced inside.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_compile.compat.dynamo.tracing import Source, Translator, VariableTracker, leave_to_python
 from dtensor_compile.compat.dynamo.calls import ContextVariable, constant_tensor, emit_call
-from dtensor_compile.variables.mesh_constructors import enter_mesh, make_once, real_arguments
+from dtensor_compile.compat.dynamo.tracing import Source, Translator, VariableTracker, leave_to_python
 from dtensor_compile.variables.member_rules import SourcedVariable, table
+from dtensor_compile.variables.mesh_constructors import enter_mesh, make_once, real_arguments
 
 
 class DeviceMeshVariable(SourcedVariable, ContextVariable):
@@ -43,7 +43,9 @@ class DeviceMeshVariable(SourcedVariable, ContextVariable):
     functions = {"__copy__": copy.copy, "__deepcopy__": copy.deepcopy}
 
     @classmethod
-    def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
+    def track(
+        cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]
+    ) -> VariableTracker:
         leave_to_python(DeviceMesh)
         return super().track(tx, proxy, value, source, options)
 

@@ -1,7 +1,7 @@
 """``torch.distributed.nn.functional``: collectives with gradients.
 
-torch's functions raise under ``torch.compile``. Their twins are ``torch.autograd.Function`` objects over the operators of
-``ops/c10d.py``, with the gradients of torch's: what a collective sends one way, its gradient sends back.
+torch's functions raise under ``torch.compile``. Their twins are ``torch.autograd.Function`` objects over the operators
+of ``ops/c10d.py``, with the gradients of torch's: what a collective sends one way, its gradient sends back.
 
     all_reduce <-> all_reduce     all_gather <-> sum of all_to_all     broadcast <-> reduce     gather <-> scatter
 """
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 
-from dtensor_compile.ops import c10d as ops
 from dtensor_compile.compat.distributed.functional_collectives import functions_of
+from dtensor_compile.ops import c10d as ops
 
 
 class AllReduce(torch.autograd.Function):
@@ -127,7 +127,8 @@ class ReduceScatter(torch.autograd.Function):
         return ops.all_gather_into_tensor(grad, ctx.size, ctx.group, 0).view(ctx.size, *grad.shape), None, None
 
 
-# ---- twins -----------------------------------------------------------------------------------------------------------------
+# ---- twins
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def _group(group):
@@ -144,7 +145,9 @@ def all_reduce(tensor, op="sum", group=None):
 
 def all_gather(tensor, group=None):
     group = _group(group)
-    return AllGather.apply(tensor, group.size(), group.group_name, dist.get_backend(group) in ("nccl", "xccl")).unbind(0)
+    return AllGather.apply(tensor, group.size(), group.group_name, dist.get_backend(group) in ("nccl", "xccl")).unbind(
+        0
+    )
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
@@ -198,6 +201,16 @@ def reduce_scatter(output, input_list, op="sum", group=None):
 #: Function of torch -> its twin.
 TWINS: Mapping[Any, Any] = {
     function: twin
-    for twin in (all_reduce, all_gather, all_to_all_single, all_to_all, broadcast, reduce, gather, scatter, reduce_scatter)
+    for twin in (
+        all_reduce,
+        all_gather,
+        all_to_all_single,
+        all_to_all,
+        broadcast,
+        reduce,
+        gather,
+        scatter,
+        reduce_scatter,
+    )
     for function in functions_of(differentiable, twin.__name__)
 }

@@ -1,7 +1,8 @@
-"""DTensors: torch's own tracker serves. What it does not know: methods that do not return tensors, and specs of results.
+"""DTensors: torch's own tracker serves. What it does not know: methods that do not return tensors, and specs of
+results.
 
-The spec of an input has a source and is traced like any Python object. The spec of a result is known while tracing, as far as its
-sizes are not symbolic: mesh and placements follow from the guards on the inputs.
+The spec of an input has a source and is traced like any Python object. The spec of a result is known while tracing, as
+far as its sizes are not symbolic: mesh and placements follow from the guards on the inputs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dtensor.specs import Spec
-from dtensor_compile.compat.dynamo.tracing import Translator, VariableTracker, build_unguarded, constant_source, graph_break, real_object
 from dtensor_compile.compat.dynamo.calls import refuse_tensor_members
+from dtensor_compile.compat.dynamo.tracing import (
+    Translator,
+    VariableTracker,
+    build_unguarded,
+    constant_source,
+    graph_break,
+    real_object,
+)
 from dtensor_compile.variables.member_rules import causes_of, table
 
 #: What becomes of the members that a DTensor has and a tensor has not.

@@ -1,9 +1,10 @@
-"""Tables that say what becomes of each member of an object, and of each function of a module; trackers that follow them.
+"""Tables that say what becomes of each member of an object, and of each function of a module; trackers that follow
+them.
 
 An object that a guard holds fixed has members that are fixed too. A table has a row per name, with one of these rules:
 
-- `BAKE`: read or called with the real object while tracing; the result is a constant of the graph. Right for members whose
-  result follows from what is guarded, and that change nothing.
+- `BAKE`: read or called with the real object while tracing; the result is a constant of the graph. Right for members
+  whose result follows from what is guarded, and that change nothing.
 - `ASK`: as `BAKE`, and guarded by its answer: what it says may change between calls of the program.
 - `READ`: data with a source, under guards of its own.
 - `INLINE`: traced like any other Python code.
@@ -11,8 +12,8 @@ An object that a guard holds fixed has members that are fixed too. A table has a
 - `MAKE`: makes meshes or groups; called once per place of the program (``factories.py``).
 - `BREAK`: not traceable; an ordinary graph break with a cause (``causes.py``).
 
-`TableVariable` looks a member up in the table of its class. What no table names breaks a graph when it is called, and is read
-under a guard when it is data.
+`TableVariable` looks a member up in the table of its class. What no table names breaks a graph when it is called, and
+is read under a guard when it is data.
 
 Whatever a member returns that is itself a mesh, a group or a placement gets a tracker with a source
 (`SourcedVariable.track`), so that guards, graph inputs and returned values work for it as they do for an input.
@@ -222,7 +223,9 @@ class TableVariable(MemberVariable):
 
 
 class OpaqueClass(OpaqueClassVariable):
-    """The class of such objects, as torch tracks it; its methods in C++ are those of the object that they are called with."""
+    """The class of such objects, as torch tracks it; its methods in C++ are those of the object that they are called
+    with.
+    """
 
     @classmethod
     def retrack(cls, stock: VariableTracker) -> VariableTracker:
@@ -233,7 +236,9 @@ class OpaqueClass(OpaqueClassVariable):
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
         found = inspect.getattr_static(self.as_python_constant(), name, None)
         if type(found).__name__ == "instancemethod":
-            return member_function(self, name, lambda args, kwargs: args[0].realize().call_method(tx, name, args[1:], kwargs))
+            return member_function(
+                self, name, lambda args, kwargs: args[0].realize().call_method(tx, name, args[1:], kwargs)
+            )
         return read_attribute(super(), tx, name)
 
     tp_getattro_impl = var_getattr  # as of 2.14
@@ -243,11 +248,13 @@ class SourcedVariable(TableVariable):
     """An opaque object with an identity (a mesh, a group): always tracked with a source, and once per frame."""
 
     @classmethod
-    def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
+    def track(
+        cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]
+    ) -> VariableTracker:
         """Makes the tracker; called in place of torch's factory.
 
-        An object without a source was computed by a node of the graph or by a member. While the guards hold it is always this
-        one, so that the tracker of an input serves where it is one, and a constant where it is not.
+        An object without a source was computed by a node of the graph or by a member. While the guards hold it is
+        always this one, so that the tracker of an input serves where it is one, and a constant where it is not.
         """
         variable = cls(proxy, value, source=source, **options)
         real = variable.as_python_constant()

@@ -1,10 +1,10 @@
 """What makes meshes, groups and DTensors inside the compiled program.
 
-A mesh or a group is made once, while tracing: the arguments are constants, every rank traces the same program, so all ranks make
-the same groups in the same order. What was made at a place of the program is kept and serves again when that place is traced
-again
-with the same arguments (tracing may start over, and may start over on one rank only). The compiled code is guarded on it: it
-holds as
+A mesh or a group is made once, while tracing: the arguments are constants, every rank traces the same program, so all
+ranks make the same groups in the same order. What was made at a place of the program is kept and serves again when that
+place is traced again
+with the same arguments (tracing may start over, and may start over on one rank only). The compiled code is guarded on
+it: it holds as
 long as the job's groups do.
 
 A DTensor is made by nodes of the graph: a local tensor, and a spec whose parts are known while tracing.
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from dtensor_compile.graph.global_annotations import mark
 from dtensor_compile.capture.checks import check_commuting
 from dtensor_compile.compat.dtensor.creation import (
     MESH_ENV,
@@ -33,6 +32,17 @@ from dtensor_compile.compat.dtensor.creation import (
     world,
 )
 from dtensor_compile.compat.dtensor.specs import StridedShard, local_and_spec
+from dtensor_compile.compat.dynamo.calls import (
+    attribute,
+    call_site,
+    constant_value,
+    emit_call,
+    handle_calls,
+    handle_construction,
+    handle_methods,
+    keep_leaves_inside,
+    leaf_is_returned,
+)
 from dtensor_compile.compat.dynamo.tracing import (
     MemberVariable,
     Retrack,
@@ -47,22 +57,12 @@ from dtensor_compile.compat.dynamo.tracing import (
     leave_to_python,
     raise_in_program,
 )
-from dtensor_compile.compat.dynamo.calls import (
-    attribute,
-    call_site,
-    constant_value,
-    emit_call,
-    handle_calls,
-    handle_construction,
-    handle_methods,
-    keep_leaves_inside,
-    leaf_is_returned,
-)
 from dtensor_compile.errors import PlacementError
+from dtensor_compile.graph.global_annotations import mark
 from dtensor_compile.variables.collectives import checked_local_tensor
 
-
-# ---- evaluated while tracing ------------------------------------------------------------------------------------------------
+# ---- evaluated while tracing
+# ------------------------------------------------------------------------------------------------
 
 
 def real_argument(argument: VariableTracker) -> Any:
@@ -96,8 +96,8 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-#: What was made at a place of the program, and what it was made from (whose addresses are in the key), by default group,
-#: function,
+#: What was made at a place of the program, and what it was made from (whose addresses are in the key), by default
+#: group, function,
 #: arguments, place, and how often the place was met before.
 _made: dict[Any, tuple[Any, Any]] = {}
 
@@ -128,7 +128,8 @@ def make_once(
     kwargs: dict[str, Any],
     owner: DeviceMesh | None = None,
 ) -> VariableTracker:
-    """Calls ``function(*args, **kwargs)``, which makes meshes or groups, unless this place of the program did so before.
+    """Calls ``function(*args, **kwargs)``, which makes meshes or groups, unless this place of the program did so
+    before.
 
     `owner` is the mesh whose method it is.
     """
@@ -165,23 +166,27 @@ def make(
     return make_once(tx, function.__qualname__, function, real_args, real_kwargs)
 
 
-# ---- sizes ---------------------------------------------------------------------------------------------------------------------
+# ---- sizes
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def local_sizes(
     global_shape: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Shape and offsets of the local tensor, as torch computes them, in integers: what is traced where sizes are symbolic.
+    """Shape and offsets of the local tensor, as torch computes them, in integers: what is traced where sizes are
+    symbolic.
 
-    Shards of one dim nest from left to right, so that their offsets add up. An empty shard begins where the tensor ends.
-    """
+    Shards of one dim nest from left to right, so that their offsets add up. An empty shard begins where the tensor
+    ends."""
     if not mesh._is_current_rank_part_of_mesh():
         return (0,), ()
     sizes, offsets = list(global_shape), [0] * len(global_shape)
     for mesh_dim, placement in enumerate(placements):
         if placement.is_shard():
             dim = placement.dim
-            size, offset = Shard.local_shard_size_and_offset(sizes[dim], mesh.size(mesh_dim), mesh._sym_get_coordinate(mesh_dim))
+            size, offset = Shard.local_shard_size_and_offset(
+                sizes[dim], mesh.size(mesh_dim), mesh._sym_get_coordinate(mesh_dim)
+            )
             offsets[dim] = global_shape[dim] if size == 0 else offsets[dim] + offset
             sizes[dim] = size
     return tuple(sizes), () if skip_offset else tuple(offsets)
@@ -205,7 +210,8 @@ def _compute_sizes(
         raise_in_program(tx, error)
 
 
-# ---- the current mesh ---------------------------------------------------------------------------------------------------------
+# ---- the current mesh
+# ---------------------------------------------------------------------------------------------------------
 
 #: A program that asks for the current mesh depends on the one that is current where it is called.
 _same_current_mesh = fact_guard("CURRENT_MESH", lambda env: list(env.mesh_stack[-1:]))
@@ -235,25 +241,36 @@ def track_current_mesh(tx: Translator) -> VariableTracker:
         raise_in_program(tx, error)
 
 
-# ---- DTensors -----------------------------------------------------------------------------------------------------------------
+# ---- DTensors
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def wrap_local(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], stride: tuple[int, ...]
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
 ) -> DTensor:
     """``DTensor(local, spec, requires_grad=False)`` in public terms: no gradient flows from it to its local tensor."""
-    return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    return DTensor.from_local(
+        local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
 
 
 def wrap_made(local: torch.Tensor, mesh: DeviceMesh, *spec: Any) -> DTensor:
-    """`wrap_local` of what torch made as a part of a DTensor, and not the program: passes are told what it is globally."""
+    """`wrap_local` of what torch made as a part of a DTensor, and not the program: passes are told what it is
+    globally.
+    """
     made = wrap_local(local, mesh, *spec)
     mark(local, local_and_spec(made)[1])
     return made
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """A tensor that requires a gradient because another does, and passes none on: what a new leaf is to the rest of a graph."""
+    """A tensor that requires a gradient because another does, and passes none on: what a new leaf is to the rest of a
+    graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -274,7 +291,11 @@ def _construct(
 ) -> VariableTracker:
     """``DTensor(local_tensor, spec, *, requires_grad)``"""
     named = dict(zip(("local_tensor", "spec"), args)) | kwargs
-    if len(args) > 2 or named.keys() != {"local_tensor", "spec", "requires_grad"} or not named["local_tensor"].is_tensor():
+    if (
+        len(args) > 2
+        or named.keys() != {"local_tensor", "spec", "requires_grad"}
+        or not named["local_tensor"].is_tensor()
+    ):
         return stock.construct(tx, args, kwargs)
     if constant_argument(named["requires_grad"]):
         graph_break("leaf-made", "DTensor(..., requires_grad=True)")
@@ -293,7 +314,11 @@ def _distribute(
     if tensor is None or not tensor.is_tensor():
         return stock.call_function(tx, args, kwargs)
     tensor = tensor.realize()
-    if not tensor.requires_grad or tensor.python_type() is DTensor or not constant_argument(attribute(tx, tensor, "is_leaf")):
+    if (
+        not tensor.requires_grad
+        or tensor.python_type() is DTensor
+        or not constant_argument(attribute(tx, tensor, "is_leaf"))
+    ):
         return stock.call_function(tx, args, kwargs)
     if leaf_is_returned(tx):
         graph_break("leaf-made", "distribute_tensor of a tensor that requires a gradient")
@@ -310,7 +335,9 @@ def _from_local(
     given = args[1] if len(args) > 1 else kwargs.get("device_mesh")
     if given is None or given.is_constant_none():
         mesh = track_current_mesh(tx)
-        args, kwargs = ([args[0], mesh, *args[2:]], kwargs) if len(args) > 1 else (args, {**kwargs, "device_mesh": mesh})
+        args, kwargs = (
+            ([args[0], mesh, *args[2:]], kwargs) if len(args) > 1 else (args, {**kwargs, "device_mesh": mesh})
+        )
     if "run_check" in kwargs and constant_argument(kwargs["run_check"]):
         args, kwargs = checked_local_tensor(tx, args, kwargs)
     _check_placements(tx, args[2] if len(args) > 2 else kwargs.get("placements"))
@@ -318,7 +345,9 @@ def _from_local(
 
 
 def _check_placements(tx: Translator, placements: VariableTracker | None) -> None:
-    """Raises in the program where torch refuses placements that wait for several reductions, with what to do instead."""
+    """Raises in the program where torch refuses placements that wait for several reductions, with what to do
+    instead.
+    """
     if placements is None or placements.is_constant_none():
         return
     try:
@@ -338,7 +367,8 @@ def _copy(
     return stock.call_function(tx, args, kwargs)
 
 
-# ---- the tables ----------------------------------------------------------------------------------------------------------------
+# ---- the tables
+# ----------------------------------------------------------------------------------------------------------------
 
 #: Functions and classes whose calls are handled here.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (

@@ -1,8 +1,8 @@
 """Optimizers: ``step()`` and ``zero_grad()`` belong to the region that they are in.
 
-torch ends a graph before and after each step, because its own regions end at ``backward()`` anyway. Ours do not. `OBJECTS`
-are the functions that mean something else under our backend: the break around a step, the fused steps, what makes the state of
-a `GradScaler`.
+torch ends a graph before and after each step, because its own regions end at ``backward()`` anyway. Ours do not.
+`OBJECTS` are the functions that mean something else under our backend: the break around a step, the fused steps, what
+makes the state of a `GradScaler`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from dtensor_compile.compat.dynamo.tracing import Retrack
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.module_calls import handle_functions
 from dtensor_compile.compat.dynamo.optimizer_trackers import (
@@ -25,6 +24,7 @@ from dtensor_compile.compat.dynamo.optimizer_trackers import (
     steps_of_scalers,
     traced,
 )
+from dtensor_compile.compat.dynamo.tracing import Retrack
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (break_function, BreakAroundStep.retrack),

@@ -1,7 +1,7 @@
 """Placements: ``Shard``, ``Replicate``, ``Partial`` and their kin, instances and classes.
 
-A placement is a value: torch guards it by equality, so whatever a member says follows from the guard. Methods that move data
-(``_split_tensor``) are traced like other code.
+A placement is a value: torch guards it by equality, so whatever a member says follows from the guard. Methods that move
+data (``_split_tensor``) are traced like other code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     raise_in_program,
     remember,
 )
-from dtensor_compile.variables.member_rules import OpaqueClass, Row, MemberRule, TableVariable, table
+from dtensor_compile.variables.member_rules import MemberRule, OpaqueClass, Row, TableVariable, table
 
 
 class PlacementVariable(TableVariable):
@@ -39,8 +39,12 @@ class PlacementVariable(TableVariable):
     functions = {"__copy__": copy.copy, "__deepcopy__": copy.copy}
 
     @classmethod
-    def track(cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]) -> VariableTracker:
-        """Makes the tracker; called in place of torch's factory. A placement made in the program is a constant of the code."""
+    def track(
+        cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]
+    ) -> VariableTracker:
+        """Makes the tracker; called in place of torch's factory. A placement made in the program is a constant of the
+        code.
+        """
         if source is None:
             return cls(proxy, value, source=constant_source(tx, cls.kind, value), **options)
         return remember(tx, value, cls(proxy, value, source=source, **options))

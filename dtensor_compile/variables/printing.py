@@ -1,9 +1,9 @@
 """``print``, ``warnings`` and ``logging``: said by Python when the graph has run, in the order of the program.
 
-The arguments are what they were at the call: tensors are copied there (without their history: of a plain tensor ``grad_fn`` is
-not
-printed), meshes, groups and placements do not change. A record of a logger and a warning name the line of the program, as in
-eager.
+The arguments are what they were at the call: tensors are copied there (without their history: of a plain tensor
+``grad_fn`` is not
+printed), meshes, groups and placements do not change. A record of a logger and a warning name the line of the program,
+as in eager.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ from dtensor_compile.compat.dynamo.after_graph import (
     place,
     snapshot,
 )
-from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, VariableTracker, build, constant_argument, fact_guard, graph_break
 from dtensor_compile.compat.dynamo.calls import handle_calls, is_ignored
+from dtensor_compile.compat.dynamo.tracing import (
+    Retrack,
+    Translator,
+    VariableTracker,
+    build,
+    constant_argument,
+    fact_guard,
+    graph_break,
+)
 
 Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 
@@ -50,8 +58,12 @@ class Say:
         self.function(self.place, *values[:count], **dict(zip(self.names, values[count:])))
 
 
-def _say(tx: Translator, what: str, function: Callable[..., None], arguments: Arguments, up: int = 0) -> VariableTracker:
-    """Calls ``function(place, *args, **kwargs)`` when the graph has run. (``file=`` of ``print`` is found again then.)"""
+def _say(
+    tx: Translator, what: str, function: Callable[..., None], arguments: Arguments, up: int = 0
+) -> VariableTracker:
+    """Calls ``function(place, *args, **kwargs)`` when the graph has run. (``file=`` of ``print`` is found again
+    then.)
+    """
     args, kwargs = arguments
     if is_export(tx):
         return build(tx, None)
@@ -69,7 +81,8 @@ def _say(tx: Translator, what: str, function: Callable[..., None], arguments: Ar
     return build(tx, None)
 
 
-# ---- what Python calls when the graph has run ---------------------------------------------------------------------------------
+# ---- what Python calls when the graph has run
+# ---------------------------------------------------------------------------------
 
 
 def _print(_: ArgumentPlace, *args: Any, **kwargs: Any) -> None:
@@ -81,12 +94,16 @@ def _warn(at: ArgumentPlace, message: Any, category: type[Warning] | None = None
         category = type(message)
     registry = at.namespace.setdefault("__warningregistry__", {})
     module = at.namespace.get("__name__") or "<string>"
-    warnings.warn_explicit(message, category or UserWarning, at.filename, at.line, module, registry, at.namespace, source)
+    warnings.warn_explicit(
+        message, category or UserWarning, at.filename, at.line, module, registry, at.namespace, source
+    )
 
 
 def _log(at: ArgumentPlace, logger: logging.Logger, level: int, message: Any, *args: Any, extra: Any = None) -> None:
     if logger.isEnabledFor(level):
-        logger.handle(logger.makeRecord(logger.name, level, at.filename, at.line, message, args, None, at.function, extra))
+        logger.handle(
+            logger.makeRecord(logger.name, level, at.filename, at.line, message, args, None, at.function, extra)
+        )
 
 
 def _log_to_root(at: ArgumentPlace, level: int, message: Any, *args: Any, extra: Any = None) -> None:
@@ -95,7 +112,8 @@ def _log_to_root(at: ArgumentPlace, level: int, message: Any, *args: Any, extra:
     _log(at, logging.root, level, message, *args, extra=extra)
 
 
-# ---- the calls of the program --------------------------------------------------------------------------------------------------
+# ---- the calls of the program
+# --------------------------------------------------------------------------------------------------
 
 
 def _handle_print(

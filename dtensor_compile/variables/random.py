@@ -1,8 +1,8 @@
 """Random numbers from a generator of the program, and what the program does to torch's own.
 
-A generator is a value of the graph: its state goes in as a tensor, every draw makes the next one, and when the graph has run the
-generator gets the last. What it gives, and what it is left with, is eager's. torch's own generator, from which all other
-draws are, has effects that stay in the order of the program.
+A generator is a value of the graph: its state goes in as a tensor, every draw makes the next one, and when the graph
+has run the generator gets the last. What it gives, and what it is left with, is eager's. torch's own generator, from
+which all other draws are, has effects that stay in the order of the program.
 
 DTensors on a CPU draw from torch's generator in eager, whatever they are given; so they do here.
 """
@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from dtensor_compile.ops import random_ops as ops
+from dtensor_compile.compat.dynamo.calls import emit_call, handle_calls, handle_construction
+from dtensor_compile.compat.dynamo.generator_trackers import (
+    DRAWS_TOGETHER,
+    GeneratorVariable,
+    handle_draws,
+    handle_generator_methods,
+    trunc_normal_function,
+)
 from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     Translator,
@@ -27,19 +34,13 @@ from dtensor_compile.compat.dynamo.tracing import (
     constant_source,
     graph_break,
 )
-from dtensor_compile.compat.dynamo.calls import emit_call, handle_calls, handle_construction
-from dtensor_compile.compat.dynamo.generator_trackers import (
-    DRAWS_TOGETHER,
-    GeneratorVariable,
-    handle_draws,
-    handle_generator_methods,
-    trunc_normal_function,
-)
+from dtensor_compile.ops import random_ops as ops
 
 Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 
 
-# ---- draws from a generator --------------------------------------------------------------------------------------------------
+# ---- draws from a generator
+# --------------------------------------------------------------------------------------------------
 
 
 def _draw(
@@ -116,7 +117,10 @@ def _multinomial(
     tx: Translator, generator: GeneratorVariable, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker | None:
     named = dict(zip(("input", "num_samples", "replacement"), args)) | kwargs
-    numbers = [constant_argument(named["num_samples"]), constant_argument(named["replacement"]) if "replacement" in named else 0]
+    numbers = [
+        constant_argument(named["num_samples"]),
+        constant_argument(named["replacement"]) if "replacement" in named else 0,
+    ]
     return _draw(tx, generator, named["input"], "multinomial", numbers)
 
 
@@ -131,7 +135,9 @@ _OUT_OF_PLACE: dict[str, Callable[..., VariableTracker | None]] = {
 def _handle_function(name: str) -> Retrack:
     """``torch.bernoulli(x, generator=g)``"""
 
-    def call(tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
+    def call(
+        tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> Any:
         generator, rest = _take_generator(kwargs)
         if generator is not None and args and args[0].is_tensor():
             result = _draw_method(tx, args[0].realize(), name, args[1:], kwargs)
@@ -142,7 +148,8 @@ def _handle_function(name: str) -> Retrack:
     return handle_calls(call)
 
 
-# ---- new tensors -------------------------------------------------------------------------------------------------------------
+# ---- new tensors
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _handle_factory(split: Callable[[Translator, Arguments], tuple[str, Sequence[float], Arguments]]) -> Retrack:
@@ -182,7 +189,9 @@ def _permutation(tx: Translator, arguments: Arguments) -> tuple[str, Sequence[fl
     return "randperm", (), (args, {"dtype": build(tx, torch.int64), **kwargs})
 
 
-def _seed_generator(tx: Translator, generator: GeneratorVariable, args: list[VariableTracker], kwargs: Any) -> VariableTracker:
+def _seed_generator(
+    tx: Translator, generator: GeneratorVariable, args: list[VariableTracker], kwargs: Any
+) -> VariableTracker:
     (seed,) = (constant_argument(arg) for arg in (*args, *kwargs.values()))
     if generator.is_default():
         emit_call(tx, ops.default_seed, _seed(seed), 0)
@@ -230,7 +239,8 @@ def _make_generator(
     return GeneratorVariable(made, emit_call(tx, ops.seeded, _seed(made.initial_seed())))
 
 
-# ---- torch's own generator ---------------------------------------------------------------------------------------------------
+# ---- torch's own generator
+# ---------------------------------------------------------------------------------------------------
 
 
 def _default(method: Callable[..., VariableTracker]) -> Retrack:
@@ -239,7 +249,9 @@ def _default(method: Callable[..., VariableTracker]) -> Retrack:
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        generator = build_unguarded(tx, torch.default_generator, constant_source(tx, "generator", torch.default_generator))
+        generator = build_unguarded(
+            tx, torch.default_generator, constant_source(tx, "generator", torch.default_generator)
+        )
         result = method(tx, generator, args, kwargs)
         return build(tx, None) if method is _set_state_of_generator else result
 
@@ -247,12 +259,16 @@ def _default(method: Callable[..., VariableTracker]) -> Retrack:
 
 
 def _trunc_normal(x: torch.Tensor, mean: float, std: float, a: float, b: float) -> torch.Tensor:
-    """``nn.init.trunc_normal_`` with the loop, which draws until all values are within bounds, inside of an operator."""
+    """``nn.init.trunc_normal_`` with the loop, which draws until all values are within bounds, inside of an
+    operator.
+    """
     with torch.no_grad():
         if not isinstance(x, DTensor):
             return x.copy_(ops.trunc_normal(x, [mean, std, a, b], 0))
         local = ops.trunc_normal(x.to_local(), [mean, std, a, b], 0)
-        values = DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+        values = DTensor.from_local(
+            local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
         return x.copy_(values)
 
 
@@ -268,7 +284,9 @@ def _handle_trunc_normal(
         return build(tx, _overwrite).call_function(tx, [tensor, values], {})
     example = _example(tensor)
     placements = example.placements if isinstance(example, DTensor) else ()
-    if example.device.type != "cpu" or any(isinstance(p, Partial) or DRAWS_TOGETHER and not p.is_replicate() for p in placements):
+    if example.device.type != "cpu" or any(
+        isinstance(p, Partial) or DRAWS_TOGETHER and not p.is_replicate() for p in placements
+    ):
         return stock.call_function(tx, args, kwargs)
     return emit_call(tx, _trunc_normal, tensor, *numbers)
 
@@ -278,7 +296,8 @@ def _overwrite(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return x.copy_(values)
 
 
-# ---- the tables --------------------------------------------------------------------------------------------------------------
+# ---- the tables
+# --------------------------------------------------------------------------------------------------------------
 
 #: Classes of objects that the program is given, with what makes their tracker.
 TYPES = {torch.Generator: GeneratorVariable.track}

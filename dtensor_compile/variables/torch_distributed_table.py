@@ -1,7 +1,8 @@
-"""What becomes of the names of ``torch.distributed`` and its subpackages: a table per module, and the entries it leads to.
+"""What becomes of the names of ``torch.distributed`` and its subpackages: a table per module, and the entries it leads
+to.
 
-A row says what a call does while tracing (`members.MemberRule`). Names of rule `INLINE` are left to torch, which traces them like other
-Python, and have no entry. A name that the installed release does not have has none either.
+A row says what a call does while tracing (`members.MemberRule`). Names of rule `INLINE` are left to torch, which traces
+them like other Python, and have no entry. A name that the installed release does not have has none either.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 from torch.distributed import tensor
 
-from dtensor_compile.compat.dynamo import settings
 from dtensor_compile.compat.distributed.functional_collectives import functional_collectives
+from dtensor_compile.compat.dynamo import settings
+from dtensor_compile.compat.dynamo.calls import NamespaceVariable, handle_calls, handle_construction, refuse_methods
 from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     TrackGiven,
@@ -33,10 +35,9 @@ from dtensor_compile.compat.dynamo.tracing import (
     leave_calls_to_python,
     raise_in_program,
 )
-from dtensor_compile.compat.dynamo.calls import NamespaceVariable, handle_calls, handle_construction, refuse_methods
 from dtensor_compile.variables import collectives
 from dtensor_compile.variables import mesh_constructors as factories
-from dtensor_compile.variables.member_rules import Row, MemberRule, Table, table
+from dtensor_compile.variables.member_rules import MemberRule, Row, Table, table
 
 DISTRIBUTED = table(
     operator="""
@@ -126,7 +127,8 @@ TABLES: Mapping[types.ModuleType, Table] = {
 }
 
 
-# ---- what a call does -------------------------------------------------------------------------------------------------------
+# ---- what a call does
+# -------------------------------------------------------------------------------------------------------
 
 
 def _value(tx: Translator, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
@@ -157,7 +159,9 @@ def _bake(function: Callable[..., Any]) -> Retrack:
 
 @dataclass(frozen=True)
 class _Question:
-    """A function whose answer is guarded. (What torch guards on functions themselves it takes for settled once they passed.)"""
+    """A function whose answer is guarded. (What torch guards on functions themselves it takes for settled once they
+    passed.)
+    """
 
     function: Callable[..., Any]
 
@@ -203,7 +207,9 @@ def _retrack(module: types.ModuleType, name: str, row: Row) -> Retrack | None:
 def _entries() -> Iterator[tuple[Any, Retrack]]:
     for module, rows in TABLES.items():
         for name, row in rows.items():
-            retrack = _retrack(module, name, row) if row.rule is not MemberRule.INLINE and name in vars(module) else None
+            retrack = (
+                _retrack(module, name, row) if row.rule is not MemberRule.INLINE and name in vars(module) else None
+            )
             if retrack is not None:
                 yield vars(module)[name], retrack
 
@@ -221,13 +227,12 @@ def _read_reduction(tx: Translator, name: str) -> VariableTracker:
     return _value(tx, getattr, [vars(dist)["reduce_op"], name], {})
 
 
-# ---- objects of C++ that come in --------------------------------------------------------------------------------------------
+# ---- objects of C++ that come in
+# --------------------------------------------------------------------------------------------
 
 _RAW_NAMES = [name for name, row in DISTRIBUTED.items() if row.cause == "raw-object"]
 #: Classes whose objects act when their methods are called.
-RAW_CLASSES = tuple(
-    cls for name in ("Work", *_RAW_NAMES) if isinstance(cls := getattr(dist, name, None), type)
-)
+RAW_CLASSES = tuple(cls for name in ("Work", *_RAW_NAMES) if isinstance(cls := getattr(dist, name, None), type))
 
 
 def _refuse_methods(cls: type) -> TrackGiven:
@@ -246,7 +251,10 @@ _UNBOUND = (
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     *_entries(),
     (vars(dist)["reduce_op"], lambda stock: NamespaceVariable(stock, _read_reduction)),
-    *((getattr(cls, name), _refusal(getattr(cls, name), f"{cls.__name__}.{name}", code)) for cls, name, code in _UNBOUND),
+    *(
+        (getattr(cls, name), _refusal(getattr(cls, name), f"{cls.__name__}.{name}", code))
+        for cls, name, code in _UNBOUND
+    ),
     *settings.OBJECTS,
 )
 GIVEN: Mapping[type, TrackGiven] = {cls: _refuse_methods(cls) for cls in RAW_CLASSES}

@@ -1,7 +1,7 @@
 """``torch.distributed.Work`` and its future: what an asynchronous call returns.
 
-In the graph the call is complete, so that all of their methods have their answer. Objects that the program returns, or that live
-across a graph break, are of the classes below and answer the same.
+In the graph the call is complete, so that all of their methods have their answer. Objects that the program returns, or
+that live across a graph break, are of the classes below and answer the same.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.stand_in import CFuture, stand_in
+from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, UserFunctionVariable, VariableTracker
 from dtensor_compile.variables.member_rules import causes_of, table
 
 
@@ -106,7 +106,8 @@ WORK = table(
     breaks={"raw-object": "boxed unbox timeout"},
 )
 FUTURE = table(
-    inline="wait value done then add_done_callback", breaks={"raw-object": "set_result set_exception __getstate__ __setstate__"}
+    inline="wait value done then add_done_callback",
+    breaks={"raw-object": "set_result set_exception __getstate__ __setstate__"},
 )
 
 

@@ -1,6 +1,6 @@
 """A Llama of transformers, trained by accelerate, with gradients accumulated over two microbatches.
 
-    torchrun --nproc-per-node 2 examples/accelerate_ddp/train.py
+torchrun --nproc-per-node 2 examples/accelerate_ddp/train.py
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """A distributed checkpoint, written by a model under `fully_shard` and resumed tensor parallel, on another mesh.
 
-    torchrun --nproc-per-node 2 examples/checkpoint_resume/train.py
+torchrun --nproc-per-node 2 examples/checkpoint_resume/train.py
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """A ViT of transformers under DistributedDataParallel, compiled with its step.
 
-    torchrun --nproc-per-node 2 examples/ddp_vision/train.py
+torchrun --nproc-per-node 2 examples/ddp_vision/train.py
 """
 
 from collections.abc import Callable

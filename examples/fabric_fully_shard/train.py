@@ -1,6 +1,6 @@
 """A Llama of transformers under Lightning Fabric and `fully_shard`, with gradients accumulated over two microbatches.
 
-    torchrun --nproc-per-node 2 examples/fabric_fully_shard/train.py
+torchrun --nproc-per-node 2 examples/fabric_fully_shard/train.py
 """
 
 from collections.abc import Callable

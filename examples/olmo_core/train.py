@@ -1,6 +1,6 @@
 """OLMo-core's OLMo 2 (30M, four blocks), under its own `fully_shard`, compiled as a whole.
 
-    torchrun --nproc-per-node 2 examples/olmo_core/train.py
+torchrun --nproc-per-node 2 examples/olmo_core/train.py
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ VOCABULARY = 1024
 
 
 def build(backend: str | None) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """The model and a training step; OLMo-core's own ``model.apply_compile()`` would compile each block with Inductor."""
+    """The model and a training step; OLMo-core's own ``model.apply_compile()`` would compile each block with
+    Inductor.
+    """
     model = TransformerConfig.olmo2_30M(VOCABULARY).build(init_device="meta")
     model.apply_fsdp(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)))
     model.init_weights(max_seq_len=128, device=torch.device("cpu"))

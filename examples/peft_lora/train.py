@@ -1,6 +1,7 @@
-"""LoRA of PEFT on a Llama of transformers under `fully_shard`: frozen weights are gathered, gradients of adapters alone are reduced.
+"""LoRA of PEFT on a Llama of transformers under `fully_shard`: frozen weights are gathered, gradients of adapters alone
+are reduced.
 
-    torchrun --nproc-per-node 2 examples/peft_lora/train.py
+torchrun --nproc-per-node 2 examples/peft_lora/train.py
 """
 
 from collections.abc import Callable

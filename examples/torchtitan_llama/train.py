@@ -25,7 +25,11 @@ def build(backend: str | None) -> tuple[torch.nn.Module, Callable[[], torch.Tens
     torchtitan.distributed.parallel_dims.device_type = "cpu"  # it takes a GPU for granted
     sizes = {"dp_replicate": 1, "dp_shard": dist.get_world_size() // 2, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "etp": 1}
     dims, job = ParallelDims(**sizes, world_size=dist.get_world_size()), JobConfig()
-    job.training.seq_len, job.parallelism.disable_loss_parallel, job.training.mixed_precision_param = 128, True, "float32"
+    job.training.seq_len, job.parallelism.disable_loss_parallel, job.training.mixed_precision_param = (
+        128,
+        True,
+        "float32",
+    )
     torch.manual_seed(0)
     model = Transformer(TransformerModelArgs(**CONFIG))
     with torch.no_grad():
@@ -36,7 +40,9 @@ def build(backend: str | None) -> tuple[torch.nn.Module, Callable[[], torch.Tens
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that divides first
     if backend is not None:
         model.compile(backend=backend)
-    mine = torch.Generator().manual_seed(dist.get_rank() // 2)  # ranks that share a shard of the data have the same batches
+    mine = torch.Generator().manual_seed(
+        dist.get_rank() // 2
+    )  # ranks that share a shard of the data have the same batches
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> torch.Tensor:

@@ -1,6 +1,6 @@
 """A Llama of transformers, `fully_shard` x tensor parallel by the plans that come with it.
 
-    torchrun --nproc-per-node 4 examples/transformers_2d/train.py
+torchrun --nproc-per-node 4 examples/transformers_2d/train.py
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ CONFIG = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, 
 
 
 def build(backend: str | None) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """The model and a training step; a program that loads weights calls ``from_pretrained(name, distributed_config=...)`` instead."""
+    """The model and a training step; a program that loads weights calls ``from_pretrained(name,
+    distributed_config=...)`` instead.
+    """
     config = LlamaConfig(**CONFIG, num_attention_heads=8, num_key_value_heads=4)
     sizes = DistributedConfig(fsdp_size=dist.get_world_size() // 2, tp_size=2)
     placed, _, meshes = LlamaForCausalLM.prepare_distribute_model(sizes)
@@ -22,7 +24,9 @@ def build(backend: str | None) -> tuple[torch.nn.Module, Callable[[], torch.Tens
     model = LlamaForCausalLM.maybe_distribute_model(LlamaForCausalLM(config), placed, meshes)
     if backend is not None:
         model.compile(backend=backend)
-    mine = torch.Generator().manual_seed(dist.get_rank() // 2)  # ranks that share a shard of the data have the same batches
+    mine = torch.Generator().manual_seed(
+        dist.get_rank() // 2
+    )  # ranks that share a shard of the data have the same batches
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> torch.Tensor:

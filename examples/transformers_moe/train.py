@@ -1,6 +1,7 @@
-"""A Qwen3 mixture of experts of transformers: `fully_shard`, each rank with some of the experts, tokens sent by all-to-all.
+"""A Qwen3 mixture of experts of transformers: `fully_shard`, each rank with some of the experts, tokens sent by
+all-to-all.
 
-    torchrun --nproc-per-node 2 examples/transformers_moe/train.py
+torchrun --nproc-per-node 2 examples/transformers_moe/train.py
 """
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ EXPERTS = {"moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok"
 
 
 def build(backend: str | None) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """The model and a training step; a program that loads weights calls ``from_pretrained(name, distributed_config=...)`` instead."""
+    """The model and a training step; a program that loads weights calls ``from_pretrained(name,
+    distributed_config=...)`` instead.
+    """
     config = Qwen3MoeConfig(**CONFIG, **EXPERTS, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
     all_to_all_without_branches()
     ranks = dist.get_world_size()

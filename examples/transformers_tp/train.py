@@ -1,6 +1,6 @@
 """A Llama of transformers, tensor parallel by the plan that comes with it.
 
-    torchrun --nproc-per-node 2 examples/transformers_tp/train.py
+torchrun --nproc-per-node 2 examples/transformers_tp/train.py
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ CONFIG = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, 
 
 
 def build(backend: str | None) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """The model and a training step; a program that loads weights calls ``from_pretrained(name, distributed_config=...)`` instead."""
+    """The model and a training step; a program that loads weights calls ``from_pretrained(name,
+    distributed_config=...)`` instead.
+    """
     config = LlamaConfig(**CONFIG, num_attention_heads=8, num_key_value_heads=4)
     placed, _, meshes = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(tp_size=dist.get_world_size()))
     torch.manual_seed(0)

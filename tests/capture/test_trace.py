@@ -1,4 +1,6 @@
-"""What a DTensor program becomes: one node per redistribution, with the user's line; what the operator does not speak of stays with torch."""
+"""What a DTensor program becomes: one node per redistribution, with the user's line; what the operator does not speak
+of stays with torch.
+"""
 
 import inspect
 
@@ -96,7 +98,9 @@ def test_mesh_dims_of_size_one_give_no_node():
 
 @on_ranks(4)
 def test_change_on_two_mesh_dims_is_one_node():
-    rec = captured(lambda x: x.redistribute(placements=[Replicate(), Shard(1)]) + 1, on((2, 2), (4, 6), Shard(0), Shard(0)))
+    rec = captured(
+        lambda x: x.redistribute(placements=[Replicate(), Shard(1)]) + 1, on((2, 2), (4, 6), Shard(0), Shard(0))
+    )
     assert [text.split()[0] for text in rec.captured] == ["S(0)S(0)->RS(1)"]
 
 
@@ -134,7 +138,10 @@ def parity_of_embedding(function, mesh_shape, index_placements, table_placements
     mesh = make_mesh(mesh_shape)
     indices = (torch.arange(torch.Size(shape).numel()) * 5 % 11).reshape(shape)
     table = torch.sin(torch.arange(11 * 6)).reshape(11, 6)
-    args = distribute_tensor(indices, mesh, index_placements), distribute_tensor(table, mesh, table_placements).requires_grad_()
+    args = (
+        distribute_tensor(indices, mesh, index_placements),
+        distribute_tensor(table, mesh, table_placements).requires_grad_(),
+    )
     assert_parity(function, args, loss=lambda out: (out.to_local() ** 2).sum())
     return captured(function, *args)
 
@@ -165,7 +172,11 @@ def train(x, w1, w2):
 
 @on_ranks(2)
 def test_tensor_parallel_layer_equals_eager_forward_and_backward():
-    x, w1, w2 = on((2,), (4, 6), Replicate(), grad=True), on((2,), (6, 8), Shard(1), grad=True), on((2,), (8, 6), Shard(0), grad=True)
+    x, w1, w2 = (
+        on((2,), (4, 6), Replicate(), grad=True),
+        on((2,), (6, 8), Shard(1), grad=True),
+        on((2,), (8, 6), Shard(0), grad=True),
+    )
     assert_parity(train, (x, w1, w2), loss=lambda out: out.to_local().pow(2).sum())
 
 

@@ -1,4 +1,6 @@
-"""Private functions of torch are looked at when a feature first needs them; a missing one costs that feature and nothing else."""
+"""Private functions of torch are looked at when a feature first needs them; a missing one costs that feature and
+nothing else.
+"""
 
 import contextlib
 import warnings
@@ -10,8 +12,8 @@ import dtensor_compile.backend  # noqa: F401 - all features are known once every
 from dtensor_compile import UnsupportedTorchError
 from dtensor_compile.compat import hooks
 from dtensor_compile.compat.aot import partition
-from dtensor_compile.compat.hooks import FEATURES, MissingHookWarning, feature, hook, needs
 from dtensor_compile.compat.distributed.rank_threads import run_in_threads
+from dtensor_compile.compat.hooks import FEATURES, MissingHookWarning, feature, hook, needs
 from dtensor_compile.testing import make_mesh, on_ranks
 
 
@@ -84,7 +86,9 @@ def test_a_scope_without_its_hook_is_not_entered_and_warns_once():
 def test_an_essential_feature_without_its_hook_is_an_error_each_time():
     legs = feature("legs", hook("torch._legs:walk"), without="nobody walks", essential=True)
     for _ in range(2):
-        with pytest.raises(UnsupportedTorchError, match=r"legs: torch .* has no torch\._legs:walk\. Without it nobody walks"):
+        with pytest.raises(
+            UnsupportedTorchError, match=r"legs: torch .* has no torch\._legs:walk\. Without it nobody walks"
+        ):
             legs.works()
 
 
@@ -107,7 +111,9 @@ def test_a_program_compiles_without_a_feature_that_it_does_not_need():
     mesh = make_mesh((2,))
     x = torch.distributed.tensor.distribute_tensor(torch.randn(5, 4), mesh, [torch.distributed.tensor.Shard(0)])
     compiled = torch.compile(lambda x: (x @ x.t()).sum(), backend="dtensor_aten", fullgraph=True)
-    warned = pytest.warns(MissingHookWarning, match="in regions that are computed again: torch .* has no torch._gone:gone")
+    warned = pytest.warns(
+        MissingHookWarning, match="in regions that are computed again: torch .* has no torch._gone:gone"
+    )
     with _without("random numbers in regions that are computed again"), warned:
         found = compiled(x)
     torch.testing.assert_close(found.full_tensor(), (x @ x.t()).sum().full_tensor())
@@ -122,7 +128,10 @@ def test_kernels_stay_in_inductors_order_where_torch_takes_no_other():
     x = torch.distributed.tensor.distribute_tensor(torch.randn(5, 4), mesh, [torch.distributed.tensor.Shard(0)])
     compiled = torch.compile(lambda x: (x @ x.t()).sum(), backend="dtensor", fullgraph=True)
     name = "an order of Inductor's kernels in which collectives run beside compute"
-    with _without(name), pytest.warns(MissingHookWarning, match="torch._gone:gone. Without it Inductor's own order stays"):
+    with (
+        _without(name),
+        pytest.warns(MissingHookWarning, match="torch._gone:gone. Without it Inductor's own order stays"),
+    ):
         found = compiled(x)
     torch.testing.assert_close(found.full_tensor(), (x @ x.t()).sum().full_tensor())
 
@@ -131,13 +140,19 @@ def test_kernels_stay_in_inductors_order_where_torch_takes_no_other():
 def test_a_program_compiles_without_marks_of_local_tensors():
     torch.manual_seed(0)
     mesh = make_mesh((2,))
-    x, w = (torch.distributed.tensor.distribute_tensor(torch.randn(n, 4), mesh, [torch.distributed.tensor.Shard(0)]) for n in (5, 4))
+    x, w = (
+        torch.distributed.tensor.distribute_tensor(torch.randn(n, 4), mesh, [torch.distributed.tensor.Shard(0)])
+        for n in (5, 4)
+    )
     w.requires_grad_()
 
     def loss(x):
         return (x @ w).relu().full_tensor().sum()
 
-    with _without("what local tensors are globally, between redistributions"), pytest.warns(MissingHookWarning, match="more bytes"):
+    with (
+        _without("what local tensors are globally, between redistributions"),
+        pytest.warns(MissingHookWarning, match="more bytes"),
+    ):
         torch.compile(loss, backend="dtensor_aten", fullgraph=True)(x).backward()
     found, w.grad = w.grad, None
     loss(x).backward()
@@ -145,6 +160,8 @@ def test_a_program_compiles_without_marks_of_local_tensors():
 
 
 def test_what_a_program_asks_for_by_name_is_an_error_without_its_hook():
-    error = pytest.raises(UnsupportedTorchError, match="ranks as threads of one process: torch .* has no torch._gone:gone")
+    error = pytest.raises(
+        UnsupportedTorchError, match="ranks as threads of one process: torch .* has no torch._gone:gone"
+    )
     with _without("ranks as threads of one process"), error:
         run_in_threads(2, lambda rank: rank)

@@ -1,4 +1,6 @@
-"""Releases of torch that are not supported are refused with the names of those that are; of those in part an import warns."""
+"""Releases of torch that are not supported are refused with the names of those that are; of those in part an import
+warns.
+"""
 
 import warnings
 
@@ -21,7 +23,9 @@ def test_a_release_that_is_supported_whole_passes_without_a_word(version):
 
 
 def test_a_release_that_is_supported_in_part_warns():
-    with pytest.warns(UserWarning, match=r"supports torch 2\.11\.0 in part: the C\+\+ part is not used.*docs/releases\.md"):
+    with pytest.warns(
+        UserWarning, match=r"supports torch 2\.11\.0 in part: the C\+\+ part is not used.*docs/releases\.md"
+    ):
         check_release("2.11.0")
 
 

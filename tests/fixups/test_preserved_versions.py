@@ -65,7 +65,16 @@ def a_version_that_is_read(x, y):
     return x + x._version
 
 
-PROGRAMS = [a_write, a_write_before, a_write_after, two_inputs, one_of_two_inputs, through_a_view, nested, a_version_that_is_read]
+PROGRAMS = [
+    a_write,
+    a_write_before,
+    a_write_after,
+    two_inputs,
+    one_of_two_inputs,
+    through_a_view,
+    nested,
+    a_version_that_is_read,
+]
 
 
 def made(placed, interior, value):

@@ -31,7 +31,9 @@ def no_tensor_twice(a, b, c):
 PROGRAMS = [add, add_one_to_the_other, multiply_by_numbers, copy, no_tensor_twice]
 
 
-KINDS = [(program, kind) for program in PROGRAMS for kind in ("plain", "dtensor") if (program, kind) != (copy, "dtensor")]
+KINDS = [
+    (program, kind) for program in PROGRAMS for kind in ("plain", "dtensor") if (program, kind) != (copy, "dtensor")
+]
 
 
 @pytest.mark.parametrize("program, kind", KINDS)  # eager copies no lists of DTensors
@@ -40,7 +42,9 @@ def test_like_eager(program, kind):
     mesh, found = make_mesh((2,), ("tp",)), []
     for run in (program, torch.compile(program, backend="dtensor_aten", fullgraph=True)):
         locals_ = [torch.arange(3.0) + i for i in range(3)]
-        values = locals_ if kind == "plain" else [DTensor.from_local(x, mesh, [Shard(0)], run_check=False) for x in locals_]
+        values = (
+            locals_ if kind == "plain" else [DTensor.from_local(x, mesh, [Shard(0)], run_check=False) for x in locals_]
+        )
         run(*values), run(*values)
         found.append([x if kind == "plain" else x.to_local() for x in values])
     for eager, compiled in zip(*found):

@@ -85,7 +85,13 @@ KEPT = {
 
 
 @pytest.mark.parametrize(
-    "name, bases", [("reshaped and transposed", 1), ("of two values", 2), ("beside its detached value", 1), *((name, 0) for name in KEPT)]
+    "name, bases",
+    [
+        ("reshaped and transposed", 1),
+        ("of two values", 2),
+        ("beside its detached value", 1),
+        *((name, 0) for name in KEPT),
+    ],
 )
 def test_bases_are_results_where_views_share_them(name, bases):
     assert run_on_ranks(2, added, name) == [[bases]] * 2

@@ -29,7 +29,9 @@ class Golden(TestCase):
 
     def test_what_is_reduced_is_made_contiguous(self):
         (text, _), _ = run_on_ranks(2, changed, sent, reduced, (4, 3))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [4, 3]
 t: [3, 4] = t(x_1)
 div: [3, 4] = div(t, 2)
@@ -38,7 +40,8 @@ all_reduce: [3, 4] = all_reduce(clone_default, sum)
 wait_tensor: [3, 4] = wait_tensor(all_reduce)
 mul: [3, 4] = mul(wait_tensor, 2)
 return mul
-""")
+""",
+        )
 
 
 @on_ranks(2)

@@ -46,10 +46,18 @@ return [pow_8, arg1_1]
 @pytest.mark.parametrize("backend", ["dtensor", "dtensor_aten"])
 @on_ranks(2)
 def test_its_gradient(alone, backend):
-    """Inductor's partitioner refused the graph: what was not read had been put into the backward pass (fuzz seed 89496)."""
+    """Inductor's partitioner refused the graph: what was not read had been put into the backward pass (fuzz seed
+    89496).
+    """
     others = [name for name in dtensor_compile.options._PASSES["disable_passes"] if name != "make_in_place"]
     options = {"strict": True, "disable_passes": others if alone else ()}
-    assert_parity(norm_read_twice, [columns(3, grad=True)], loss=lambda y: y.full_tensor().square().sum(), backend=backend, options=options)
+    assert_parity(
+        norm_read_twice,
+        [columns(3, grad=True)],
+        loss=lambda y: y.full_tensor().square().sum(),
+        backend=backend,
+        options=options,
+    )
 
 
 @pytest.mark.parametrize("grad", [False, True])

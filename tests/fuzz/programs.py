@@ -1,7 +1,7 @@
 """Random programs over DTensors: what the fuzzer makes, as text, and how one is compared with eager.
 
-A program is text, so that one that differs can be printed, made smaller line by line, and kept as a test. Lines are tried in
-eager as they are made, on a simulated job, and those that eager refuses are left out.
+A program is text, so that one that differs can be printed, made smaller line by line, and kept as a test. Lines are
+tried in eager as they are made, on a simulated job, and those that eager refuses are left out.
 """
 
 from __future__ import annotations
@@ -70,18 +70,23 @@ class Program:
         )
 
     def computed_in(self, kernels: str) -> torch.dtype | None:
-        """The dtype whose rounding may show in results of any: of bfloat16, and of sums in float32, which Inductor adds in an order of
-        its own."""
+        """The dtype whose rounding may show in results of any: of bfloat16, and of sums in float32, which Inductor adds
+        in an order of its own."""
         if "bfloat16" in str(self):
             return torch.bfloat16
         return torch.float32 if kernels == "inductor" and "float32" in str(self) else None
 
 
-# ---- what inputs are made of; the names that the text uses -------------------------------------------------------------------
+# ---- what inputs are made of; the names that the text uses
+# -------------------------------------------------------------------
 
 
-def tensor(mesh: Any, seed: int, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any], grad: bool) -> DTensor:
-    """A DTensor of random values, the same global tensor on every rank; partial mesh dims hold a different term on each."""
+def tensor(
+    mesh: Any, seed: int, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Any], grad: bool
+) -> DTensor:
+    """A DTensor of random values, the same global tensor on every rank; partial mesh dims hold a different term on
+    each.
+    """
     generator = torch.Generator().manual_seed(seed)
     full = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     whole = [Replicate() if p.is_partial() else p for p in placements]
@@ -108,7 +113,8 @@ def namespace(shape: tuple[int, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---- making programs ---------------------------------------------------------------------------------------------------------
+# ---- making programs
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Maker:
@@ -208,8 +214,24 @@ def _floating(value: Any) -> bool:
 
 
 def _pointwise(make: Maker, x: str, value: Any) -> str:
-    forms = ["torch.relu({})", "F.gelu({})", "torch.tanh({})", "-{}", "{} * 2", "{} + 1", "torch.sigmoid({})", "{}.abs()"]
-    forms += ["F.dropout({}, 0.5)", "{}.clone()", "1 - {}", "({} * 1).add_(1)", "{}.detach()", "torch.where({0} > 0, {0}, -{0})"]
+    forms = [
+        "torch.relu({})",
+        "F.gelu({})",
+        "torch.tanh({})",
+        "-{}",
+        "{} * 2",
+        "{} + 1",
+        "torch.sigmoid({})",
+        "{}.abs()",
+    ]
+    forms += [
+        "F.dropout({}, 0.5)",
+        "{}.clone()",
+        "1 - {}",
+        "({} * 1).add_(1)",
+        "{}.detach()",
+        "torch.where({0} > 0, {0}, -{0})",
+    ]
     return make.draw.choice(forms).format(x)
 
 
@@ -221,7 +243,9 @@ def _binary(make: Maker, x: str, value: Any) -> str:
         return all(a == b or a == 1 or b == 1 for a, b in pairs)
 
     y = make.some(fits=fits) or x
-    return make.draw.choice(["{} + {}", "{} * {}", "{} - {}", "torch.maximum({}, {})", "torch.add({}, {}, alpha=3)"]).format(x, y)
+    return make.draw.choice(
+        ["{} + {}", "{} * {}", "{} - {}", "torch.maximum({}, {})", "torch.add({}, {}, alpha=3)"]
+    ).format(x, y)
 
 
 def _dim(make: Maker, value: Any) -> int:
@@ -230,7 +254,13 @@ def _dim(make: Maker, value: Any) -> int:
 
 def _reduction(make: Maker, x: str, value: Any) -> str:
     dim, keep = _dim(make, value), make.draw.random() < 0.5
-    forms = ["{x}.sum({d}, keepdim={k})", "{x}.mean({d}, keepdim={k})", "{x}.amax({d}, keepdim={k})", "{x}.sum()", "{x}.mean()"]
+    forms = [
+        "{x}.sum({d}, keepdim={k})",
+        "{x}.mean({d}, keepdim={k})",
+        "{x}.amax({d}, keepdim={k})",
+        "{x}.sum()",
+        "{x}.mean()",
+    ]
     forms += ["F.softmax({x}, {d})", "F.log_softmax({x}, {d})", "{x}.cumsum({d})", "{x}.var({d})", "{x}.norm()"]
     forms += ["{x}.max({d})[0]", "F.layer_norm({x}, {x}.shape[{d}:])", "F.rms_norm({x}, {x}.shape[-1:])"]
     forms += ["torch.linalg.vector_norm({x}, dim={d})"]
@@ -317,7 +347,8 @@ _KINDS = [
 
 
 def make_program(draw: random.Random, meshes: Sequence[tuple[int, ...]] = MESHES, lines: int = 8) -> Program | None:
-    """A program of up to `lines` lines for one of `meshes`; needs a simulated job with as many ranks as the largest has.
+    """A program of up to `lines` lines for one of `meshes`; needs a simulated job with as many ranks as the largest
+    has.
 
     Returns:
         None where no line came about.
@@ -338,7 +369,8 @@ def make_program(draw: random.Random, meshes: Sequence[tuple[int, ...]] = MESHES
     return Program(mesh, tuple(make.inputs), tuple(make.lines), tuple(outputs), dynamic)
 
 
-# ---- comparing ---------------------------------------------------------------------------------------------------------------
+# ---- comparing
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def case_of_program(program: Program, calls: int = 2, kernels: str = "aten") -> Case:
@@ -358,7 +390,10 @@ def settings_of(program: Program, kernels: str = "aten") -> dict[str, Settings]:
     """All passes together, and each alone."""
     every = Settings("dtensor", dynamic=program.dynamic, options={"kernels": kernels, "strict": True})
     names = pass_names(every)
-    return {"all": every, **{f"{n} alone": every.with_options(disable_passes=tuple(m for m in names if m != n)) for n in names}}
+    return {
+        "all": every,
+        **{f"{n} alone": every.with_options(disable_passes=tuple(m for m in names if m != n)) for n in names},
+    }
 
 
 def check_program(program: Program, variants: Sequence[str] = ("all",), kernels: str = "aten") -> list[str]:
@@ -377,7 +412,9 @@ def check_program(program: Program, variants: Sequence[str] = ("all",), kernels:
         if isinstance(compiled, str):
             differences = [Difference("raises", "", compiled, rank=dist.get_rank())]
         else:
-            differences = [d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=case.allowed)]
+            differences = [
+                d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=case.allowed)
+            ]
         found += [f"{variant}: {d}" for d in of_all_ranks(differences)]
     return found
 
@@ -400,8 +437,8 @@ def _attempt(run: Callable[[], dict[str, Any]]) -> Any:
 def _raise_if_refused(result: Any) -> None:
     """Raises `Refused` where eager raised on every rank of the job.
 
-    Ranks ask each other through the store: where eager raised on some of them only, the others may be in the middle of a collective,
-    and the next one would meet it.
+    Ranks ask each other through the store: where eager raised on some of them only, the others may be in the middle of
+    a collective, and the next one would meet it.
 
     Raises:
         RefusedBySome: eager raised on some ranks only; the job is of no use any more.

@@ -1,4 +1,6 @@
-"""Random programs with fixed seeds: compiled equals eager, with all passes and with one alone. ``make fuzz`` is the long run."""
+"""Random programs with fixed seeds: compiled equals eager, with all passes and with one alone. ``make fuzz`` is the
+long run.
+"""
 
 import random
 
@@ -29,7 +31,8 @@ def check(program, kernels="aten"):
     assert result in ("equal", "refused"), f"{program}\n" + "\n".join(found)
 
 
-# ---- the fuzzer itself -----------------------------------------------------------------------------------------------------
+# ---- the fuzzer itself
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_the_same_seed_makes_the_same_program():
@@ -47,7 +50,12 @@ def test_a_difference_is_seen_and_a_refusal_is_none():
 
 
 def test_what_eager_refuses_on_some_ranks_only_ends_the_job():
-    some = Program((2,), ("tensor(mesh, 0, [4, 4], torch.float32, [Shard(0)], True)",), ("v0 = a0[1 // a0.device_mesh.get_rank()]",), ("v0",))
+    some = Program(
+        (2,),
+        ("tensor(mesh, 0, [4, 4], torch.float32, [Shard(0)], True)",),
+        ("v0 = a0[1 // a0.device_mesh.get_rank()]",),
+        ("v0",),
+    )
     assert judge(some, ["all"], "aten")[0] == "refused"
 
 
@@ -73,7 +81,8 @@ def test_programs_on_four_ranks(seed):
     check(program)
 
 
-# ---- found by the fuzzer ---------------------------------------------------------------------------------------------------
+# ---- found by the fuzzer
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_square_of_a_symbolic_size_in_a_stride():
@@ -83,7 +92,9 @@ def test_the_square_of_a_symbolic_size_in_a_stride():
 
 def test_a_product_of_three_symbolic_sizes_in_a_stride():
     x = "tensor(mesh, 1, [2, 3, 6], torch.float32, [Shard(0), Partial()], True)"
-    check(Program((2, 1), (x,), ("v0 = torch.where(a0 > 0, a0, -a0)", "v1 = torch.stack([v0, v0 * 2], 1)"), ("v1",), True))
+    check(
+        Program((2, 1), (x,), ("v0 = torch.where(a0 > 0, a0, -a0)", "v1 = torch.stack([v0, v0 * 2], 1)"), ("v1",), True)
+    )
 
 
 def test_a_size_that_is_first_needed_when_others_are_computed_from_it():
@@ -123,7 +134,12 @@ def test_a_redistribution_there_and_back_of_symbolic_sizes():
 def test_a_stride_that_is_symbolic_where_no_size_is():
     x = "tensor(mesh, 2, [1, 8], torch.float32, [Replicate()], True)"
     y = "tensor(mesh, 1, [6, 4, 8], torch.float32, [Shard(0)], True)"
-    lines = ("v0 = a0.narrow(1, 4, 2)", "v1 = v0 + v0", "v2 = a1.redistribute(placements=[Replicate()])", "v3 = F.linear(v2, a0)")
+    lines = (
+        "v0 = a0.narrow(1, 4, 2)",
+        "v1 = v0 + v0",
+        "v2 = a1.redistribute(placements=[Replicate()])",
+        "v3 = F.linear(v2, a0)",
+    )
     check(Program((2,), (x, y), lines, ("v1", "v3"), True))
     z = "tensor(mesh, 1, [6, 4, 6], torch.float32, [Shard(0), Shard(0)], True)"
     lines = ("v0 = torch.split(a0, 2, 1)[0]", "v1 = v0.expand([2, 6, 2, 6])", "v2 = F.rms_norm(v0, v0.shape[-1:])")
@@ -132,7 +148,11 @@ def test_a_stride_that_is_symbolic_where_no_size_is():
 
 def test_a_size_that_a_note_about_strides_would_fix_after_results_were_planned():
     x = "tensor(mesh, 0, [3, 3], torch.float32, [Replicate(), Shard(1)], {grad})"
-    lines = ("v0 = torch.maximum(a0, a0)", "v1 = v0.redistribute(placements=[Replicate(), Shard(0)])", "v2 = torch.split(v1, 2, 0)[0]")
+    lines = (
+        "v0 = torch.maximum(a0, a0)",
+        "v1 = v0.redistribute(placements=[Replicate(), Shard(0)])",
+        "v2 = torch.split(v1, 2, 0)[0]",
+    )
     for grad in (False, True):
         check(Program((2, 1), (x.format(grad=grad),), lines, ("v1", "v2"), True))
 
@@ -168,20 +188,30 @@ def test_a_norm_of_uneven_shards_whose_reduction_backward_alone_needs():
 
 
 def test_a_reduced_number_that_is_read_by_a_kernel_fused_with_one_of_another_shape():
-    x, y = "tensor(mesh, 0, [6, 7, 5], torch.float32, [Shard(1)], False)", "tensor(mesh, 1, [8], torch.float32, [Shard(0)], False)"
+    x, y = (
+        "tensor(mesh, 0, [6, 7, 5], torch.float32, [Shard(1)], False)",
+        "tensor(mesh, 1, [8], torch.float32, [Shard(0)], False)",
+    )
     lines = ("v0 = a1 @ a1", "v1 = a0.redistribute(placements=[Replicate()])", "v2 = torch.maximum(v1, v0)")
     check(Program((2,), (x, y), lines, ("v1", "v2")), "inductor")
 
 
 def test_products_over_a_dim_of_which_each_rank_has_one_row():
-    x, w = "tensor(mesh, 0, [8, 2], torch.float64, [Shard(1)], True)", "tensor(mesh, 1, [3, 2], torch.float64, [Replicate()], False)"
+    x, w = (
+        "tensor(mesh, 0, [8, 2], torch.float64, [Shard(1)], True)",
+        "tensor(mesh, 1, [3, 2], torch.float64, [Replicate()], False)",
+    )
     lines = ("v0 = torch.matmul(a0, a0.transpose(-1, -2))", "v1 = v0.sum()", "v2 = F.linear(a0, a1)")
     check(Program((2,), (x, w), lines, ("v1", "v2")), "inductor")
 
 
 def test_sizes_that_vary_where_some_ranks_get_one_row():
     x = "tensor(mesh, 2, [4, 4], torch.float32, [Shard(0), Shard(0), Partial()], True)"
-    lines = ("v0 = a0.movedim(1, 0)", "v1 = v0.redistribute(placements=[Shard(0), Shard(0), Shard(0)])", "v2 = F.gelu(v1 + v1)")
+    lines = (
+        "v0 = a0.movedim(1, 0)",
+        "v1 = v0.redistribute(placements=[Shard(0), Shard(0), Shard(0)])",
+        "v2 = F.gelu(v1 + v1)",
+    )
     check(Program((1, 2, 2), (x,), lines, ("v2",), True))
 
 

@@ -12,7 +12,9 @@ import torch
 
 TOOL = pathlib.Path(__file__).parents[2] / "tools" / "bench" / "gpu.py"
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU: torch.cuda.is_available() is false")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no GPU: torch.cuda.is_available() is false"
+)
 
 
 def run(*arguments, timeout=280):
@@ -23,7 +25,19 @@ def run(*arguments, timeout=280):
 def figures(ranks, device=()):
     """Layout -> row -> variant -> figure."""
     with tempfile.TemporaryDirectory() as folder:
-        done = run("--ranks", str(ranks), "--layers", "2", "--dim", "256", "--repeats", "7", "--json", f"{folder}/f.json", *device)
+        done = run(
+            "--ranks",
+            str(ranks),
+            "--layers",
+            "2",
+            "--dim",
+            "256",
+            "--repeats",
+            "7",
+            "--json",
+            f"{folder}/f.json",
+            *device,
+        )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         return json.loads(pathlib.Path(folder, "f.json").read_text())["ranks"][str(ranks)]
 
@@ -34,7 +48,11 @@ def figures(ranks, device=()):
 def test_numbers_are_those_of_eager(ranks, layout):
     found = figures(ranks)[layout]
     for variant in found["loss"].keys() - {"eager"}:
-        assert found["loss"][variant] < 1e-4 and found["gradient"][variant] < 1e-3, (variant, found["loss"], found["gradient"])
+        assert found["loss"][variant] < 1e-4 and found["gradient"][variant] < 1e-3, (
+            variant,
+            found["loss"],
+            found["gradient"],
+        )
 
 
 @needs_gpu

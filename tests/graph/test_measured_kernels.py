@@ -7,10 +7,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtensor_compile import offline
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.graph import measured_kernels
-from dtensor_compile.schedule import schedule_graph
 from dtensor_compile.graph.measured_kernels import measured_seconds
-from dtensor_compile.schedule.schedule_graph import graph_tasks
 from dtensor_compile.recording.recorder import record
+from dtensor_compile.schedule import schedule_graph
+from dtensor_compile.schedule.schedule_graph import graph_tasks
 from dtensor_compile.topology.links import CLUSTERS
 
 aten = torch.ops.aten
@@ -33,7 +33,9 @@ def test_products_convolutions_and_attention_are_measured_and_loops_are_not():
 
     found = seconds_by_operator(program, torch.ones(8, 8), torch.ones(8, 8), torch.ones(2, 2, 4, 4))
     measured = {target for target, seconds in found.items() if seconds is not None}
-    assert {aten.mm.default, aten.convolution.default} < measured and any("attention" in str(target) for target in measured)
+    assert {aten.mm.default, aten.convolution.default} < measured and any(
+        "attention" in str(target) for target in measured
+    )
     assert found[aten.relu.default] is None and found[aten.add.Tensor] is None
     assert all(found[target] > 0 for target in measured)
 
@@ -41,7 +43,9 @@ def test_products_convolutions_and_attention_are_measured_and_loops_are_not():
 def test_a_product_takes_what_it_takes_on_these_sizes_and_strides():
     """A million times the operations take longer on any machine; symbolic sizes are those that were seen."""
     small = seconds_by_operator(torch.mm, torch.ones(8, 8), torch.ones(8, 8))[aten.mm.default]
-    large = seconds_by_operator(torch.mm, torch.ones(800, 800), torch.ones(800, 800).T, mode="symbolic")[aten.mm.default]
+    large = seconds_by_operator(torch.mm, torch.ones(800, 800), torch.ones(800, 800).T, mode="symbolic")[
+        aten.mm.default
+    ]
     assert large > 3 * small
 
 
@@ -54,7 +58,7 @@ def test_equal_operators_are_measured_once(monkeypatch):
 
 def test_what_draws_is_not_run_and_the_generator_stays_where_it_was():
     q = torch.ones(1, 2, 4, 4)
-    gm = make_fx(lambda q: (aten._scaled_dot_product_flash_attention(q, q, q, 0.5)[0] @ q), tracing_mode="fake")(q)
+    gm = make_fx(lambda q: aten._scaled_dot_product_flash_attention(q, q, q, 0.5)[0] @ q, tracing_mode="fake")(q)
     before = torch.get_rng_state()
     found = {node.target: measured_seconds(node) for node in gm.graph.nodes if node.op == "call_function"}
     assert found[aten._scaled_dot_product_flash_attention.default] is None and found[aten.bmm.default] > 0
@@ -70,7 +74,9 @@ def test_without_the_device_the_estimate_has_to_do():
 
 
 def test_the_order_is_made_of_what_is_measured(monkeypatch):
-    monkeypatch.setattr(schedule_graph, "measured_seconds", lambda node: 5.0 if node.target is aten.mm.default else None)
+    monkeypatch.setattr(
+        schedule_graph, "measured_seconds", lambda node: 5.0 if node.target is aten.mm.default else None
+    )
     gm = make_fx(lambda x: (x @ x).relu())(torch.ones(4, 4))
     assert [task.seconds for task in graph_tasks(gm.graph, CLUSTER, measured=True) if task.seconds][0] == 5.0
     assert all(task.seconds < 1 for task in graph_tasks(gm.graph, CLUSTER))

@@ -2,7 +2,6 @@
 
 import pathlib
 
-
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed

@@ -10,7 +10,17 @@ import pytest
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 FRONT = "dtensor_compile.integrations.accelerate_launch"
-OPTIONS = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "dtensor_aten"]
+OPTIONS = [
+    "--cpu",
+    "--num_processes",
+    "1",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "dtensor_aten",
+]
 SCRIPT = """
 import sys
 import torch
@@ -36,15 +46,26 @@ def script(tmp_path):
 
 
 def launched(module, arguments, world=1, cwd=None):
-    """What each of `world` processes says that the launcher starts on a CPU; accelerate itself starts several only through MPI."""
+    """What each of `world` processes says that the launcher starts on a CPU; accelerate itself starts several only
+    through MPI.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    job = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     started = []
     for rank in range(world):
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
+        environment = (
+            os.environ
+            | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            | (job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {})
+        )
         command = [sys.executable, "-W", "ignore", "-m", module, *OPTIONS, *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environment, cwd=cwd, **pipes))

@@ -1,4 +1,6 @@
-"""Mixtures of experts of transformers: one graph, eager's numbers, no more collectives; also where a rank's experts get no token."""
+"""Mixtures of experts of transformers: one graph, eager's numbers, no more collectives; also where a rank's experts get
+no token.
+"""
 
 import warnings
 
@@ -20,7 +22,9 @@ SIZES = {
 
 
 def _model(kind, placed, crowded):
-    """A model of transformers from a configuration, distributed as `placed` says; `crowded`: the first rank's experts get all tokens."""
+    """A model of transformers from a configuration, distributed as `placed` says; `crowded`: the first rank's experts
+    get all tokens.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if kind == "mixtral":
@@ -57,7 +61,9 @@ def _trained(model, compiled, steps):
         tokens = torch.randint(128, (2, 16))
         model.zero_grad()
         sent = collectives_run(lambda: losses.append(step(tokens)))
-    gradients = {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()}
+    gradients = {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
+    }
     return losses, gradients, sent
 
 
@@ -83,7 +89,12 @@ def experts(kind, sizes, crowded):
 
 
 @pytest.mark.parametrize(
-    "kind, crowded", [("qwen3", True), pytest.param("qwen3", False, marks=pytest.mark.slow), pytest.param("mixtral", True, marks=pytest.mark.slow)]
+    "kind, crowded",
+    [
+        ("qwen3", True),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
+        pytest.param("mixtral", True, marks=pytest.mark.slow),
+    ],
 )
 def test_all_to_all_under_fully_shard(kind, crowded):
     sizes = {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}

@@ -9,6 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtensor_compile.compat.distributed import device_meshes as compat_mesh
+from dtensor_compile.compat.distributed.device_meshes import group_named, new_group_in_order
+from dtensor_compile.errors import NoProcessGroupError, SpecTextError, UnsupportedTorchError
 from dtensor_compile.ir.mesh import (
     MeshDim,
     MeshLayout,
@@ -18,15 +21,14 @@ from dtensor_compile.ir.mesh import (
     mesh_text,
     parse_mesh,
 )
-from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.distributed.device_meshes import group_named, new_group_in_order
-from dtensor_compile.errors import NoProcessGroupError, SpecTextError, UnsupportedTorchError
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 
 @st.composite
 def layouts(draw):
-    names = draw(st.lists(st.one_of(st.none(), st.from_regex(r"[a-z_][a-z_0-9]{0,6}", fullmatch=True)), min_size=1, max_size=3))
+    names = draw(
+        st.lists(st.one_of(st.none(), st.from_regex(r"[a-z_][a-z_0-9]{0,6}", fullmatch=True)), min_size=1, max_size=3)
+    )
     sizes = [draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)) for _ in names]
     dims, stride = [], 1
     for name, parts in zip(reversed(names), reversed(sizes)):
@@ -35,7 +37,11 @@ def layouts(draw):
             strides.insert(0, stride)
             stride *= size
         dims.insert(0, MeshDim(name, tuple(parts), tuple(strides)))
-    ranks = draw(st.one_of(st.just(list(range(stride))), st.permutations(range(stride)), st.just([7 * i + 3 for i in range(stride)])))
+    ranks = draw(
+        st.one_of(
+            st.just(list(range(stride))), st.permutations(range(stride)), st.just([7 * i + 3 for i in range(stride)])
+        )
+    )
     return MeshLayout(draw(st.sampled_from(["cpu", "cuda", "meta"])), tuple(dims), tuple(ranks))
 
 
@@ -173,7 +179,9 @@ def test_group_that_was_never_made_is_an_error_that_names_the_ranks():
 
 @on_ranks(4)
 def test_group_found_by_ranks_keeps_their_order():
-    """Collectives count in the order of the group: a group whose order is not that of the mesh would exchange shards."""
+    """Collectives count in the order of the group: a group whose order is not that of the mesh would exchange
+    shards.
+    """
     text = "cpu[gone=4:1]@3.1.0.2"
     assert mesh_text(DeviceMesh("cpu", [3, 1, 0, 2], mesh_dim_names=("gone",))) == text
     gc.collect()
@@ -195,5 +203,7 @@ def test_where_torch_sorts_the_ranks_of_a_group_those_that_do_not_ascend_are_ref
     monkeypatch.setattr(compat_mesh, "_KEEPS_ORDER", False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, group_desc: (ranks, group_desc))
     assert new_group_in_order((0, 2), group_desc="mesh_a") == ([0, 2], "mesh_a")
-    with pytest.raises(UnsupportedTorchError, match=r"sorts the ranks of a process group, and \[2, 0\] have to stay in their order"):
+    with pytest.raises(
+        UnsupportedTorchError, match=r"sorts the ranks of a process group, and \[2, 0\] have to stay in their order"
+    ):
         new_group_in_order((2, 0), group_desc="mesh_a")

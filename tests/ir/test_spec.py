@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
-from dtensor_compile.ir.spec import REDUCE_OPS, parse_spec, spec_text
 from dtensor_compile.errors import SpecTextError
+from dtensor_compile.ir.spec import REDUCE_OPS, parse_spec, spec_text
 
 dims = st.integers(0, 12)
 placements = st.one_of(
@@ -86,10 +86,14 @@ class ShardOfTheUser(Shard):
 
 
 @pytest.mark.parametrize(
-    "placement", [Diagonal(), ShardOfTheUser(0), _MaskPartial(offset_shape=(4, 2), offset_dim=0)], ids=lambda p: type(p).__name__
+    "placement",
+    [Diagonal(), ShardOfTheUser(0), _MaskPartial(offset_shape=(4, 2), offset_dim=0)],
+    ids=lambda p: type(p).__name__,
 )
 def test_placement_of_another_kind_has_no_text(placement):
-    with pytest.raises(SpecTextError, match="no text form; known are Shard, Replicate, strided shards and Partial of sum"):
+    with pytest.raises(
+        SpecTextError, match="no text form; known are Shard, Replicate, strided shards and Partial of sum"
+    ):
         spec_text((Replicate(), placement))
 
 

@@ -1,4 +1,6 @@
-"""Copies that nobody can tell from their original: golden graph, what stays, and numbers and addresses on real ranks."""
+"""Copies that nobody can tell from their original: golden graph, what stays, and numbers and addresses on real
+ranks.
+"""
 
 import torch
 import torch.distributed as dist
@@ -6,11 +8,11 @@ from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.ir.mesh import mesh_text
-from dtensor_compile.ops.redistribute import redistribute_op
-from dtensor_compile.lowering.drop_copies import drop_copies
-from dtensor_compile.graph.extra_copies import extra_copies
 from dtensor_compile.fixups.view_again import view_again
+from dtensor_compile.graph.extra_copies import extra_copies
+from dtensor_compile.ir.mesh import mesh_text
+from dtensor_compile.lowering.drop_copies import drop_copies
+from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, run_on_ranks
 
@@ -84,19 +86,32 @@ def other_strides(x):
 
 
 def kept():
-    found = [function.__name__ for function in (both_returned, written_to, original_written_to) if "clone" in after(function)]
-    found += [function.__name__ for function in (of_an_input, of_what_was_not_sent) if "clone" in after(function, size=3)]
+    found = [
+        function.__name__ for function in (both_returned, written_to, original_written_to) if "clone" in after(function)
+    ]
+    found += [
+        function.__name__ for function in (of_an_input, of_what_was_not_sent) if "clone" in after(function, size=3)
+    ]
     gm = make_fx(other_strides, tracing_mode="fake")(torch.ones(2, 3, 2, 2))
     return found + ["other_strides"] * (drop_copies(gm.graph) == [])
 
 
 def test_what_somebody_can_tell_from_its_original_stays():
-    names = ["both_returned", "written_to", "original_written_to", "of_an_input", "of_what_was_not_sent", "other_strides"]
+    names = [
+        "both_returned",
+        "written_to",
+        "original_written_to",
+        "of_an_input",
+        "of_what_was_not_sent",
+        "other_strides",
+    ]
     assert run_on_ranks(2, kept) == [names] * 2
 
 
 def memories():
-    """Which memory fake values name for a gathered tensor and views of it, after a copy has gone, and after views were made again."""
+    """Which memory fake values name for a gathered tensor and views of it, after a copy has gone, and after views were
+    made again.
+    """
 
     def function(x):
         left, _ = aten.split(aten.permute(aten.view(aten.clone(gather(x)), [12, 1]), [1, 0]), 6, 1)
@@ -139,7 +154,9 @@ def step(options):
 
 
 def steps():
-    (eager, _), (kept, before), (ours, now) = (step(o) for o in (None, {"disable_passes": ("drop_copies",)}, {"strict": True}))
+    (eager, _), (kept, before), (ours, now) = (
+        step(o) for o in (None, {"disable_passes": ("drop_copies",)}, {"strict": True})
+    )
     torch.testing.assert_close(ours, kept, rtol=0, atol=0)
     torch.testing.assert_close(ours, eager)
     return before, now

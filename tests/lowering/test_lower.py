@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.ir.mesh import mesh_text
-from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.lowering import lower as lowering
 from dtensor_compile.lowering.lower import lower_redistributions
+from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.recording.recorder import collectives_in
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 
@@ -24,7 +24,11 @@ def traced(source, target, shape, local_shape, tracing_mode="fake"):
     sharded = {int(source[2])} if source.startswith("S") else set()
 
     def function(x):
-        sizes = [x.size(d) * (2 if d in sharded else 1) for d in range(x.dim())] if tracing_mode == "symbolic" else list(shape)
+        sizes = (
+            [x.size(d) * (2 if d in sharded else 1) for d in range(x.dim())]
+            if tracing_mode == "symbolic"
+            else list(shape)
+        )
         return redistribute_op(x, source, target, mesh, sizes) + 1
 
     return make_fx(function, tracing_mode=tracing_mode)(local), local
@@ -51,18 +55,23 @@ class Golden(TestCase):
         return first
 
     def test_gather_of_dim_0_is_one_collective_and_nothing_else(self):
-        self.assertExpectedInline(self.lowered("S(0)", "R", [4, 6], [2, 6]), """\
+        self.assertExpectedInline(
+            self.lowered("S(0)", "R", [4, 6], [2, 6]),
+            """\
 x_1: [2, 6]
 all_gather_into_tensor: [4, 6] = all_gather_into_tensor(x_1, 2)
 wait_tensor: [4, 6] = wait_tensor(all_gather_into_tensor)
 add: [4, 6] = add(wait_tensor, 1)
 return add
-""")
+""",
+        )
 
     def test_gather_of_dim_1_moves_the_ranks_with_one_permutation(self):
         text = self.lowered("S(1)", "R", [4, 6], [4, 3])
         assert "split" not in text and "cat" not in text
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [4, 3]
 all_gather_into_tensor: [8, 3] = all_gather_into_tensor(x_1, 2)
 wait_tensor: [8, 3] = wait_tensor(all_gather_into_tensor)
@@ -72,28 +81,37 @@ clone: [4, 2, 3] = clone(permute, memory_format=torch.contiguous_format)
 _unsafe_view: [4, 6] = _unsafe_view(clone, [4, 6])
 add: [4, 6] = add(_unsafe_view, 1)
 return add
-""")
+""",
+        )
 
     def test_partial_to_shard_is_a_reduce_scatter(self):
-        self.assertExpectedInline(self.lowered("P(sum)", "S(0)", [4, 6], [4, 6]), """\
+        self.assertExpectedInline(
+            self.lowered("P(sum)", "S(0)", [4, 6], [4, 6]),
+            """\
 x_1: [4, 6]
 reduce_scatter_tensor: [2, 6] = reduce_scatter_tensor(x_1, sum, 2)
 wait_tensor: [2, 6] = wait_tensor(reduce_scatter_tensor)
 add: [2, 6] = add(wait_tensor, 1)
 return add
-""")
+""",
+        )
 
     def test_partial_to_replicate_is_an_all_reduce(self):
-        self.assertExpectedInline(self.lowered("P(sum)", "R", [4, 6], [4, 6]), """\
+        self.assertExpectedInline(
+            self.lowered("P(sum)", "R", [4, 6], [4, 6]),
+            """\
 x_1: [4, 6]
 all_reduce: [4, 6] = all_reduce(x_1, sum)
 wait_tensor: [4, 6] = wait_tensor(all_reduce)
 add: [4, 6] = add(wait_tensor, 1)
 return add
-""")
+""",
+        )
 
     def test_shard_to_shard_is_an_all_to_all(self):
-        self.assertExpectedInline(self.lowered("S(0)", "S(1)", [4, 6], [2, 6]), """\
+        self.assertExpectedInline(
+            self.lowered("S(0)", "S(1)", [4, 6], [2, 6]),
+            """\
 x_1: [2, 6]
 view: [2, 2, 3] = view(x_1, [2, 2, 3])
 permute: [2, 2, 3] = permute(view, [1, 0, 2])
@@ -104,18 +122,22 @@ permute_1: [2, 2, 3] = permute(wait_tensor, [0, 1, 2])
 view_1: [4, 3] = view(permute_1, [4, 3])
 add: [4, 3] = add(view_1, 1)
 return add
-""")
+""",
+        )
 
     def test_replicate_to_shard_is_a_copy_of_its_slice(self):
         first, second = run_on_ranks(2, lowered, "R", "S(1)", [4, 6], [4, 6])
         assert first.replace("(x_1, 1, 0, 3)", "(x_1, 1, 3, 6)") == second
-        self.assertExpectedInline(first, """\
+        self.assertExpectedInline(
+            first,
+            """\
 x_1: [4, 6]
 slice_1: [4, 3] = slice(x_1, 1, 0, 3)
 clone: [4, 3] = clone(slice_1)
 add: [4, 3] = add(clone, 1)
 return add
-""")
+""",
+        )
 
 
 def fail(*args, **kwargs):
@@ -129,7 +151,9 @@ def test_node_that_cannot_be_lowered_stays_and_runs():
     lowering.carry_out = fail
     lowering._known.clear()
     try:
-        with pytest.warns(UserWarning, match="S\\(0\\)->R.*runs through the operator's eager kernel: ValueError: no way"):
+        with pytest.warns(
+            UserWarning, match="S\\(0\\)->R.*runs through the operator's eager kernel: ValueError: no way"
+        ):
             (decision,) = lower_redistributions(gm.graph)
         with pytest.raises(ValueError, match="no way"):
             lower_redistributions(gm.graph, strict=True)
@@ -179,7 +203,11 @@ def test_lowering_an_uneven_or_empty_shard_equals_the_operator():
 def test_record_counts_what_the_plan_says():
     from dtensor_compile.planner.search import bytes_sent, plan
 
-    for source, target, shape, local_shape in [("S(0)", "R", [4, 6], [2, 6]), ("P(sum)", "S(0)", [5, 6], [5, 6]), ("S(0)", "S(1)", [4, 5], [2, 5])]:
+    for source, target, shape, local_shape in [
+        ("S(0)", "R", [4, 6], [2, 6]),
+        ("P(sum)", "S(0)", [5, 6], [5, 6]),
+        ("S(0)", "S(1)", [4, 5], [2, 5]),
+    ]:
         gm, _ = traced(source, target, shape, local_shape)
         lower_redistributions(gm.graph, strict=True)
         assert sum(c.bytes for c in collectives_in(gm.graph)) == bytes_sent(plan(source, target, (2,), shape), 4)
@@ -216,7 +244,12 @@ def test_what_a_graph_needs_is_traced_together():
 
     def function(x):
         whole, columns = (redistribute_op(x, "S(0)", target, mesh, sizes) for target in ("R", "S(1)"))
-        return whole * 2, columns, redistribute_op(whole + 1, "R", "S(0)", mesh, sizes), redistribute_op(x * 3, "S(0)", "R", mesh, sizes)
+        return (
+            whole * 2,
+            columns,
+            redistribute_op(whole + 1, "R", "S(0)", mesh, sizes),
+            redistribute_op(x * 3, "S(0)", "R", mesh, sizes),
+        )
 
     local = torch.arange(12.0).reshape(3, 4) + dist.get_rank()
     gm = make_fx(function, tracing_mode="fake")(local)
@@ -236,9 +269,13 @@ def test_what_was_traced_for_another_process_group_is_not_put_in_again():
     names = []
     for _ in range(2):
         mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
-        gm = make_fx(lambda x: redistribute_op(x, "S(0)", "R", mesh_text(mesh), [4, 2]), tracing_mode="fake")(torch.ones(2, 2))
+        gm = make_fx(lambda x: redistribute_op(x, "S(0)", "R", mesh_text(mesh), [4, 2]), tracing_mode="fake")(
+            torch.ones(2, 2)
+        )
         lower_redistributions(gm.graph, strict=True)
-        (gather,) = gm.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
+        (gather,) = gm.graph.find_nodes(
+            op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default
+        )
         names.append(gather.args[2])
         assert names[-1] == mesh.get_group().group_name
     assert names[0] != names[1]

@@ -1,4 +1,6 @@
-"""Gathered rows in the order of the collective: golden graph, nothing to gain, what is left alone, and numbers on real ranks."""
+"""Gathered rows in the order of the collective: golden graph, nothing to gain, what is left alone, and numbers on real
+ranks.
+"""
 
 import pytest
 import torch
@@ -8,11 +10,11 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.ir.mesh import mesh_text
-from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.graph.extra_copies import extra_copies, standalone_copies
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.order_rows import order_rows
+from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.recording.recorder import record, watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 
@@ -50,7 +52,9 @@ def attention_output(x, w):
 
 
 def gradients_of_projections(x, q, k, w1, w2):
-    """Gradients of two projections of `x`, from those that an elementwise kernel writes: of the weights, and summed of `x`."""
+    """Gradients of two projections of `x`, from those that an elementwise kernel writes: of the weights, and summed of
+    `x`.
+    """
     q, k = (aten.mul(v, 2) for v in (q, k))
     sent = aten.add(*(aten.view(aten.mm(v, w), [B, S, D]) for v, w in ((q, w1), (k, w2))))
     rows = aten.view(gather(x), [B * S, D])
@@ -105,7 +109,9 @@ class Golden(TestCase):
     def test_permutations_meet_and_are_gone(self):
         (text, counts), other = run_on_ranks(2, ordered, "mlp")
         assert (text, counts) == other and counts == [2 * B * S * D * 4, 0]
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [2, 3, 4]
 w1_1: [4, 8]
 w2_1: [4, 8]
@@ -122,7 +128,8 @@ view_default_1: [2, 2, 3, 4] = view(mm_default_2, [2, 2, 3, 4])
 redistribute_default_1: [1, 2, 3, 4] = redistribute(view_default_1, P(sum)->S(0))
 view_default_2: [2, 3, 4] = view(redistribute_default_1, [2, 3, 4])
 return view_default_2
-""")
+""",
+        )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -132,7 +139,9 @@ def test_same_values_without_copies_of_their_own(name):
 
 
 def block_and_whole_logits(x, w1, w2, w3, w):
-    """Activations of a block, and logits that are the result: a collective writes them chunk after chunk, whatever the rows' order."""
+    """Activations of a block, and logits that are the result: a collective writes them chunk after chunk, whatever the
+    rows' order.
+    """
     value = aten.view(aten.mm(aten.view(gather(mlp(x, w1, w2, w3)), [B * S, D]), w), [B, S, 5 * H])
     return redistribute_op(value, "S(2)", "R", mesh_text(make_mesh((2,))), [B, S, 10 * H])
 
@@ -225,13 +234,21 @@ def block(x, w1, w2, w3):
 
 def step(options):
     torch.manual_seed(dist.get_rank())
-    args = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(3, 4, 8), (6, 8), (6, 8), (8, 6)]]
+    args = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(3, 4, 8), (6, 8), (6, 8), (8, 6)]
+    ]
     lowered = []
     with watch_graphs(lambda stage, graph: lowered.append(graph) if stage == "lowered" else None):
-        function = block if options is None else torch.compile(block, backend="dtensor_aten", fullgraph=True, options=options)
+        function = (
+            block if options is None else torch.compile(block, backend="dtensor_aten", fullgraph=True, options=options)
+        )
         out = function(*args)
         out.square().sum().backward()
-    return out.detach(), [a.grad for a in args], [sum(map(extra_copies, lowered)), sum(len(standalone_copies(g)) for g in lowered)]
+    return (
+        out.detach(),
+        [a.grad for a in args],
+        [sum(map(extra_copies, lowered)), sum(len(standalone_copies(g)) for g in lowered)],
+    )
 
 
 def steps():
@@ -283,7 +300,9 @@ def kernels(options):
 
 def kernels_of_both():
     """Without and with the pass; a reduce-scatter stays one, which has no kernel for its sum."""
-    return kernels({"disable_passes": ("order_rows", "reduce_by_exchange")}), kernels({"disable_passes": ("reduce_by_exchange",)})
+    return kernels({"disable_passes": ("order_rows", "reduce_by_exchange")}), kernels(
+        {"disable_passes": ("reduce_by_exchange",)}
+    )
 
 
 def test_inductor_writes_no_kernel_for_a_copy():

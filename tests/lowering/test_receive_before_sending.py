@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 
-from dtensor_compile.ops.messages import all_gather, all_gather_coalesced, all_to_all
 from dtensor_compile.lowering import receive_before_sending as module
 from dtensor_compile.lowering.receive_before_sending import receive_before_sending
+from dtensor_compile.ops.messages import all_gather, all_gather_coalesced, all_to_all
 from dtensor_compile.testing import graph_text, on_ranks, run_on_ranks
 from dtensor_compile.topology.links import CLUSTERS
 from tests.schedule.test_schedule_graph import changed, traced
@@ -49,13 +49,16 @@ class Golden(TestCase):
     def test_an_exchange(self):
         (text, reasons), other = run_on_ranks(2, result, exchanged)
         assert (text, reasons) == other and "take turns" in reasons[0]
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [4, 3]
 all_to_all_single: [4, 3] = all_to_all_single(x_1, [2, 2], [2, 2])
 wait_tensor: [4, 3] = wait_tensor(all_to_all_single)
 mul: [4, 3] = mul(wait_tensor, 2)
 return mul
-""")
+""",
+        )
 
 
 def test_a_gather_of_two_ranks_goes_as_messages():
@@ -117,7 +120,10 @@ def test_many_are_under_way_beside_messages_of_the_program():
     for i in range(20):
         started.append(all_gather(torch.full((1000 + i,), float(i + rank)), n, group))
         received.append(torch.empty(1000 + i))
-        works = [dist.irecv(received[-1], (rank + 1) % n), dist.isend(torch.full((1000 + i,), 100.0 * i), (rank - 1) % n)]
+        works = [
+            dist.irecv(received[-1], (rank + 1) % n),
+            dist.isend(torch.full((1000 + i,), 100.0 * i), (rank - 1) % n),
+        ]
         for work in works:
             work.wait()
     for i in reversed(range(20)):

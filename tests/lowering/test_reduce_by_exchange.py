@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from dtensor_compile.lowering import reduce_by_exchange as module
-from dtensor_compile.schedule.bucket import bucket_collectives
-from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.graph.nodes import is_start
+from dtensor_compile.lowering import reduce_by_exchange as module
+from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.recording.recorder import watch_graphs
+from dtensor_compile.schedule.bucket import bucket_collectives
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from tests.schedule.test_bucket import SLOW
 from tests.schedule.test_schedule_graph import changed, reduced, traced
@@ -43,7 +43,9 @@ class Golden(TestCase):
     def test_parts_are_exchanged_and_added(self):
         (text, reasons), other = run_on_ranks(2, exchanged)
         assert (text, reasons) == other and "sends twice as much" in reasons[0]
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [4, 3]
 all_to_all_single_default: [4, 3] = all_to_all_single(x_1, [2, 2], [2, 2])
 wait_tensor_default: [4, 3] = wait_tensor(all_to_all_single_default)
@@ -53,7 +55,8 @@ select_1: [2, 3] = select(view, 0, 1)
 add: [2, 3] = add(select, select_1)
 mul: [2, 3] = mul(add, 2)
 return mul
-""")
+""",
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
@@ -107,7 +110,9 @@ def test_an_empty_tensor():
 def bucketed(dtype=torch.float32, op="sum", shapes=((4, 3), (8,), (4, 0), (12, 2, 2))):
     def run(graph):
         inputs = [torch.ones(shape, dtype=dtype) for shape in shapes]
-        FakeTensorProp(graph.owning_module, FakeTensorMode()).propagate(*inputs)  # of one mode, as a compiled graph's are
+        FakeTensorProp(graph.owning_module, FakeTensorMode()).propagate(
+            *inputs
+        )  # of one mode, as a compiled graph's are
         return bucket_collectives(graph, SLOW) + reduce_by_exchange(graph)
 
     def function(*tensors):
@@ -123,7 +128,9 @@ class GoldenBucket(TestCase):
     def test_a_bucket_is_one_exchange(self):
         first, other = run_on_ranks(2, bucketed, shapes=((4, 3), (8,)))
         assert first == other
-        self.assertExpectedInline(first[0], """\
+        self.assertExpectedInline(
+            first[0],
+            """\
 arg0_1: [4, 3]
 arg1_1: [8]
 view: [2, 6] = view(arg0_1, [2, 6])
@@ -145,7 +152,8 @@ select_3: [4] = select(slice_2, 0, 1)
 add_1: [4] = add(select_2, select_3)
 view_6: [4] = view(add_1, [4])
 return [view_4, view_6]
-""")
+""",
+        )
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])

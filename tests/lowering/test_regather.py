@@ -1,4 +1,6 @@
-"""Gathered parameters and activations that are kept for backward, or gathered again there: numbers, collectives, what is held."""
+"""Gathered parameters and activations that are kept for backward, or gathered again there: numbers, collectives, what
+is held.
+"""
 
 import pytest
 import torch
@@ -69,7 +71,9 @@ KEPT, AGAIN = ("S(0)->R", "kept for backward"), ("S(0)->R", "gathered again in b
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parameters(ranks):
-    """The gradient of a layer's input needs its weight; all gathers are repeated, none, or those that a budget leaves."""
+    """The gradient of a layer's input needs its weight; all gathers are repeated, none, or those that a budget
+    leaves.
+    """
     rows = run_on_ranks(ranks, results)[0]
     assert rows[None] == ([3, 0], [])
     assert rows["always"] == rows[0] == ([3, 3], [AGAIN] * 3)

@@ -7,12 +7,12 @@ from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.ir.mesh import mesh_text
-from dtensor_compile.ops.redistribute import redistribute_op
+from dtensor_compile.fixups.view_again import view_again
 from dtensor_compile.graph.extra_copies import extra_copies
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.send_transposed import send_transposed
-from dtensor_compile.fixups.view_again import view_again
+from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.recording.recorder import record, watch_graphs
 from dtensor_compile.testing import graph_text, make_mesh, run_on_ranks
 
@@ -55,7 +55,9 @@ def traced(function, shapes):
 
 
 def sent(name):
-    """Text of the graph afterwards, and bytes of copies in the lowered one, before and after; the values and strides stay."""
+    """Text of the graph afterwards, and bytes of copies in the lowered one, before and after; the values and strides
+    stay.
+    """
     function, shapes = PROGRAMS[name]
     gm, args = traced(function, shapes)
     plain, _ = traced(function, shapes)
@@ -192,7 +194,10 @@ def block_beside_an_uneven_tensor(x, w1, w2, other):
 def beside_an_uneven_tensor():
     mesh = make_mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(dist.get_rank())
-    args = [torch.randn(shape, dtype=torch.float64) for shape in [(5, 8), (6, 4), (4, 3), (3 - mesh.get_local_rank("tp"), 3)]]
+    args = [
+        torch.randn(shape, dtype=torch.float64)
+        for shape in [(5, 8), (6, 4), (4, 3), (3 - mesh.get_local_rank("tp"), 3)]
+    ]
     torch._dynamo.reset()
     with record() as recording:
         out = torch.compile(block_beside_an_uneven_tensor, backend="dtensor_aten", options={"strict": True})(*args)
@@ -231,4 +236,6 @@ def steps():
 
 def test_forward_and_backward_with_sharded_columns():
     for plain, ours in run_on_ranks(4, steps, timeout=280):
-        assert 0 < ours == plain // 4  # half of what is gathered; gradients are written by the kernel that adds what was exchanged
+        assert (
+            0 < ours == plain // 4
+        )  # half of what is gathered; gradients are written by the kernel that adds what was exchanged

@@ -1,4 +1,6 @@
-"""Ranges of sizes for which a plan is the cheapest: against plans made for each size; costs in symbols: against costs of numbers."""
+"""Ranges of sizes for which a plan is the cheapest: against plans made for each size; costs in symbols: against costs
+of numbers.
+"""
 
 import itertools
 import random
@@ -11,9 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dtensor_compile
 from dtensor_compile.compat.aot.shapes import Symbol
 from dtensor_compile.errors import PlanError
-from dtensor_compile.planner.steps import Problem
-from dtensor_compile.planner.search import bytes_sent, plan
 from dtensor_compile.lowering.size_ranges import MARGIN, Range, cheapest_range, symbolic
+from dtensor_compile.planner.search import bytes_sent, plan
+from dtensor_compile.planner.steps import Problem
 from dtensor_compile.testing import make_mesh, run_on_ranks
 from dtensor_compile.topology import Link
 from dtensor_compile.topology.network import Network
@@ -33,7 +35,8 @@ NETWORKS = {
 def cost(steps, mesh_shape, shape, divisors, network):
     """Bytes and seconds of steps at a size, whatever size they were found for."""
     priced = [
-        Problem(s.before, s.after, mesh_shape, shape, divisors, 4, network).step(s.kind, s.mesh_dims, s.before, s.after) for s in steps
+        Problem(s.before, s.after, mesh_shape, shape, divisors, 4, network).step(s.kind, s.mesh_dims, s.before, s.after)
+        for s in steps
     ]
     return bytes_sent(priced, 4), sum(step.seconds for step in priced)
 
@@ -77,7 +80,9 @@ def test_no_plan_is_cheaper_in_the_range_and_one_is_beside_it(name, even):
             if value < 2:
                 continue
             shape = (factor * value, 64)
-            best = cost(planned(source, target, mesh_shape, shape, network, divisors), mesh_shape, shape, divisors, network)
+            best = cost(
+                planned(source, target, mesh_shape, shape, network, divisors), mesh_shape, shape, divisors, network
+            )
             mine = cost(steps, mesh_shape, shape, divisors, network)
             cheapest = mine[0] == best[0] if network.uniform else mine[1] * (1 - 2 * MARGIN) <= best[1]
             assert cheapest == (value in found), (source, target, mesh_shape, hint, found, value, mine, best)
@@ -125,7 +130,10 @@ def test_a_plan_that_is_not_the_cheapest_has_no_range():
     network, divisors = NETWORKS["slow outside"], (16, 64)
     small = plan("RS(0)", "S(1)S(1)", (2, 8), (32, 64), network=network, divisors=divisors)
     line, symbol = ((16, 0), (0, 64)), Symbol(S, 10**5, 2, None)
-    assert cheapest_range("RS(0)", "S(1)S(1)", (2, 8), line, symbol, network=network, divisors=divisors, steps=small) is None
+    assert (
+        cheapest_range("RS(0)", "S(1)S(1)", (2, 8), line, symbol, network=network, divisors=divisors, steps=small)
+        is None
+    )
 
 
 def test_text_and_membership():
@@ -164,9 +172,13 @@ def test_decision_and_report_tell_the_range(topology, measure):
 def fixed():
     mesh = make_mesh((2,), ("tp",))
     with dtensor_compile.record() as recording:
-        compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]) * 2, backend="dtensor_aten", fullgraph=True)
+        compiled = torch.compile(
+            lambda x: x.redistribute(placements=[Replicate()]) * 2, backend="dtensor_aten", fullgraph=True
+        )
         compiled(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    return [d.kind for d in recording.decisions if d.kind == "plan"], [r.cheapest_for for r in recording.report().ours.redistributions]
+    return [d.kind for d in recording.decisions if d.kind == "plan"], [
+        r.cheapest_for for r in recording.report().ours.redistributions
+    ]
 
 
 def test_fixed_sizes_have_no_range():

@@ -1,4 +1,5 @@
-"""Twenty operators over fifty pairs of placements on three meshes: a program for every operator and mesh, with a line a pair.
+"""Twenty operators over fifty pairs of placements on three meshes: a program for every operator and mesh, with a line a
+pair.
 
 The sizes divide by some meshes and not by others; each result is used as it comes and redistributed.
 """
@@ -47,8 +48,8 @@ PAIRS = 50
 def pairs(mesh_dims: int) -> list[tuple[str, str]]:
     """Fifty pairs of placements of two tensors, over one or two mesh dims; the same ones each time.
 
-    On one mesh dim all pairs of shards, replicas and sums, and half of those with other reductions; on two each of the 25
-    placements of a tensor with two others.
+    On one mesh dim all pairs of shards, replicas and sums, and half of those with other reductions; on two each of the
+    25 placements of a tensor with two others.
     """
     if mesh_dims == 1:
         rest = [(a, b) for a, b in itertools.product([*_PLAIN, *_PARTIAL], repeat=2) if a in _PARTIAL or b in _PARTIAL]
@@ -59,8 +60,8 @@ def pairs(mesh_dims: int) -> list[tuple[str, str]]:
 
 
 def make_program(operator: str, mesh: tuple[int, ...], which: Sequence[int] = range(PAIRS)) -> Program:
-    """The program of an operator on a mesh, with the pairs of these numbers: ``u3`` is the result for pair 3, ``v3`` that
-    redistributed."""
+    """The program of an operator on a mesh, with the pairs of these numbers: ``u3`` is the result for pair 3, ``v3``
+    that redistributed."""
     inputs, lines, outputs = [], [], []
     for k, number in enumerate(which):
         x, y = pairs(len(mesh))[number]

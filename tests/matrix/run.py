@@ -25,7 +25,8 @@ _done = itertools.count(1)
 def _task(operator: str, mesh: tuple[int, ...]) -> tuple[str, tuple[int, ...], Outcome, float]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    # Graphs that are still being traced are looked through again and again for what could be freed: a tenth of the time.
+    # Graphs that are still being traced are looked through again and again for what could be freed: a tenth of the
+    # time.
     gc.disable()
     torch._dynamo.config.run_gc_after_compile = False
     begin = time.process_time()
@@ -38,11 +39,15 @@ def _task(operator: str, mesh: tuple[int, ...]) -> tuple[str, tuple[int, ...], O
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.matrix.run", description=__doc__)
     parser.add_argument("--operators", default=",".join(OPERATORS), help="names, with commas (default: all)")
-    parser.add_argument("--meshes", default=",".join("x".join(map(str, mesh)) for mesh in MESHES), help="such as 2,3,2x2")
+    parser.add_argument(
+        "--meshes", default=",".join("x".join(map(str, mesh)) for mesh in MESHES), help="such as 2,3,2x2"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     args = parser.parse_args(argv)
     meshes = [tuple(map(int, mesh.split("x"))) for mesh in args.meshes.split(",")]
-    tasks = [(operator, mesh) for mesh in reversed(meshes) for operator in args.operators.split(",")]  # the long ones first
+    tasks = [
+        (operator, mesh) for mesh in reversed(meshes) for operator in args.operators.split(",")
+    ]  # the long ones first
     begin, sums, cpu = time.monotonic(), [0, 0, 0], 0.0
     context = multiprocessing.get_context("fork")  # torch is imported once, and nothing has run yet
     with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:

@@ -25,12 +25,16 @@ def test_a_sample(operator, mesh, which):
 
 @pytest.mark.parametrize("number", [9, 19])
 def test_gradients_of_a_strided_shard_that_is_a_sum_are_placed_as_in_eager(number):
-    """AOTAutograd took the strided shard of such a gradient for an order of shards, and the sum of two of them was replicated."""
+    """AOTAutograd took the strided shard of such a gradient for an order of shards, and the sum of two of them was
+    replicated.
+    """
     assert check("flatten", (2, 2), [number]).equal == [number]
 
 
 def test_layouts_that_eager_has_not_met_before_are_found_while_tracing():
-    """torch reads the size of a strided shard, which it looks at on the way, out of a tensor that has no values while tracing."""
+    """torch reads the size of a strided shard, which it looks at on the way, out of a tensor that has no values while
+    tracing.
+    """
     case = case_of_program(make_program("linear", (2, 2), [1]), calls=1)
     run_in_threads(4, lambda rank: case.run(Settings(options={"kernels": "aten"})))
 
@@ -41,7 +45,11 @@ def test_what_is_wrong_is_found_in_its_pair(monkeypatch):
     first = [x for x, _ in pairs(1)]
     which = [first.index("[Shard(0)]"), first.index("[Shard(2)]")]
     outcome = check("add", (2,), which)
-    assert outcome.equal == which[:1] and list(outcome.wrong) == which[1:] and "rank 0: output" in outcome.wrong[which[1]][0]
+    assert (
+        outcome.equal == which[:1]
+        and list(outcome.wrong) == which[1:]
+        and "rank 0: output" in outcome.wrong[which[1]][0]
+    )
 
 
 def test_what_eager_refuses_is_no_difference():

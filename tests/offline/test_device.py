@@ -19,7 +19,9 @@ from dtensor_compile.errors import OfflineError, TopologyError
 from dtensor_compile.topology.files import gpu
 from dtensor_compile.topology.gpus import GPUS
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}") for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")
+]
 
 
 def test_a_fused_softmax_reaches_machine_code():
@@ -28,7 +30,9 @@ def test_a_fused_softmax_reaches_machine_code():
         out = torch.compile(lambda x: x.softmax(-1))(x)
     assert out.device == torch.device("cuda", 0) and out.shape == (64, 256)
     (kernel,) = device.kernels
-    assert_expected_inline(device.graphs[0].order(), """kernel   triton_per_fused__softmax_prepare_softmax_online_0\n""")
+    assert_expected_inline(
+        device.graphs[0].order(), """kernel   triton_per_fused__softmax_prepare_softmax_online_0\n"""
+    )
     assert ".target sm_90a" in kernel.binary.ptx and kernel.binary.cubin.startswith(b"\x7fELF")
     assert "multi_processor_count=132" in kernel.source and kernel.source in device.graphs[0].source
     assert kernel.binary.registers > 0 and kernel.binary.shared > 0 and kernel.binary.spills == 0
@@ -73,7 +77,11 @@ operator mm
 
 def test_what_is_not_on_the_device_is_real():
     with offline.device("a100") as device:
-        assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (8, 0) and torch.cuda.device_count() == 8
+        assert (
+            torch.cuda.is_available()
+            and torch.cuda.get_device_capability() == (8, 0)
+            and torch.cuda.device_count() == 8
+        )
         assert torch.cuda.get_device_name() == device.gpu.name
         x = torch.arange(4.0)
         assert (x @ x).item() == 14
@@ -113,7 +121,10 @@ def test_sizes_that_vary_and_a_rank_without_rows():
     with offline.job(4, rank=3), offline.device("h200") as device:
         mesh = init_device_mesh("cuda", (4,))
         gather = torch.compile(
-            lambda x: DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local().softmax(-1), backend="dtensor"
+            lambda x: (
+                DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local().softmax(-1)
+            ),
+            backend="dtensor",
         )
         for rows in (8, 12, 20):
             x = torch.randn(rows, 64, device="cuda", requires_grad=True)
@@ -123,7 +134,9 @@ def test_sizes_that_vary_and_a_rank_without_rows():
         sizes = [graph.steps[0].sends for graph in device.graphs if graph.direction == "forward"]
         assert sizes == ["float32[8, 64]", "float32[20, 64]"]  # the second graph is for all sizes, and ran last for 20
         w = distribute_tensor(torch.randn(3, 8, device="cuda"), mesh, [Shard(0)]).requires_grad_()
-        step = torch.compile(lambda w, x: x @ w.redistribute(placements=[Replicate()]).to_local().sin(), backend="dtensor")
+        step = torch.compile(
+            lambda w, x: x @ w.redistribute(placements=[Replicate()]).to_local().sin(), backend="dtensor"
+        )
         step(w, torch.randn(2, 3, device="cuda")).sum().backward()
         assert w.to_local().shape == w.grad.to_local().shape == (0, 8)
 
@@ -189,7 +202,8 @@ print(json.dumps(before == after))
 _STATE = """
 import functools, types
 def attributes():
-    # Functions, classes and what classes hold, of all modules of torch and Triton, by identity; dicts of classes by their keys.
+    # Functions, classes and what classes hold, of all modules of torch and Triton, by identity; dicts of classes by
+    # their keys.
     found = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in ("torch", "triton") or type(module) is not types.ModuleType:
@@ -247,7 +261,9 @@ print(json.dumps([len(before), sorted(differing)]))
 def _run(script):
     """Runs a script in a process of its own and returns what it prints last."""
     root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", _SETUP + script], capture_output=True, text=True, cwd=root, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", _SETUP + script], capture_output=True, text=True, cwd=root, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -267,7 +283,10 @@ def test_nothing_of_torch_or_triton_differs_afterwards():
 
 
 def test_an_unknown_device_is_an_error_that_lists_the_known():
-    with pytest.raises(TopologyError, match="GPU 'h20' is neither a file nor a preset; did you mean 'h200'. presets: a100, h100, h200, b200"):
+    with pytest.raises(
+        TopologyError,
+        match="GPU 'h20' is neither a file nor a preset; did you mean 'h200'. presets: a100, h100, h200, b200",
+    ):
         with offline.device("h20"):
             raise AssertionError("entered")
 
@@ -323,9 +342,13 @@ def test_without_triton_it_is_said_what_to_install_and_what_works(monkeypatch):
 
 def test_a_kernel_that_does_not_compile_leaves_its_graph_to_operators(tmp_path):
     file = tmp_path / "small.json"
-    file.write_text(json.dumps({"capability": "9.0", "multiprocessors": 1, "bytes": 1 << 30, "shared_memory": 4, "l2": 1 << 20}))
+    file.write_text(
+        json.dumps({"capability": "9.0", "multiprocessors": 1, "bytes": 1 << 30, "shared_memory": 4, "l2": 1 << 20})
+    )
     with offline.job(2), offline.device(file) as device, record() as recording:
-        x = DTensor.from_local(torch.randn(64, 256, device="cuda"), init_device_mesh("cuda", (2,)), [Shard(0)]).requires_grad_()
+        x = DTensor.from_local(
+            torch.randn(64, 256, device="cuda"), init_device_mesh("cuda", (2,)), [Shard(0)]
+        ).requires_grad_()
         with pytest.warns(UserWarning, match="a kernel of the backward graph does not compile"):
             out = torch.compile(lambda x: x.softmax(-1).to_local(), backend="dtensor", fullgraph=True)(x)
             out.sum().backward()
@@ -337,7 +360,9 @@ def test_a_kernel_that_does_not_compile_leaves_its_graph_to_operators(tmp_path):
 
 def test_a_kernel_that_does_not_compile_is_an_error_under_strict(tmp_path):
     file = tmp_path / "small.json"
-    file.write_text(json.dumps({"capability": "9.0", "multiprocessors": 1, "bytes": 1 << 30, "shared_memory": 4, "l2": 1 << 20}))
+    file.write_text(
+        json.dumps({"capability": "9.0", "multiprocessors": 1, "bytes": 1 << 30, "shared_memory": 4, "l2": 1 << 20})
+    )
     with offline.job(2), offline.device(file):
         x = DTensor.from_local(torch.randn(64, 256, device="cuda"), init_device_mesh("cuda", (2,)), [Shard(0)])
         with pytest.raises(Exception, match="fits: out of resource: shared memory"):

@@ -17,8 +17,12 @@ SPREAD = {"tp": tensor_parallel, "fsdp": shard_parameters}
 
 
 def step(layout, ranks, gpu, rank=0):
-    """The emulated device after a forward and backward pass of one layer; heads of 64 numbers, as many as there are ranks."""
-    config = LlamaConfig(layers=1, dim=64 * ranks, ffn_dim=192 * ranks, heads=ranks, kv_heads=ranks, sequence=max(ranks, 128))
+    """The emulated device after a forward and backward pass of one layer; heads of 64 numbers, as many as there are
+    ranks.
+    """
+    config = LlamaConfig(
+        layers=1, dim=64 * ranks, ffn_dim=192 * ranks, heads=ranks, kv_heads=ranks, sequence=max(ranks, 128)
+    )
     with offline.job(ranks, rank), offline.device(gpu) as device:
         mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=(layout,))
         with torch.device("cuda"):
@@ -30,7 +34,9 @@ def step(layout, ranks, gpu, rank=0):
 
 
 def check(device, spills=0):
-    """What holds for every program: all collectives are waited for once, nothing is cut or glued around them, and kernels compile."""
+    """What holds for every program: all collectives are waited for once, nothing is cut or glued around them, and
+    kernels compile.
+    """
     print(device.table())
     assert [graph.direction for graph in device.graphs] == ["forward", "backward"]
     for graph in device.graphs:
@@ -57,7 +63,9 @@ def overlapped(graph):
 
 def skip_unless_texts_are_those_of_this_torch():
     if minor_release(torch.__version__) != "2.13":
-        pytest.skip("what is above holds; names of kernels, and which of two orders that take as long, are those of 2.13 below")
+        pytest.skip(
+            "what is above holds; names of kernels, and which of two orders that take as long, are those of 2.13 below"
+        )
 
 
 def test_tensor_and_sequence_parallel_on_eight_h200():
@@ -66,7 +74,9 @@ def test_tensor_and_sequence_parallel_on_eight_h200():
     forward, backward = device.graphs
     assert overlapped(forward) == set() and overlapped(backward) == {0, 1, 2, 4, 5}
     skip_unless_texts_are_those_of_this_torch()
-    assert_expected_inline(forward.order(), """\
+    assert_expected_inline(
+        forward.order(),
+        """\
 kernel   triton_poi_fused_bitwise_or_ge_index_put_lift_fresh_lt_sub_0
 kernel   triton_poi_fused_bitwise_or_embedding_ge_lt_redistribute_unsqueeze_where_zeros_1
 start    reduce_scatter_tensor #0 float32[16, 16, 512]
@@ -100,8 +110,11 @@ operator mm
 start    all_gather_into_tensor #6 float32[256, 256]
 wait     all_gather_into_tensor #6
 kernel   triton_poi_fused_redistribute_view_9
-""")
-    assert_expected_inline(backward.order(), """\
+""",
+    )
+    assert_expected_inline(
+        backward.order(),
+        """\
 kernel   triton_poi_fused_redistribute_view_0
 operator mm
 start    reduce_scatter_tensor #0 float32[8, 2, 16, 512]
@@ -147,7 +160,8 @@ operator mm
 kernel   triton_poi_fused_embedding_dense_backward_redistribute_13
 wait     all_gather_into_tensor #5
 kernel   triton_poi_fused_embedding_dense_backward_redistribute_14
-""")
+""",
+    )
 
 
 def test_sharded_parameters_on_eight_h200():
@@ -156,7 +170,9 @@ def test_sharded_parameters_on_eight_h200():
     forward, backward = device.graphs
     assert overlapped(forward) == set(range(2, 12)) and overlapped(backward) == set(range(11))
     skip_unless_texts_are_those_of_this_torch()
-    assert_expected_inline(forward.order(), """\
+    assert_expected_inline(
+        forward.order(),
+        """\
 start    all_gather_into_tensor #0 float32[256, 512]
 start    all_gather_into_tensor #1 float32[64]
 wait     all_gather_into_tensor #0
@@ -196,8 +212,11 @@ wait     all_gather_into_tensor #10
 kernel   triton_per_fused__unsafe_view_add_mean_mul_pow_rsqrt_5
 wait     all_gather_into_tensor #11
 operator mm
-""")
-    assert_expected_inline(backward.order(), """\
+""",
+    )
+    assert_expected_inline(
+        backward.order(),
+        """\
 operator mm
 operator mm
 start    reduce_scatter_tensor #0 float32[2048, 512]
@@ -250,7 +269,8 @@ wait     reduce_scatter_tensor #8
 wait     reduce_scatter_tensor #9
 wait     reduce_scatter_tensor #10
 wait     reduce_scatter_tensor #11
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize("gpu", ["a100", "b200"])

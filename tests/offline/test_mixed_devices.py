@@ -9,7 +9,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dtensor_compile import offline
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}") for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")
+]
 
 
 def mlp(mesh, dtype=torch.float32):
@@ -49,7 +51,9 @@ def test_a_pinned_batch_is_copied_inside_and_outside():
         model = mlp(mesh)
         batch = torch.randn(8, 64).pin_memory()
         outside = torch.compile(model, backend="dtensor", fullgraph=True)(batch.to("cuda", non_blocking=True))
-        inside = torch.compile(lambda x: model(x.to("cuda", non_blocking=True)), backend="dtensor", fullgraph=True)(batch)
+        inside = torch.compile(lambda x: model(x.to("cuda", non_blocking=True)), backend="dtensor", fullgraph=True)(
+            batch
+        )
     assert outside.device == inside.device == torch.device("cuda", 0)
     assert len(device.graphs[-1].steps) > len(device.graphs[0].steps)
 
@@ -78,12 +82,16 @@ def test_autocast_computes_products_in_bfloat16(where):
 def test_bfloat16_parameters_with_sums_in_float32():
     with offline.job(8), offline.device("h200") as device:
         mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
-        w = DTensor.from_local(torch.randn(8, 64, device="cuda", dtype=torch.bfloat16), mesh, [Shard(0)]).requires_grad_()
+        w = DTensor.from_local(
+            torch.randn(8, 64, device="cuda", dtype=torch.bfloat16), mesh, [Shard(0)]
+        ).requires_grad_()
 
         def step(w, x):
             return x @ w.float().redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).bfloat16()
 
-        torch.compile(step, backend="dtensor", fullgraph=True)(w, torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        torch.compile(step, backend="dtensor", fullgraph=True)(
+            w, torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)
+        ).sum().backward()
         assert w.grad.dtype == torch.bfloat16 and w.grad.placements == (Shard(0),)
     forward, backward = device.graphs
     assert sends(forward) == ["all_gather_into_tensor bfloat16[8, 64]"]  # the cast is after the gather
@@ -99,7 +107,9 @@ def test_float8_parameters_are_gathered_narrow_and_widened_in_a_kernel():
         def step(w, scale, x):
             return x @ (w.redistribute(placements=[Replicate()]).to_local().to(torch.bfloat16) * scale.bfloat16())
 
-        torch.compile(step, backend="dtensor", fullgraph=True)(w, scale, torch.randn(4, 64, device="cuda", dtype=torch.bfloat16))
+        torch.compile(step, backend="dtensor", fullgraph=True)(
+            w, scale, torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)
+        )
     (graph,) = device.graphs
     assert [step.kind for step in graph.steps] == ["start", "wait", "kernel", "operator"]
     assert sends(graph) == ["all_gather_into_tensor float8_e4m3fn[8, 64]"]

@@ -10,8 +10,8 @@ import torch.distributed._functional_collectives as funcol
 
 import dtensor_compile
 from dtensor_compile import offline
-from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.compat.distributed.device_meshes import group_named
+from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.report.written_code import written_collectives
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools" / "bench"))
@@ -25,12 +25,20 @@ def compiled(name, layers, change=lambda built: None):
         change(built)
         with dtensor_compile.record() as recording:
             built.step(lambda f: torch.compile(f, backend="dtensor", fullgraph=True, **built.options))
-        written = [[(c, group_dim_name(group_named(c.group))) for c in written_collectives(graph.source)] for graph in device.graphs]
+        written = [
+            [(c, group_dim_name(group_named(c.group))) for c in written_collectives(graph.source)]
+            for graph in device.graphs
+        ]
         return written, recording
 
 
 @pytest.mark.parametrize(
-    "name", ["fully_shard x tensor parallel: plain", "fully_shard x tensor parallel: uneven", "fully_shard x tensor parallel: sharded loss"]
+    "name",
+    [
+        "fully_shard x tensor parallel: plain",
+        "fully_shard x tensor parallel: uneven",
+        "fully_shard x tensor parallel: sharded loss",
+    ],
 )
 def test_data_parallel_collectives_run_beside_kernels(name):
     graphs, recording = compiled(name, layers=4)
@@ -44,7 +52,10 @@ def test_data_parallel_collectives_run_beside_kernels(name):
 def test_decisions_and_report_are_of_the_written_code():
     graphs, recording = compiled("fully_shard x tensor parallel: plain", layers=2)
     for written, record in zip(graphs, recording.graphs, strict=True):
-        kinds = [c.name.replace("_into_tensor", "").replace("_tensor", "").replace("_coalesced", "").rstrip("_") for c, _ in written]
+        kinds = [
+            c.name.replace("_into_tensor", "").replace("_tensor", "").replace("_coalesced", "").rstrip("_")
+            for c, _ in written
+        ]
         assert [c.kind for c in record.collectives] == kinds
         starts = [index for index, o in enumerate(record.operations) if o.starts is not None]
         for number, (collective, _) in enumerate(written):
@@ -58,7 +69,9 @@ def test_decisions_and_report_are_of_the_written_code():
 
 
 def test_a_collective_of_the_program_constrains_waits_alone():
-    """A loss that the program itself sums over the data-parallel ranks: gathers and reductions beside it still run beside kernels."""
+    """A loss that the program itself sums over the data-parallel ranks: gathers and reductions beside it still run
+    beside kernels.
+    """
 
     def sums(built):
         loss, mesh = built.loss, next(p for p in built.model.parameters()).device_mesh["dp"]

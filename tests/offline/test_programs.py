@@ -1,5 +1,5 @@
-"""Programs as they are written for GPUs, on the emulated one: modules that are moved and cast, data-parallel wrappers, optimizers; and
-each of ``tools/bench/configurations.py`` small."""
+"""Programs as they are written for GPUs, on the emulated one: modules that are moved and cast, data-parallel wrappers,
+optimizers; and each of ``tools/bench/configurations.py`` small."""
 
 import importlib.util
 import pathlib
@@ -32,7 +32,8 @@ pytestmark = [
 TINY = LlamaConfig(layers=1, dim=64, ffn_dim=192, heads=8, kv_heads=8, vocab=128, sequence=32)
 
 
-# ---- modules -------------------------------------------------------------------------------------------------------------------
+# ---- modules
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _is_parameter(value, dtype):
@@ -40,7 +41,9 @@ def _is_parameter(value, dtype):
     assert value.dtype == dtype and value.device == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.to("cuda", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.to("cuda", torch.bfloat16)]
+)
 @pytest.mark.parametrize("made_on", ["cpu", "cuda"])
 def test_a_module_is_moved_and_cast(made_on, cast):
     with offline.device("h100"):
@@ -76,10 +79,14 @@ def test_a_module_of_dtensors_is_cast():
     with offline.job(8), offline.device("h100"):
         module = fully_shard(nn.Linear(16, 16, device="cuda"), mesh=init_device_mesh("cuda", (8,)))
         module.to(torch.bfloat16)
-        assert module.weight.dtype == module.weight.to_local().dtype == torch.bfloat16 and module.weight.to_local().shape == (2, 16)
+        assert (
+            module.weight.dtype == module.weight.to_local().dtype == torch.bfloat16
+            and module.weight.to_local().shape == (2, 16)
+        )
 
 
-# ---- wrappers in eager ---------------------------------------------------------------------------------------------------------
+# ---- wrappers in eager
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", configurations.NAMES)
@@ -123,7 +130,9 @@ SHARDED, PLAIN = "fully_shard x tensor parallel: mixed precision", "DDP: plain"
 
 
 # torch has no sharding rule for fused SGD, on a GPU neither.
-@pytest.mark.parametrize("name, optimizer", [(n, o) for n in (SHARDED, PLAIN) for o in OPTIMIZERS if (n, o) != (SHARDED, "SGD fused")])
+@pytest.mark.parametrize(
+    "name, optimizer", [(n, o) for n in (SHARDED, PLAIN) for o in OPTIMIZERS if (n, o) != (SHARDED, "SGD fused")]
+)
 def test_optimizers_step_in_eager_after_clipping(name, optimizer):
     with offline.job(configurations.RANKS), offline.device("h100"):
         built = configurations.build(name, "cuda", TINY)
@@ -134,10 +143,13 @@ def test_optimizers_step_in_eager_after_clipping(name, optimizer):
             stepper.step()
             stepper.zero_grad()
         states = [value for state in stepper.state.values() for value in state.values() if value.dim()]
-        assert len(states) >= len(list(built.model.parameters())) and all(value.device.type == "cuda" for value in states)
+        assert len(states) >= len(list(built.model.parameters())) and all(
+            value.device.type == "cuda" for value in states
+        )
 
 
-# ---- compiled ------------------------------------------------------------------------------------------------------------------
+# ---- compiled
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def compiled(name, config=TINY, **kwargs):
@@ -153,7 +165,8 @@ SLOW = {name for name in configurations.CONFIGURATIONS if name.endswith("dynamic
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in configurations.CONFIGURATIONS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in configurations.CONFIGURATIONS],
 )
 def test_each_configuration_compiles_to_two_graphs(name):
     forward, backward = compiled(name).graphs
@@ -161,7 +174,9 @@ def test_each_configuration_compiles_to_two_graphs(name):
     assert forward.kernels and backward.kernels and backward.source.count("def call(") == 1
     for graph in (forward, backward):
         starts = [step.number for step in graph.steps if step.kind == "start"]
-        assert sorted({step.number for step in graph.steps if step.kind == "wait"}) == starts  # a bucket is waited for by tensor
+        assert (
+            sorted({step.number for step in graph.steps if step.kind == "wait"}) == starts
+        )  # a bucket is waited for by tensor
     assert sum(step.kind == "start" for step in backward.steps) > 0
 
 
@@ -178,7 +193,9 @@ def test_clipping_and_an_optimizer_step_are_one_graph_more():
         built.step(lambda f: torch.compile(f, backend="dtensor", fullgraph=True))
         update()
     _, _, updates = device.graphs
-    assert [step.name for step in updates.steps if step.kind == "start"] == ["all_reduce_"]  # of the squares of the norm
+    assert [step.name for step in updates.steps if step.kind == "start"] == [
+        "all_reduce_"
+    ]  # of the squares of the norm
     assert updates.kernels
 
 
@@ -209,7 +226,10 @@ def test_checkpoint_wrapper_under_autocast():
     forward, backward = device.graphs
     assert "bfloat16" in forward.source
     attention = [step.name for step in backward.steps if "attention" in step.name or "rng" in step.name]
-    assert [name for name in attention if "triton" not in name] == ["run_with_rng_state", "_scaled_dot_product_flash_attention_backward"]
+    assert [name for name in attention if "triton" not in name] == [
+        "run_with_rng_state",
+        "_scaled_dot_product_flash_attention_backward",
+    ]
 
 
 @pytest.mark.parametrize("name", ["HSDP: plain", "replicate (DDP): plain"])
@@ -226,7 +246,9 @@ def test_a_root_whose_hooks_run_in_eager(name):
 def test_shapes_of_llama_8b_on_256_ranks():
     config = configurations.LLAMA_8B
     with offline.job(256), offline.device("h100") as device:
-        built = configurations.build("fully_shard x tensor parallel: mixed precision", "cuda", config, mesh_shape=(32, 8))
+        built = configurations.build(
+            "fully_shard x tensor parallel: mixed precision", "cuda", config, mesh_shape=(32, 8)
+        )
         built.step(lambda f: torch.compile(f, backend="dtensor", fullgraph=True))
         weight = built.model.output.weight
         assert weight.shape == (128256, 4096) and weight.grad.to_local().shape == (128256 // 256, 4096)

@@ -1,4 +1,5 @@
-"""All ranks of a mesh in one process: plans carried out on real numbers, one thread a rank, collectives among the threads.
+"""All ranks of a mesh in one process: plans carried out on real numbers, one thread a rank, collectives among the
+threads.
 
 Fast enough for every pair of specs; what process groups do is shown by the tests on real ranks.
 """
@@ -95,7 +96,9 @@ def by_hand(full, placements, coordinate, mesh_shape):
     local = full
     for i, (placement, c, n) in enumerate(zip(placements, coordinate, mesh_shape)):
         if isinstance(placement, Partial):
-            terms = [(torch.arange(local.numel()).reshape(local.shape) * (k + 3) % (5 + i)).to(local.dtype) for k in range(n)]
+            terms = [
+                (torch.arange(local.numel()).reshape(local.shape) * (k + 3) % (5 + i)).to(local.dtype) for k in range(n)
+            ]
             if placement.reduce_op == "sum":
                 local = local - sum(terms[1:]) if c == 0 else terms[c]
             else:
@@ -103,7 +106,9 @@ def by_hand(full, placements, coordinate, mesh_shape):
                 shift = terms[c].where((torch.arange(local.numel()).reshape(local.shape) + c) % n != 0, terms[c] * 0)
                 local = local + low * shift if n > 1 else local
         elif isinstance(placement, (Shard, _StridedShard)):
-            pieces = local.chunk(placement.split_factor, placement.dim) if isinstance(placement, _StridedShard) else [local]
+            pieces = (
+                local.chunk(placement.split_factor, placement.dim) if isinstance(placement, _StridedShard) else [local]
+            )
             mine = []
             for piece in pieces:
                 chunks = piece.chunk(n, placement.dim)
@@ -117,11 +122,15 @@ def layout_of(mesh_shape, ranks=None):
     for n in reversed(mesh_shape):
         strides.insert(0, step)
         step *= n
-    return MeshLayout("cpu", tuple(MeshDim(None, (n,), (s,)) for n, s in zip(mesh_shape, strides)), ranks or tuple(range(step)))
+    return MeshLayout(
+        "cpu", tuple(MeshDim(None, (n,), (s,)) for n, s in zip(mesh_shape, strides)), ranks or tuple(range(step))
+    )
 
 
 def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=plan):
-    """Complaints about plans carried out: ``cases`` are source, target, shape. Values, and the bytes that the plan says."""
+    """Complaints about plans carried out: ``cases`` are source, target, shape. Values, and the bytes that the plan
+    says.
+    """
     layout = layout_of(mesh_shape, ranks)
     world = len(layout.ranks)
     mesh_shape = tuple(mesh_shape)
@@ -143,10 +152,14 @@ def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=plan
         for k, ((source, target, shape), steps, full) in enumerate(zip(cases, plans, fulls)):
             before = comm.sent[rank]
             try:
-                results[k, rank] = expand(by_hand(full, parse_spec(source), place.coordinate, mesh_shape), steps, place, list(shape))
+                results[k, rank] = expand(
+                    by_hand(full, parse_spec(source), place.coordinate, mesh_shape), steps, place, list(shape)
+                )
             except Exception as error:
                 if not comm.failed:
-                    errors.append(f"{source}->{target} {shape} on {mesh_shape} at {rank}: {type(error).__name__}: {error}: {list(map(str, steps))}")
+                    errors.append(
+                        f"{source}->{target} {shape} on {mesh_shape} at {rank}: {type(error).__name__}: {error}: {list(map(str, steps))}"
+                    )
                 with comm.lock:
                     comm.failed = True
                     comm.lock.notify_all()
@@ -184,6 +197,8 @@ def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=plan
             wanted = by_hand(full, whole, at, mesh_shape)
             rounds = any(step.kind == "partition" for step in steps)  # v/n, n times
             if got.shape != wanted.shape or not (torch.allclose(got, wanted) if rounds else torch.equal(got, wanted)):
-                wrong.append(f"{case}: at {at} {got.flatten()[:8].tolist()} of {tuple(got.shape)}, wanted {wanted.flatten()[:8].tolist()} of {tuple(wanted.shape)}")
+                wrong.append(
+                    f"{case}: at {at} {got.flatten()[:8].tolist()} of {tuple(got.shape)}, wanted {wanted.flatten()[:8].tolist()} of {tuple(wanted.shape)}"
+                )
                 break
     return wrong

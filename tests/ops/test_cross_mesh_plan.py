@@ -1,4 +1,6 @@
-"""Plans from one mesh to another: their text, and that everybody gets what it lacks and no more, counted element by element."""
+"""Plans from one mesh to another: their text, and that everybody gets what it lacks and no more, counted element by
+element.
+"""
 
 import itertools
 import math
@@ -7,9 +9,9 @@ from collections import Counter
 import pytest
 from expecttest import TestCase
 
+from dtensor_compile.errors import PlanError
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec, spec_text
-from dtensor_compile.errors import PlanError
 from dtensor_compile.ops.cross_mesh_plan import plan_across
 from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.planner.shard_intervals import intervals
@@ -50,61 +52,85 @@ class Golden(TestCase):
     maxDiff = None
 
     def test_shards_go_to_other_ranks(self):
-        self.assertExpectedInline(text("front S(0) -> back S(0)", (5, 4)), """\
+        self.assertExpectedInline(
+            text("front S(0) -> back S(0)", (5, 4)),
+            """\
 12 elements of the busiest rank, 20 of all
 exchange[0,1,2,3] S(0)->S(0)
 0->2: 12, 1->3: 8
-""")
+""",
+        )
 
     def test_ranks_in_both_meshes_keep_what_they_have(self):
-        self.assertExpectedInline(text("front S(0) -> middle R", (6, 4)), """\
+        self.assertExpectedInline(
+            text("front S(0) -> middle R", (6, 4)),
+            """\
 24 elements of the busiest rank, 36 of all
 exchange[0,1,2] S(0)->R
 0->1: 12, 0->2: 12, 1->2: 12
-""")
+""",
+        )
 
     def test_holders_of_copies_share_the_load(self):
-        self.assertExpectedInline(text("front R -> last R", (6, 4)), """\
+        self.assertExpectedInline(
+            text("front R -> last R", (6, 4)),
+            """\
 12 elements of the busiest rank, 24 of all
 exchange[0,1,3] R->R
 0->3: 12, 1->3: 12
-""")
+""",
+        )
 
     def test_slices_of_a_mesh_are_holders_and_each_gets_its_part(self):
-        self.assertExpectedInline(text("tp S(0) -> dp S(0)", (8, 4)), """\
+        self.assertExpectedInline(
+            text("tp S(0) -> dp S(0)", (8, 4)),
+            """\
 8 elements of the busiest rank, 32 of all
 exchange[0,1,2,3] S(0)->S(0)
 0->1: 8, 1->2: 8, 2->1: 8, 3->2: 8
-""")
+""",
+        )
 
     def test_terms_of_a_sum_are_added_up_by_those_that_need_them(self):
-        self.assertExpectedInline(text("front P(sum) -> back S(0)", (6, 4)), """\
+        self.assertExpectedInline(
+            text("front P(sum) -> back S(0)", (6, 4)),
+            """\
 24 elements of the busiest rank, 48 of all
 exchange[0,1,2,3] P(sum)->S(0)
 0->2: 12, 0->3: 12, 1->2: 12, 1->3: 12
-""")
+""",
+        )
 
     def test_a_sum_that_many_need_is_reduced_first(self):
-        self.assertExpectedInline(text("square P(sum)S(1) -> line R", (8, 4)), """\
+        self.assertExpectedInline(
+            text("square P(sum)S(1) -> line R", (8, 4)),
+            """\
 32 elements of the busiest rank, 128 of all
 all_reduce[dp] P(sum)->R
 exchange[0,1,2,3] RS(1)->R
 0->1: 16, 1->0: 16, 2->3: 16, 3->2: 16
-""")
+""",
+        )
 
     def test_a_mean_is_reduced_first(self):
-        self.assertExpectedInline(text("front P(avg) -> back S(0)", (6, 4)), """\
+        self.assertExpectedInline(
+            text("front P(avg) -> back S(0)", (6, 4)),
+            """\
 24 elements of the busiest rank, 48 of all
 reduce_scatter[0] P(avg)->S(0)
 exchange[0,1,2,3] S(0)->S(0)
 0->2: 12, 1->3: 12
-""")
+""",
+        )
 
     def test_nothing_is_sent_where_everybody_has_it(self):
-        self.assertExpectedInline(text("square RR -> front S(1)", (6, 4)), """\
+        self.assertExpectedInline(
+            text("square RR -> front S(1)", (6, 4)),
+            """\
 0 elements of the busiest rank, 0 of all
 keep RR->S(1)
-""")
+""",
+        )
 
 
 def specs(mesh, partial):
@@ -139,7 +165,11 @@ def test_everybody_gets_what_it_lacks_and_nothing_else(shape):
                 for p, sender in enumerate(exchange.ranks):
                     if exchange.sent[p, q]:
                         parts = exchange.part(p, q)
-                        box = set(itertools.product(*([i for s, e in parts[d] for i in range(s, e)] for d in range(len(shape)))))
+                        box = set(
+                            itertools.product(
+                                *([i for s, e in parts[d] for i in range(s, e)] for d in range(len(shape)))
+                            )
+                        )
                         assert len(box) == exchange.sent[p, q] and box <= has[sender] and box <= needs
                         came.update((exchange.terms[p], index) for index in box)
                 wanted = Counter(itertools.product(terms, needs))
@@ -170,7 +200,10 @@ def test_load_is_shared_evenly():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("front S(2) -> back R", r"S\(2\) in spec S\(2\): the tensor has 2 dims, \(4, 4\); the nearest that it can have: S\(1\)"),
+        (
+            "front S(2) -> back R",
+            r"S\(2\) in spec S\(2\): the tensor has 2 dims, \(4, 4\); the nearest that it can have: S\(1\)",
+        ),
         ("front R -> back P(sum)", r"nothing leads to P\(sum\) on another mesh; the nearest legal target is R"),
         ("square P(sum)P(max) -> back R", r"mixes reductions whose order matters: .* as in P\(sum\)R"),
         ("front RR -> back R", r"spec RR has 2 placements, but the mesh has 1 dims"),

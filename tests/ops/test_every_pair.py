@@ -9,12 +9,12 @@ import random
 
 import pytest
 
-from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.errors import PlanError
-from dtensor_compile.planner.steps import Problem, moves
+from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.planner.search import bytes_sent, collectives, plan
 from dtensor_compile.planner.shard_intervals import CUTS
+from dtensor_compile.planner.steps import Problem, moves
 from dtensor_compile.planner.torch_greedy import torch_steps
 from dtensor_compile.topology.network import Network
 from tests.ops.simulated import wrong_plans
@@ -71,8 +71,8 @@ def test_meshes_whose_ranks_are_in_another_order(ranks):
 def cheapest_of_all(problem, states):
     """Fewest elements of any path with at most as many collectives as torch's: every step to every state is tried.
 
-    But where torch makes the terms of a sum of a replicated tensor, which are v/n, they are not made of shards with zeros around
-    them: the program sees its terms.
+    But where torch makes the terms of a sum of a replicated tensor, which are v/n, they are not made of shards with
+    zeros around them: the program sees its terms.
     """
     theirs = torch_steps(problem)
     limit = 4 if theirs is None else collectives(theirs)
@@ -82,7 +82,9 @@ def cheapest_of_all(problem, states):
         if state not in edges:
             best = {}
             for goal in states:
-                towards = Problem(state, goal, problem.mesh_shape, problem.shape, problem.divisors, problem.itemsize, problem.network)
+                towards = Problem(
+                    state, goal, problem.mesh_shape, problem.shape, problem.divisors, problem.itemsize, problem.network
+                )
                 for step in moves(towards, state):
                     if step.kind == "spread" and type(problem.start[step.mesh_dims[0]]) not in CUTS:
                         continue
@@ -116,11 +118,17 @@ def plans_and_best(mesh_shape, words, shape, most):
         if any(isinstance(b, Partial) and type(a) in CUTS for a, b in zip(problem.start, problem.goal)):
             continue  # torch refuses to make a shard partial, so that nobody asks for it
         assert spec_text(steps[-1].after if steps else problem.start) == target
-        yield f"{source}->{target}: {[str(step) for step in steps]}", bytes_sent(steps, 1), cheapest_of_all(problem, states)
+        yield (
+            f"{source}->{target}: {[str(step) for step in steps]}",
+            bytes_sent(steps, 1),
+            cheapest_of_all(problem, states),
+        )
 
 
 def test_a_way_over_another_spec_has_to_save_more_than_a_row():
-    """Uneven over two mesh dims: over another spec the busiest rank sends less. Not worth it where it saves a thousandth."""
+    """Uneven over two mesh dims: over another spec the busiest rank sends less. Not worth it where it saves a
+    thousandth.
+    """
 
     def texts(columns):
         return [str(step) for step in plan("RP(sum)", "RS(1)", (2, 4), (8, columns))]

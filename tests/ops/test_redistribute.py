@@ -1,4 +1,6 @@
-"""The operator on real ranks: what torch's own redistribution gives, value for value and stride for stride, fake as eager."""
+"""The operator on real ranks: what torch's own redistribution gives, value for value and stride for stride, fake as
+eager.
+"""
 
 import functools
 import itertools
@@ -12,11 +14,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile.ir.mesh import mesh_text
-from dtensor_compile.ops.redistribute import redistribute_op
-from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.compat.dtensor.specs import make_spec, stock_redistribute_local
 from dtensor_compile.errors import PlanError
+from dtensor_compile.ir.mesh import mesh_text
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 
@@ -31,7 +33,9 @@ def local_of(full, mesh, placements):
     local = full
     for i, (placement, coordinate) in enumerate(zip(placements, mesh.get_coordinate())):
         if isinstance(placement, Partial):
-            local = local + torch.arange(local.numel()).reshape(local.shape).remainder(3 + i).mul(coordinate + 1).to(local.dtype)
+            local = local + torch.arange(local.numel()).reshape(local.shape).remainder(3 + i).mul(coordinate + 1).to(
+                local.dtype
+            )
         elif isinstance(placement, (Shard, _StridedShard)):
             pieces = [local] if isinstance(placement, Shard) else local.chunk(placement.split_factor, placement.dim)
             mine = []
@@ -53,14 +57,18 @@ def facts(x):
 
 
 def same_layout(out, wanted):
-    """Strides equal torch's; contiguous where torch's result is a view of a padded buffer. Dims of size 1 have no layout."""
+    """Strides equal torch's; contiguous where torch's result is a view of a padded buffer. Dims of size 1 have no
+    layout.
+    """
     if wanted.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(wanted):
         return out.is_contiguous()
     return all(a == b for a, b, size in zip(out.stride(), wanted.stride(), out.shape) if size > 1)
 
 
 def _is_split(source, target):
-    """Whether shards become parts of a sum, of which torch (as of 2.14) may leave others on a rank: it is the sum that counts."""
+    """Whether shards become parts of a sum, of which torch (as of 2.14) may leave others on a rank: it is the sum that
+    counts.
+    """
     return any(isinstance(a, (Shard, _StridedShard)) and isinstance(b, Partial) for a, b in zip(source, target))
 
 
@@ -124,7 +132,9 @@ def compare_all(mesh_shape, words, shapes, dtypes, layouts):
         full = distinct(shape, dtype)
         for source, target in itertools.product(specs, specs):
             placements = parse_spec(source), parse_spec(target)
-            if any(isinstance(p, (Shard, _StridedShard)) and p.dim >= len(shape) for p in (*placements[0], *placements[1])):
+            if any(
+                isinstance(p, (Shard, _StridedShard)) and p.dim >= len(shape) for p in (*placements[0], *placements[1])
+            ):
                 continue
             if source != target:
                 count += 1
@@ -149,7 +159,9 @@ def test_every_change_on_one_mesh_dim_for_even_uneven_and_empty_shards(world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_locals_that_are_not_contiguous(world):
-    assert_like_torch(world, (world,), (*WORDS, "S(2)"), [(8, 4), (5, 6, 3)], [torch.float32], ["reversed", "every other"])
+    assert_like_torch(
+        world, (world,), (*WORDS, "S(2)"), [(8, 4), (5, 6, 3)], [torch.float32], ["reversed", "every other"]
+    )
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -232,9 +244,14 @@ def compare_other_meshes():
     meshes = [grid["dp"], grid["tp"], grid._flatten("flat"), DeviceMesh("cpu", [[0, 2], [1, 3]])]
     wrong = []
     for mesh in meshes:
-        for source, target in itertools.product(itertools.product((Replicate(), Shard(0), Shard(1), Partial()), repeat=mesh.ndim), repeat=2):
+        for source, target in itertools.product(
+            itertools.product((Replicate(), Shard(0), Shard(1), Partial()), repeat=mesh.ndim), repeat=2
+        ):
             if source != target:
-                wrong += [f"{mesh_text(mesh)}: {line}" for line in compare(mesh, source, target, distinct((5, 6), torch.float32))]
+                wrong += [
+                    f"{mesh_text(mesh)}: {line}"
+                    for line in compare(mesh, source, target, distinct((5, 6), torch.float32))
+                ]
     return wrong
 
 
@@ -274,7 +291,12 @@ def test_local_that_does_not_fit_the_spec_is_an_error():
 @on_ranks(2)
 def test_opcheck():
     mesh = mesh_text(make_mesh((2,)))
-    for source, target, shape in [("S(0)", "R", [4, 6]), ("R", "S(1)", [4, 6]), ("P(sum)", "S(0)", [5, 6]), ("S(0)", "S(1)", [5, 6])]:
+    for source, target, shape in [
+        ("S(0)", "R", [4, 6]),
+        ("R", "S(1)", [4, 6]),
+        ("P(sum)", "S(0)", [5, 6]),
+        ("S(0)", "S(1)", [5, 6]),
+    ]:
         local = local_of(distinct(shape, torch.float32), make_mesh((2,)), parse_spec(source))
         torch.library.opcheck(redistribute_op, (local, source, target, mesh, shape))
 

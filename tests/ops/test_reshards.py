@@ -1,4 +1,6 @@
-"""A table of 67 redistributions, with what OpenXLA Shardy and torch's two planners send for each: never more than the best of them."""
+"""A table of 67 redistributions, with what OpenXLA Shardy and torch's two planners send for each: never more than the
+best of them.
+"""
 
 import json
 import math
@@ -39,7 +41,9 @@ def ours(row):
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["name"])
 def test_at_or_under_the_best_of_three(row):
     theirs = [row[name] for name in ("shardy", "torch_2_13_greedy", "torch_2_13_min_cost")]
-    known = [(plan["n_collectives"], plan["bytes_sent_per_rank"]) for plan in theirs if plan.get("n_collectives") is not None]
+    known = [
+        (plan["n_collectives"], plan["bytes_sent_per_rank"]) for plan in theirs if plan.get("n_collectives") is not None
+    ]
     # A plan here never has more collectives than torch's own: what another one saves with more of them is out of reach.
     default = row["torch_2_13_greedy"].get("n_collectives", math.inf)
     known = [(count, sent) for count, sent in known if count <= default] or known

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile import passes
+from dtensor_compile.compat.dynamo.observe import node_of
 from dtensor_compile.graph.global_annotations import MARK, Mark
 from dtensor_compile.graph.rank_uniformity import spread_marks
 from dtensor_compile.graph.runner import GraphStep, run_steps
 from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.ops.redistribute import redistribute_op
-from dtensor_compile.compat.dynamo.observe import node_of
 from dtensor_compile.options import Options
 from dtensor_compile.testing import graph_text, make_mesh
 
@@ -43,9 +43,15 @@ class Alone:
 
 
 def run_alone(graph, run=None, disabled=(), enabled=(), strict=False):
-    """Runs steps, or passes, on a graph; those that all redistributions get where there are none. Returns what they decided."""
+    """Runs steps, or passes, on a graph; those that all redistributions get where there are none. Returns what they
+    decided.
+    """
     marks = [GraphStep(spread_marks, required=True, reads=True)]
-    steps = [*marks, *passes.steps()] if run is None else [one if isinstance(one, GraphStep) else GraphStep(one) for one in run]
+    steps = (
+        [*marks, *passes.steps()]
+        if run is None
+        else [one if isinstance(one, GraphStep) else GraphStep(one) for one in run]
+    )
     this = Alone(Options(disable_passes=tuple(disabled), enable_passes=tuple(enabled), strict=strict))
     run_steps(graph, steps, this)
     return this.made
@@ -61,7 +67,9 @@ def local(*sizes):
 
 
 def rewritten(run_pass, function, *args):
-    """(text before, text after, decisions) of a pass on the graph of a function; results are compared and must not alias more."""
+    """(text before, text after, decisions) of a pass on the graph of a function; results are compared and must not
+    alias more.
+    """
     mesh()  # process groups are made outside the trace
     gm = make_fx(function, tracing_mode="fake")(*args)
     before = graph_text(gm.graph)

@@ -38,18 +38,23 @@ redistribute_1: [2, 6] = redistribute(redistribute, R->S(0))
 relu: [2, 6] = relu(redistribute_1)
 return [relu]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 mul: [2, 6] = mul(x_1, 2)
 clone_default: [2, 6] = clone(mul)
 relu: [2, 6] = relu(clone_default)
 return [relu]
-""")
+""",
+        )
         assert decisions == [("cancel_inverse_pairs", "S(0)->R->S(0)", "nothing")]
 
     def test_pair_whose_middle_is_read_keeps_its_first_half(self):
         _, after, _ = run_on_ranks(2, pair_whose_middle_is_read)[0]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 mul: [2, 6] = mul(x_1, 2)
 redistribute: [4, 6] = redistribute(mul, S(0)->R)
@@ -57,16 +62,20 @@ add: [4, 6] = add(redistribute, 1)
 clone_default: [2, 6] = clone(mul)
 relu: [2, 6] = relu(clone_default)
 return [add, relu]
-""")
+""",
+        )
 
     def test_identity_goes_away(self):
         _, after, _ = run_on_ranks(2, identity)[0]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 clone_default: [2, 6] = clone(x_1)
 add: [2, 6] = add(clone_default, 1)
 return [add]
-""")
+""",
+        )
 
 
 def assert_unchanged(function, *args):
@@ -103,7 +112,9 @@ def test_pair_of_different_global_shapes_stays():
 
 @on_ranks(2)
 def test_original_that_is_not_contiguous_gets_the_strides_of_the_result():
-    _, after, decisions = rewritten(cancel_inverse_pairs, lambda x: (move(move(x.t(), "S(0)", "R"), "R", "S(0)"),), local(6, 2))
+    _, after, decisions = rewritten(
+        cancel_inverse_pairs, lambda x: (move(move(x.t(), "S(0)", "R"), "R", "S(0)"),), local(6, 2)
+    )
     assert "clone" in after and "redistribute" not in after and decisions
 
 

@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from expecttest import TestCase
@@ -39,7 +38,9 @@ redistribute_1: [2, 1, 4, 3] = redistribute(transpose, R->S(1))
 mul: [2, 1, 4, 3] = mul(redistribute_1, 2)
 return [mul]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 2, 6]
 view_default: [2, 2, 2, 3] = view(x_1, [2, 2, 2, 3])
 transpose_int: [2, 2, 2, 3] = transpose(view_default, 1, 2)
@@ -49,18 +50,22 @@ clone_default: [2, 4, 1, 3] = clone(permute_default, memory_format=torch.contigu
 permute_default_1: [2, 1, 4, 3] = permute(clone_default, [0, 2, 1, 3])
 mul: [2, 1, 4, 3] = mul(permute_default_1, 2)
 return [mul]
-""")
+""",
+        )
         assert decisions == [("compose_across_operators", "S(1)->R->R->S(1)", "S(2)->S(1)")]
 
     def test_what_is_gathered_and_cut_the_same_way_is_not_sent(self):
         _, after, _ = run_on_ranks(2, gathered_and_cut_the_same_way)[0]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 relu_default: [2, 6] = relu(x_1)
 t_default: [6, 2] = t(relu_default)
 clone_default: [6, 2] = clone(t_default)
 return [clone_default]
-""")
+""",
+        )
 
 
 @on_ranks(2)
@@ -70,7 +75,9 @@ def test_merged_and_split_dims_keep_their_shards():
     )
     assert "redistribute" not in after
     _, after, _ = rewritten(
-        compose_across_operators, lambda x: (move(move(x, "S(0)", "R", (8,)).view(4, 2), "R", "S(0)", (4, 2)) + 1,), local(4)
+        compose_across_operators,
+        lambda x: (move(move(x, "S(0)", "R", (8,)).view(4, 2), "R", "S(0)", (4, 2)) + 1,),
+        local(4),
     )
     assert "redistribute" not in after
 
@@ -92,7 +99,9 @@ def test_returned_view_of_an_input_is_a_tensor_of_its_own():
 def test_operators_with_numbers_of_the_program_stay():
     """A program may multiply by its own rank, or take the part of it: the graph does not say."""
     unchanged(compose_across_operators, lambda x: (move(move(x, "S(0)", "R") * 3, "R", "S(0)"),), local(2, 6))
-    unchanged(compose_across_operators, lambda x: (move(move(x, "S(0)", "R")[:, :4], "R", "S(0)", (4, 4)),), local(2, 6))
+    unchanged(
+        compose_across_operators, lambda x: (move(move(x, "S(0)", "R")[:, :4], "R", "S(0)", (4, 4)),), local(2, 6)
+    )
 
 
 @on_ranks(2)
@@ -103,9 +112,19 @@ def test_partial_sums_do_not_pass_what_is_not_linear():
 
 @on_ranks(2)
 def test_views_across_the_bounds_of_shards_stay():
-    unchanged(compose_across_operators, lambda x: (move(move(x, "S(1)", "R").view(24), "R", "S(0)", (24,)),), local(4, 3))
-    unchanged(compose_across_operators, lambda x: (move(move(x, "S(0)", "R", (4,)).view(1, 4), "R", "S(0)", (1, 4)),), local(2))
-    unchanged(compose_across_operators, lambda x: (move(move(x, "S(0)", "R", (6,)).view(3, 2), "R", "S(0)", (3, 2)),), local(3))
+    unchanged(
+        compose_across_operators, lambda x: (move(move(x, "S(1)", "R").view(24), "R", "S(0)", (24,)),), local(4, 3)
+    )
+    unchanged(
+        compose_across_operators,
+        lambda x: (move(move(x, "S(0)", "R", (4,)).view(1, 4), "R", "S(0)", (1, 4)),),
+        local(2),
+    )
+    unchanged(
+        compose_across_operators,
+        lambda x: (move(move(x, "S(0)", "R", (6,)).view(3, 2), "R", "S(0)", (3, 2)),),
+        local(3),
+    )
 
 
 @on_ranks(2)
@@ -120,18 +139,24 @@ def test_middles_that_somebody_reads_stay():
 @on_ranks(2)
 def test_different_meshes_and_other_shapes_stay():
     other = mesh_text(make_mesh((2,), ("other",)))
-    unchanged(compose_across_operators, lambda x: (move(torch.relu(move(x, "S(0)", "R")), "R", "S(0)", on=other),), local(2, 6))
+    unchanged(
+        compose_across_operators,
+        lambda x: (move(torch.relu(move(x, "S(0)", "R")), "R", "S(0)", on=other),),
+        local(2, 6),
+    )
 
 
 def random_chains(seeds):
-    """Every pair of specs around random permutations, views and elementwise operators: results are compared bit by bit."""
+    """Every pair of specs around random permutations, views and elementwise operators: results are compared bit by
+    bit.
+    """
     import random
 
     mesh = make_mesh((2, 2), ("a", "b"))
     text = mesh_text(mesh)
+    from dtensor_compile.ir.mesh import parse_mesh
     from dtensor_compile.ir.spec import parse_spec
     from dtensor_compile.ops.expand import local_shape
-    from dtensor_compile.ir.mesh import parse_mesh
 
     layout, changed = parse_mesh(text), 0
     coordinate = mesh.get_coordinate()
@@ -186,7 +211,12 @@ def assert_sequence_to_heads(world):
     mesh = make_mesh((world,), ("sp",))
 
     def function(x):
-        heads = x.redistribute(placements=[Replicate()]).view(2, 8, 4, 3).transpose(1, 2).redistribute(placements=[Shard(1)])
+        heads = (
+            x.redistribute(placements=[Replicate()])
+            .view(2, 8, 4, 3)
+            .transpose(1, 2)
+            .redistribute(placements=[Shard(1)])
+        )
         back = torch.tanh(heads).redistribute(placements=[Replicate()]).transpose(1, 2)
         return back.redistribute(placements=[Shard(1)]) * 2
 

@@ -9,7 +9,9 @@ from tests.passes.graphs import SHAPE, local, move, rewritten, unchanged
 
 
 def all_reduce_of_which_a_part_is_read():
-    return rewritten(compose_redistributions, lambda x: (move(move(x, "P(sum)", "R").view(4, 6), "R", "S(0)") * 2,), local(4, 6))
+    return rewritten(
+        compose_redistributions, lambda x: (move(move(x, "P(sum)", "R").view(4, 6), "R", "S(0)") * 2,), local(4, 6)
+    )
 
 
 def unused():
@@ -31,21 +33,27 @@ redistribute_1: [2, 6] = redistribute(view, R->S(0))
 mul: [2, 6] = mul(redistribute_1, 2)
 return [mul]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [4, 6]
 redistribute_default: [2, 6] = redistribute(x_1, P(sum)->S(0))
 mul: [2, 6] = mul(redistribute_default, 2)
 return [mul]
-""")
+""",
+        )
         assert decisions == [("compose_redistributions", "P(sum)->R->S(0)", "P(sum)->S(0)")]
 
     def test_unused_goes_away(self):
         _, after, decisions = run_on_ranks(2, unused)[0]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 mul: [2, 6] = mul(x_1, 2)
 return [mul]
-""")
+""",
+        )
         assert decisions == [("compose_redistributions", "S(0)->R", "nothing")]
 
 

@@ -25,7 +25,9 @@ class Golden(TestCase):
 
     def test_rows_that_each_rank_reads(self):
         before, after, decisions = run_on_ranks(2, rows_that_each_rank_reads)[1]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [8, 6]
 i_1: [2]
 reshape_default: [2] = reshape(i_1, [2])
@@ -46,7 +48,8 @@ where_self_1: [4, 6] = where(unsqueeze_default, embedding_default, full_default)
 redistribute_default_1: [2, 6] = redistribute(where_self_1, P(sum)->S(0))
 view_default: [2, 6] = view(redistribute_default_1, [2, 6])
 return [view_default]
-""")
+""",
+        )
         assert decisions == [("exchange_rows", "S(0)->R", "S(0)->R of rows")]
 
 
@@ -90,7 +93,11 @@ def sent(make, tokens, backend="dtensor_aten", options=None):
     # other order of additions
     tolerance = {} if ours.weight.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(ours.weight.grad.to_local(), eager.weight.grad.to_local(), **tolerance)
-    return [d.reason for d in recording.decisions if d.kind == "exchange_rows"], recording.bytes_sent, len(recording.collectives)
+    return (
+        [d.reason for d in recording.decisions if d.kind == "exchange_rows"],
+        recording.bytes_sent,
+        len(recording.collectives),
+    )
 
 
 @pytest.mark.parametrize("backend", ["dtensor_aten", "dtensor"])
@@ -124,7 +131,9 @@ def test_a_step_through_inductor_in_bfloat16():
 
 @on_ranks(2)
 def test_two_lookups_of_one_table():
-    found, size, count = sent(lambda: Table(make_mesh((2,)), 96), [tokens_of_this_rank(96, 5), tokens_of_this_rank(96, 10)[5:]])
+    found, size, count = sent(
+        lambda: Table(make_mesh((2,)), 96), [tokens_of_this_rank(96, 5), tokens_of_this_rank(96, 10)[5:]]
+    )
     # the gradients of the two are added first, and that sum is reduced
     assert len(found) == 1 and size < 2 * 48 * 16
 
@@ -138,7 +147,9 @@ def test_one_dim_of_a_mesh_of_two():
 
 
 def two_tables(mesh, in_order):
-    """Both are looked up by the same indices, in the order in which they are gathered or not; on two mesh dims, over one each."""
+    """Both are looked up by the same indices, in the order in which they are gathered or not; on two mesh dims, over
+    one each.
+    """
     kinds = [("S(0)R", "RR"), ("RS(0)", "RR")] if mesh.ndim == 2 else [("S(0)", "R")] * 2
 
     def function(x, y, i):
@@ -176,7 +187,9 @@ def _fully_sharded(reshard):
         return fully_shard(model, mesh=make_mesh((2,)))
 
     tokens, ours, eager = tokens_of_this_rank(64, 6), make(), make()
-    compiled = torch.compile(ours, backend="dtensor", fullgraph=True, options={"enable_passes": ["exchange_rows"], "strict": True})
+    compiled = torch.compile(
+        ours, backend="dtensor", fullgraph=True, options={"enable_passes": ["exchange_rows"], "strict": True}
+    )
     with record() as recording:
         for run in (compiled, compiled, eager, eager):
             run(tokens).square().sum().backward()
@@ -230,5 +243,7 @@ def test_ranks_that_look_up_other_numbers_of_rows_are_an_error():
         return table(tokens)
 
     compiled = torch.compile(other_numbers, backend="dtensor_aten", options={"enable_passes": ["exchange_rows"]})
-    with pytest.raises(Exception, match="AgreementError.* all_gather_into_tensor int64 of [23] elements .* of [23] elements"):
+    with pytest.raises(
+        Exception, match="AgreementError.* all_gather_into_tensor int64 of [23] elements .* of [23] elements"
+    ):
         compiled(tokens_of_this_rank(48, 2 + dist.get_rank()))

@@ -19,12 +19,15 @@ def filled_and_gathered():
 class Golden(TestCase):
     def test_it(self):
         _, after, decisions = run_on_ranks(2, filled_and_gathered)[0]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [4, 6]
 full_default: [4, 6] = full([4, 6], 3.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 mul: [4, 6] = mul(x_1, full_default)
 return [mul]
-""")
+""",
+        )
         assert decisions == [("make_in_place", "S(0)->R", "made as R")]
 
 
@@ -37,7 +40,9 @@ def test_zeros_owe_nothing():
 @on_ranks(2)
 def test_what_is_not_known_to_be_one_number_stays():
     """Nobody says that every rank has the same one; or each is a term of a sum."""
-    unchanged(make_in_place, lambda x: (x + move(torch.full((2, 6), 3.0 + dist.get_rank()), "S(0)", "R"),), torch.ones(4, 6))
+    unchanged(
+        make_in_place, lambda x: (x + move(torch.full((2, 6), 3.0 + dist.get_rank()), "S(0)", "R"),), torch.ones(4, 6)
+    )
     ones_ = lambda: marked(torch.ones(4, 6), "P(sum)", (4, 6))  # noqa: E731
     unchanged(make_in_place, lambda x: (x + move(ones_(), "P(sum)", "R"),), torch.ones(4, 6))
 

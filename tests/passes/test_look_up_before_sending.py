@@ -29,7 +29,9 @@ class Golden(TestCase):
 
     def test_rows_of_a_table(self):
         before, after, decisions = run_on_ranks(2, rows_of_a_table)[1]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [8, 6]
 i_1: [2]
 sub_tensor: [2] = sub(i_1, 8)
@@ -44,27 +46,34 @@ full_default_1: [] = full([], 0, dtype=torch.float32, layout=torch.strided, devi
 where_self_1: [2, 6] = where(unsqueeze_default, full_default_1, embedding_default)
 redistribute_default: [2, 6] = redistribute(where_self_1, P(sum)->R)
 return [redistribute_default]
-""")
+""",
+        )
         assert decisions == [("look_up_before_sending", "S(0)->R", "P(sum)->R of rows")]
 
     def test_a_slice_takes_its_part_of_each_rank(self):
         texts = run_on_ranks(2, some_rows)
-        self.assertExpectedInline(texts[0], """\
+        self.assertExpectedInline(
+            texts[0],
+            """\
 x_1: [8, 6]
 slice_tensor: [1, 6] = slice(x_1, 0, 7, 8)
 constant_pad_nd_default: [3, 6] = constant_pad_nd(slice_tensor, [0, 0, 0, 2], 0)
 redistribute_default: [3, 6] = redistribute(constant_pad_nd_default, P(sum)->R)
 mul: [3, 6] = mul(redistribute_default, 1)
 return [mul]
-""")
-        self.assertExpectedInline(texts[1], """\
+""",
+        )
+        self.assertExpectedInline(
+            texts[1],
+            """\
 x_1: [8, 6]
 slice_tensor: [2, 6] = slice(x_1, 0, 0, 2)
 constant_pad_nd_default: [3, 6] = constant_pad_nd(slice_tensor, [0, 0, 1, 0], 0)
 redistribute_default: [3, 6] = redistribute(constant_pad_nd_default, P(sum)->R)
 mul: [3, 6] = mul(redistribute_default, 1)
 return [mul]
-""")
+""",
+        )
 
 
 def whole(x):
@@ -90,7 +99,9 @@ def test_programs_have_eagers_numbers_forward_and_backward():
             table = distribute_tensor(values, mesh, [Shard(0)]).requires_grad_()
             indices = distribute_tensor(torch.tensor([[0, 31], [7, 8]]), mesh, [Replicate()])
             loss = lambda out: out.square().sum()  # noqa: E731
-            assert_parity(function, [table, indices], loss=loss, backend="dtensor_aten", options={"strict": True}, calls=2)
+            assert_parity(
+                function, [table, indices], loss=loss, backend="dtensor_aten", options={"strict": True}, calls=2
+            )
             torch._dynamo.reset()
             with torch.no_grad(), record() as recording:
                 torch.compile(function, backend="dtensor_aten")(table, indices)
@@ -140,7 +151,9 @@ def test_what_would_not_be_right_or_pay_stays():
 @on_ranks(2)
 def test_through_inductor():
     mesh = make_mesh((2,))
-    table = distribute_tensor(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), mesh, [Shard(0)]).requires_grad_()
+    table = distribute_tensor(
+        torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), mesh, [Shard(0)]
+    ).requires_grad_()
     indices = distribute_tensor(torch.tensor([[0, 15], [7, 8]]), mesh, [Replicate()])
 
     def function(x, i):

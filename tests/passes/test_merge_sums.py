@@ -12,7 +12,9 @@ from tests.passes.graphs import local, move, rewritten, unchanged
 
 
 def sum_of_two():
-    return rewritten(merge_sums, lambda x, y: (move(x, "P(sum)", "S(0)") + move(y, "P(sum)", "S(0)"),), local(4, 6), local(4, 6))
+    return rewritten(
+        merge_sums, lambda x, y: (move(x, "P(sum)", "S(0)") + move(y, "P(sum)", "S(0)"),), local(4, 6), local(4, 6)
+    )
 
 
 def long_sum():
@@ -36,13 +38,16 @@ redistribute_1: [2, 6] = redistribute(y_1, P(sum)->S(0))
 add: [2, 6] = add(redistribute, redistribute_1)
 return [add]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [4, 6]
 y_1: [4, 6]
 add_tensor: [4, 6] = add(x_1, y_1)
 redistribute_default: [2, 6] = redistribute(add_tensor, P(sum)->S(0))
 return [redistribute_default]
-""")
+""",
+        )
         assert decisions == [
             ("merge_sums", "P(sum)->S(0)", "one with redistribute"),
             ("merge_sums", "P(sum)->S(0)", "one with redistribute"),
@@ -50,7 +55,9 @@ return [redistribute_default]
 
     def test_terms_with_signs_behind_views_beside_other_terms(self):
         _, after, decisions = run_on_ranks(2, long_sum)[0]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [4, 6]
 y_1: [4, 6]
 z_1: [4, 6]
@@ -63,7 +70,8 @@ add_tensor_2: [2, 6] = add(w_1, redistribute_default)
 mul: [2, 6] = mul(add_tensor_2, 2)
 relu: [2, 6] = relu(w_1)
 return [mul, relu]
-""")
+""",
+        )
         assert len(decisions) == 3
 
 
@@ -86,7 +94,9 @@ def test_different_groups_are_merged_apart():
 
 @on_ranks(2)
 def test_averages_are_merged():
-    _, after, _ = rewritten(merge_sums, lambda x, y: (move(x, "P(avg)", "R") + move(y, "P(avg)", "R"),), local(4, 6), local(4, 6))
+    _, after, _ = rewritten(
+        merge_sums, lambda x, y: (move(x, "P(avg)", "R") + move(y, "P(avg)", "R"),), local(4, 6), local(4, 6)
+    )
     assert after.count("redistribute(") == 1
 
 
@@ -141,14 +151,18 @@ def test_factors_broadcasts_and_promotions_stay():
     factor = lambda x, y: (torch.add(move(x, "P(sum)", "R"), move(y, "P(sum)", "R"), alpha=3),)  # noqa: E731
     unchanged(merge_sums, factor, local(4, 6), local(4, 6))
     unchanged(merge_sums, lambda x, y: (move(x, "P(sum)", "R") + move(y, "P(sum)", "R", (6,)),), local(4, 6), local(6))
-    unchanged(merge_sums, lambda x, y: (move(x, "P(sum)", "R") + move(y, "P(sum)", "R"),), local(4, 6), local(4, 6).double())
+    unchanged(
+        merge_sums, lambda x, y: (move(x, "P(sum)", "R") + move(y, "P(sum)", "R"),), local(4, 6), local(4, 6).double()
+    )
 
 
 @on_ranks(2)
 def test_different_specs_shapes_or_meshes_stay():
     other = mesh_text(make_mesh((2,), ("other",)))
     unchanged(merge_sums, lambda x, y: (move(x, "P(sum)", "R") + move(y, "S(0)", "R"),), local(4, 6), local(2, 6))
-    unchanged(merge_sums, lambda x, y: (move(x, "P(sum)", "R") + move(y, "P(sum)", "R", on=other),), local(4, 6), local(4, 6))
+    unchanged(
+        merge_sums, lambda x, y: (move(x, "P(sum)", "R") + move(y, "P(sum)", "R", on=other),), local(4, 6), local(4, 6)
+    )
 
 
 class Projections(nn.Module):
@@ -162,7 +176,9 @@ class Projections(nn.Module):
 
 def assert_projections(mesh, layout, batch):
     torch.manual_seed(0)
-    plan = {name: ColwiseParallel(input_layouts=layout) for name in "qkv"} | {"o": RowwiseParallel(output_layouts=layout)}
+    plan = {name: ColwiseParallel(input_layouts=layout) for name in "qkv"} | {
+        "o": RowwiseParallel(output_layouts=layout)
+    }
     model = parallelize_module(Projections(), mesh, plan)
     x = torch.randn(batch, 4, 12, requires_grad=True)
     assert_parity(model, [x], loss=lambda out: out.square().sum(), backend="dtensor_aten", options={"strict": True})
@@ -204,6 +220,7 @@ def test_partial_inputs_have_eagers_numbers():
     mesh = make_mesh((2,), ("tp",))
     x, y = (DTensor.from_local(local(3, 5), mesh, [Partial()], run_check=False) for _ in range(2))
     for target in (Replicate(), Shard(0), Shard(1)):
+
         def function(x, y):
             return x.redistribute(placements=[target]) + y.redistribute(placements=[target])
 

@@ -35,7 +35,9 @@ class Golden(TestCase):
 
     def test_what_is_gathered_is_sent_where_it_is_small(self):
         before, after, decisions = run_on_ranks(2, branches_of_one_gather)[0]
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x_1: [2, 6]
 w_1: [6, 2]
 redistribute: [4, 6] = redistribute(x_1, S(0)->R)
@@ -45,8 +47,11 @@ slice_1: [4, 1] = slice(redistribute, 1, 0, 1)
 relu_1: [4, 1] = relu(slice_1)
 mul: [4, 2] = mul(relu, relu_1)
 return [mul]
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 w_1: [6, 2]
 mm_default: [2, 2] = mm(x_1, w_1)
@@ -56,12 +61,15 @@ relu_default_1: [2, 1] = relu(slice_tensor)
 mul_tensor: [2, 2] = mul(relu_default, relu_default_1)
 redistribute_default: [4, 2] = redistribute(mul_tensor, S(0)->R)
 return [redistribute_default]
-""")
+""",
+        )
         assert decisions == [("move_redistributions", "S(0)->R", "behind its readers")]
 
     def test_sums_are_reduced_once_behind_the_last_linear_operator(self):
         _, after, decisions = run_on_ranks(2, sums_that_meet)[0]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [4, 6]
 y_1: [4, 6]
 w_1: [6, 2]
@@ -70,7 +78,8 @@ add_tensor: [4, 6] = add(mul_tensor, y_1)
 mm_default: [4, 2] = mm(add_tensor, w_1)
 redistribute_default: [4, 2] = redistribute(mm_default, P(sum)->R)
 return [redistribute_default]
-""")
+""",
+        )
         assert len(decisions) == 2
 
 
@@ -85,7 +94,9 @@ def whole(x):
 
 
 def check(function, *args):
-    """Compares a program with eager, forward and backward, twice; the bytes of its forward and the passes that changed it."""
+    """Compares a program with eager, forward and backward, twice; the bytes of its forward and the passes that changed
+    it.
+    """
     loss = lambda out: out.square().sum()  # noqa: E731
     assert_parity(function, list(args), loss=loss, backend="dtensor_aten", options={"strict": True}, calls=2)
     torch._dynamo.reset()
@@ -134,7 +145,8 @@ def test_on_a_2d_mesh():
 
 @on_ranks(4)
 def test_what_is_whole_along_an_outer_mesh_dim_is_not_cut_for_nothing():
-    """Both terms are sent to one layout; the sum in another one sends as often, as one of them has to be cut along the outer dim.
+    """Both terms are sent to one layout; the sum in another one sends as often, as one of them has to be cut along the
+    outer dim.
 
     Found by the fuzzer (seed 89031): the cut counted as free, and the pass ended in its own check.
     """

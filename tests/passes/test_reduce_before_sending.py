@@ -1,6 +1,6 @@
 import torch
 from expecttest import TestCase
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.passes.reduce_before_sending import reduce_before_sending
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks, run_on_ranks
@@ -8,7 +8,9 @@ from tests.passes.graphs import local, move, rewritten, unchanged
 
 
 def sum_of_a_gathered_tensor():
-    return rewritten(reduce_before_sending, lambda x: (torch.exp(move(x, "S(0)", "R")).t().sum() * 2,), torch.zeros(2, 6))
+    return rewritten(
+        reduce_before_sending, lambda x: (torch.exp(move(x, "S(0)", "R")).t().sum() * 2,), torch.zeros(2, 6)
+    )
 
 
 class Golden(TestCase):
@@ -23,7 +25,9 @@ sum_1: [] = sum(t)
 mul: [] = mul(sum_1, 2)
 return [mul]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 exp_default: [2, 6] = exp(x_1)
 t_default: [6, 2] = t(exp_default)
@@ -31,7 +35,8 @@ sum_default: [] = sum(t_default)
 redistribute_default: [] = redistribute(sum_default, P(sum)->R)
 mul: [] = mul(redistribute_default, 2)
 return [mul]
-""")
+""",
+        )
         assert decisions == [("reduce_before_sending", "S(0)->R", "P(sum)->R")]
 
 
@@ -61,7 +66,9 @@ def test_maxima_over_ranks_stay_because_of_nan():
 def test_sums_in_narrow_dtypes_over_ranks_stay():
     unchanged(reduce_before_sending, lambda x: (move(x, "S(0)", "R").sum(0) + 1,), torch.ones(2, 6).bfloat16())
     unchanged(reduce_before_sending, lambda x: (move(x, "P(sum)", "R").sum(0) + 1,), torch.ones(4, 6).bfloat16())
-    _, _, decisions = rewritten(reduce_before_sending, lambda x: (move(x, "S(0)", "R").sum(1) + 1,), torch.ones(2, 6).bfloat16())
+    _, _, decisions = rewritten(
+        reduce_before_sending, lambda x: (move(x, "S(0)", "R").sum(1) + 1,), torch.ones(2, 6).bfloat16()
+    )
     assert decisions
 
 
@@ -91,7 +98,9 @@ def test_sums_of_uneven_shards_on_a_2d_mesh_have_eagers_numbers():
     mesh = make_mesh((2, 2), ("dp", "tp"))
 
     def function(x):
-        whole = x.redistribute(placements=[Replicate(), Replicate()]).to_local(grad_placements=[Replicate(), Replicate()])
+        whole = x.redistribute(placements=[Replicate(), Replicate()]).to_local(
+            grad_placements=[Replicate(), Replicate()]
+        )
         return torch.tanh(whole).sum(0), torch.exp(x.full_tensor()).sum()
 
     loss = lambda out: out[0].square().sum() + out[1]  # noqa: E731

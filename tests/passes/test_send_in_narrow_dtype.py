@@ -27,25 +27,31 @@ _to_copy: [24] = _to_copy(view, dtype=torch.bfloat16)
 add: [24] = add(_to_copy, 1)
 return [add]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 _to_copy_default: [2, 6] = _to_copy(x_1, dtype=torch.bfloat16)
 redistribute_default: [4, 6] = redistribute(_to_copy_default, S(0)->R)
 view_default: [24] = view(redistribute_default, [24])
 add: [24] = add(view_default, 1)
 return [add]
-""")
+""",
+        )
         assert decisions == [("send_in_narrow_dtype", "S(0)->R", "S(0)->R in bfloat16")]
 
     def test_cast_to_a_wider_dtype_goes_behind_a_gather(self):
         _, after, _ = run_on_ranks(2, cast_before_a_gather)[0]
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 redistribute_default: [4, 6] = redistribute(x_1, S(0)->R)
 _to_copy_default: [4, 6] = _to_copy(redistribute_default, dtype=torch.float32)
 add: [4, 6] = add(_to_copy_default, 1)
 return [add]
-""")
+""",
+        )
 
 
 @on_ranks(2)
@@ -65,7 +71,11 @@ def test_what_is_read_in_the_wide_dtype_too_stays():
         return whole.bfloat16(), whole * 2
 
     unchanged(send_in_narrow_dtype, function, torch.randn(2, 6))
-    unchanged(send_in_narrow_dtype, lambda x: (lambda whole: (whole.bfloat16(), whole))(move(x, "S(0)", "R")), torch.randn(2, 6))
+    unchanged(
+        send_in_narrow_dtype,
+        lambda x: (lambda whole: (whole.bfloat16(), whole))(move(x, "S(0)", "R")),
+        torch.randn(2, 6),
+    )
 
 
 @on_ranks(2)
@@ -121,7 +131,9 @@ def test_sharded_parameters_have_eagers_numbers():
     for uses in (1, 2):
         x = torch.randn(3, 7).bfloat16()
         model = Gathered(make_mesh((2,)), [Shard(0)], uses)
-        assert_parity(model, [x], loss=torch.sum, backend="dtensor_aten", options={"strict": True}, computed_in=torch.bfloat16)
+        assert_parity(
+            model, [x], loss=torch.sum, backend="dtensor_aten", options={"strict": True}, computed_in=torch.bfloat16
+        )
 
 
 @on_ranks(4)
@@ -129,7 +141,9 @@ def test_sharded_parameters_on_a_2d_mesh_have_eagers_numbers():
     for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):
         model = Gathered(make_mesh((2, 2), ("dp", "tp")), placements, 1)
         x = torch.randn(3, 7).bfloat16()
-        assert_parity(model, [x], loss=torch.sum, backend="dtensor_aten", options={"strict": True}, computed_in=torch.bfloat16)
+        assert_parity(
+            model, [x], loss=torch.sum, backend="dtensor_aten", options={"strict": True}, computed_in=torch.bfloat16
+        )
 
 
 @on_ranks(2)

@@ -29,7 +29,9 @@ class Golden(TestCase):
 
     def test_sums_are_scattered_and_gathered_before_the_next_product(self):
         before, after, decisions = run_on_ranks(2, layers_of_plain_tensors)[0]
-        self.assertExpectedInline(before, """\
+        self.assertExpectedInline(
+            before,
+            """\
 x_1: [4, 6]
 y_1: [4, 6]
 w_1: [6]
@@ -46,8 +48,11 @@ add: [4, 6] = add(sin, redistribute_1)
 cos: [4, 6] = cos(add)
 mm: [4, 2] = mm(cos, u_1)
 return [mm]
-""")
-        self.assertExpectedInline(after, """\
+""",
+        )
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [4, 6]
 y_1: [4, 6]
 w_1: [6]
@@ -65,7 +70,8 @@ cos_default: [2, 6] = cos(add_tensor)
 redistribute_default_2: [4, 6] = redistribute(cos_default, S(0)->R)
 mm: [4, 2] = mm(redistribute_default_2, u_1)
 return [mm]
-""")
+""",
+        )
         assert [d[1:] for d in decisions] == [("P(sum)->R", "P(sum)->S(0)")] * 2
 
 
@@ -83,7 +89,11 @@ class Block(nn.Module):
 def model(layers=3, dim=16, norm=nn.RMSNorm, bias=True):
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(dim, norm) for _ in range(layers)), norm(dim))
-    plan = {f"{i}.{name}": style() for i in range(layers) for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))}
+    plan = {
+        f"{i}.{name}": style()
+        for i in range(layers)
+        for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))
+    }
     return parallelize_module(blocks, make_mesh((dist.get_world_size(),), ("tp",)), plan)
 
 
@@ -126,7 +136,9 @@ def test_shards_that_a_program_took_out_of_dtensors_are_not_taken_for_the_same()
     mesh = make_mesh((2,), ("tp",))
 
     def function(x, w):
-        part = DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+        part = (
+            DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+        )
         mine = w.to_local()[:4] * 2  # other values on each rank
         return torch.relu((part * mine).exp().sin().cos() + part).sum() + mine.sum()
 

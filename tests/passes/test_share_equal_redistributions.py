@@ -25,14 +25,17 @@ redistribute_1: [4, 6] = redistribute(x_1, S(0)->R)
 cos: [4, 6] = cos(redistribute_1)
 return [sin, cos]
 """)  # fmt: skip
-        self.assertExpectedInline(after, """\
+        self.assertExpectedInline(
+            after,
+            """\
 x_1: [2, 6]
 redistribute: [4, 6] = redistribute(x_1, S(0)->R)
 sin: [4, 6] = sin(redistribute)
 clone_default: [4, 6] = clone(redistribute)
 cos: [4, 6] = cos(clone_default)
 return [sin, cos]
-""")
+""",
+        )
         assert decisions == [("share_equal_redistributions", "S(0)->R", "shared")]
 
 
@@ -61,7 +64,9 @@ def test_different_meshes_stay():
 
 @on_ranks(2)
 def test_equal_partial_sums_are_shared():
-    _, after, _ = rewritten(share_equal_redistributions, lambda x: (move(x, "P(sum)", "R") + 1, move(x, "P(sum)", "R") + 2), local(4, 6))
+    _, after, _ = rewritten(
+        share_equal_redistributions, lambda x: (move(x, "P(sum)", "R") + 1, move(x, "P(sum)", "R") + 2), local(4, 6)
+    )
     assert after.count("redistribute(") == 1
 
 

@@ -1,4 +1,6 @@
-"""Passes where shards are uneven: a rank that sees a size of 1, or a view that changes nothing, decides as the others do."""
+"""Passes where shards are uneven: a rank that sees a size of 1, or a view that changes nothing, decides as the others
+do.
+"""
 
 import pytest
 import torch
@@ -53,7 +55,10 @@ def decided(function, inputs):
     """Names of the passes that changed something, and the collectives that are left."""
     torch._dynamo.reset()
     with record() as recording:
-        options = {"strict": True, "disable_passes": ("bucket_collectives",)}  # each collective by itself, so that they can be counted
+        options = {
+            "strict": True,
+            "disable_passes": ("bucket_collectives",),
+        }  # each collective by itself, so that they can be counted
         torch.compile(function, backend="dtensor_aten", options=options)(*inputs)
     return [decision.kind for decision in recording.decisions], [c.kind for c in recording.collectives]
 
@@ -110,7 +115,11 @@ def broadcast_on_some_ranks(world):
     b = DTensor.from_local(torch.randn(1, 2), mesh, [Partial()], run_check=False)
 
     def function(a, b, c):
-        rows, row, more = a.redistribute(placements=[Shard(0)]), b.redistribute(placements=R), c.redistribute(placements=[Shard(0)])
+        rows, row, more = (
+            a.redistribute(placements=[Shard(0)]),
+            b.redistribute(placements=R),
+            c.redistribute(placements=[Shard(0)]),
+        )
         return rows.to_local() + row.to_local() + more.to_local()
 
     assert_parity(function, [a, b, c], backend="dtensor_aten", options={"strict": True}, calls=1)

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.errors import PlanError
+from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.planner import exchange
 from dtensor_compile.planner import steps as moves
 from dtensor_compile.planner.lower_bound import fewest_sent
@@ -27,7 +27,13 @@ def fewest(source, target, mesh_shape, shape):
         ("P(sum)", "R", (4,), (8,), 12),
         ("S(0)R", "RR", (2, 2), (7, 2), 7),  # each rank lacks 3 or 4 rows of two
         ("S(0)S(1)", "S(1)S(0)", (2, 2), (4, 4), 2),  # two of the four ranks lack all of their four
-        ("_S(0,2)S(0)", "S(0)S(0)", (2, 2), (8,), 1),  # [2, 4) is with (1, 0), [4, 6) with (0, 1): half of what all hold
+        (
+            "_S(0,2)S(0)",
+            "S(0)S(0)",
+            (2, 2),
+            (8,),
+            1,
+        ),  # [2, 4) is with (1, 0), [4, 6) with (0, 1): half of what all hold
         ("S(0)", "P(sum)", (2,), (8,), 0),  # zeros around it
         ("S(0)S(0)S(0)", "RS(0)S(0)", (2, 1, 2), (8, 8), 24),  # ranks lack 2, 4, 4 and 2 rows of eight
     ],
@@ -42,13 +48,21 @@ def test_no_plan_sends_less(mesh_shape):
     specs = ["".join(spec) for spec in itertools.product(words, repeat=len(mesh_shape))]
     compared = 0
     for _ in range(250):
-        source, target, shape = chosen.choice(specs), chosen.choice(specs), chosen.choice([(8, 12), (7, 5), (1, 9), (6, 2)])
+        source, target, shape = (
+            chosen.choice(specs),
+            chosen.choice(specs),
+            chosen.choice([(8, 12), (7, 5), (1, 9), (6, 2)]),
+        )
         try:
             steps = plan(source, target, mesh_shape, shape)
         except PlanError:
             continue
         rounded = sum(step.kind == "all_reduce" for step in steps)  # each leaves out the fraction of an element
-        assert sum(step.elements for step in steps) >= fewest(source, target, mesh_shape, shape) - rounded, (source, target, shape)
+        assert sum(step.elements for step in steps) >= fewest(source, target, mesh_shape, shape) - rounded, (
+            source,
+            target,
+            shape,
+        )
         compared += fewest(source, target, mesh_shape, shape) > 0
     assert compared > 50
 

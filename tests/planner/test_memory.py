@@ -1,4 +1,6 @@
-"""Plans within a bound of memory: what they hold at once, what is chosen instead, and what is said where none is within it."""
+"""Plans within a bound of memory: what they hold at once, what is chosen instead, and what is said where none is within
+it.
+"""
 
 import itertools
 
@@ -11,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dtensor_compile
-from dtensor_compile.ir.mesh import mesh_text, parse_mesh
-from dtensor_compile.ops.redistribute import carry_out, plan_of
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.errors import MemoryBudgetError, PlanError
+from dtensor_compile.ir.mesh import mesh_text, parse_mesh
+from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.cross_mesh_plan import plan_across
 from dtensor_compile.ops.expand import local_shape
+from dtensor_compile.ops.redistribute import carry_out, plan_of
 from dtensor_compile.planner.memory import peak
 from dtensor_compile.planner.search import bytes_sent, plan
 from dtensor_compile.testing import make_mesh, run_on_ranks
@@ -31,15 +33,20 @@ def held(steps, mesh_shape, shape, itemsize=4):
     return itemsize * peak(steps, mesh_shape, shape).most
 
 
-# ---- what is counted is what is held -----------------------------------------------------------------------------------------
+# ---- what is counted is what is held
+# -----------------------------------------------------------------------------------------
 
 
 def live_bytes(graph):
-    """The most bytes that a graph of local tensors holds at once besides its input, every tensor freed after its last use."""
+    """The most bytes that a graph of local tensors holds at once besides its input, every tensor freed after its last
+    use.
+    """
     nodes, memory = list(graph.nodes), {}
     for node in nodes:
         name = str(node.target)
-        shares = getattr(node.target, "is_view", False) or any(part in name for part in ("_unsafe_view", "wait_tensor", "getitem"))
+        shares = getattr(node.target, "is_view", False) or any(
+            part in name for part in ("_unsafe_view", "wait_tensor", "getitem")
+        )
         memory[node] = memory[node.all_input_nodes[0]] if shares and node.op == "call_function" else node
     last = {memory[source]: i for i, node in enumerate(nodes) for source in node.all_input_nodes}
     live, most = {}, 0
@@ -81,7 +88,8 @@ def test_no_plan_holds_more_than_is_counted(world, mesh_shape):
     assert plans > (15 if len(mesh_shape) == 1 else 250)
 
 
-# ---- what is chosen ----------------------------------------------------------------------------------------------------------
+# ---- what is chosen
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Golden(TestCase):
@@ -96,25 +104,35 @@ class Golden(TestCase):
         return "\n".join(lines) + "\n"
 
     def test_a_gather_of_columns_goes_by_rows_where_the_whole_fits_once_only(self):
-        self.assertExpectedInline(self.within("S(0)S(1)", "S(0)R", (2, 4), (16, 8), None, 512, 511, 320), """\
+        self.assertExpectedInline(
+            self.within("S(0)S(1)", "S(0)R", (2, 4), (16, 8), None, 512, 511, 320),
+            """\
 None: all_gather[1] S(1)->R: sends 192, holds 512
 512: all_gather[1] S(1)->R: sends 192, holds 512
 511: all_to_all[1] S(1)->S(0); all_gather[1] S(0)->R: sends 240, holds 320
 320: all_to_all[1] S(1)->S(0); all_gather[1] S(0)->R: sends 240, holds 320
-""")
+""",
+        )
 
     def test_a_sum_is_reduced_before_its_terms_are_received(self):
-        self.assertExpectedInline(self.within("S(0)P(sum)", "S(1)S(1)", (2, 2), (16, 8), None, 511), """\
+        self.assertExpectedInline(
+            self.within("S(0)P(sum)", "S(1)S(1)", (2, 2), (16, 8), None, 511),
+            """\
 None: exchange[0,1] S(0)P(sum)->S(1)S(1): sends 192, holds 512
 511: reduce_scatter[1] P(sum)->S(0); exchange[0,1] S(0)S(0)->S(1)S(1): sends 224, holds 384
-""")
+""",
+        )
 
 
 def test_memory_first_then_bytes_as_before():
-    """Whatever the bound: nothing over it, never fewer bytes for less memory, and the same plan where it does not bind."""
+    """Whatever the bound: nothing over it, never fewer bytes for less memory, and the same plan where it does not
+    bind.
+    """
     changed = 0
     for shape, mesh_shape in itertools.product([(16, 8), (5, 3)], [(2, 2), (2, 4)]):
-        for source, target in itertools.product(itertools.product(SPECS, repeat=2), itertools.product(SPECS[:3], repeat=2)):
+        for source, target in itertools.product(
+            itertools.product(SPECS, repeat=2), itertools.product(SPECS[:3], repeat=2)
+        ):
             specs, sent = ("".join(source), "".join(target)), 0
             free = plan(*specs, mesh_shape, shape)
             if not free:
@@ -136,11 +154,29 @@ def test_memory_first_then_bytes_as_before():
 @pytest.mark.parametrize(
     ("source", "target", "mesh_shape", "bound", "message"),
     [
-        ("S(0)", "R", (4,), 384, r"holds 512 bytes .* allows 384: allow 512, or redistribute to S\(1\), the largest within the bound"),
+        (
+            "S(0)",
+            "R",
+            (4,),
+            384,
+            r"holds 512 bytes .* allows 384: allow 512, or redistribute to S\(1\), the largest within the bound",
+        ),
         ("S(0)", "S(1)", (4,), 200, r"holds 256 bytes .* allows 200: allow 256, or leave it S\(0\)"),
-        ("P(sum)", "R", (4,), 500, r"cheapest plan \(all_reduce\[0\] P\(sum\)->R\) holds 512 .* allow 512, or leave it P\(sum\)"),
+        (
+            "P(sum)",
+            "R",
+            (4,),
+            500,
+            r"cheapest plan \(all_reduce\[0\] P\(sum\)->R\) holds 512 .* allow 512, or leave it P\(sum\)",
+        ),
         ("P(sum)", "R", (4,), 640, None),
-        ("S(0)S(0)", "RR", (2, 2), 384, r"from S\(0\)S\(0\) to RR: .* allow 512, or redistribute to RS\(1\), the largest"),
+        (
+            "S(0)S(0)",
+            "RR",
+            (2, 2),
+            384,
+            r"from S\(0\)S\(0\) to RR: .* allow 512, or redistribute to RS\(1\), the largest",
+        ),
     ],
 )
 def test_what_is_said_where_no_plan_is_within_the_bound(source, target, mesh_shape, bound, message):
@@ -169,11 +205,14 @@ def test_between_meshes():
     assert [len(free.steps), free.held * 4] == [0, 4 * 256]  # two terms of half a tensor, as they come and put together
     bound = plan_across("P(sum)", "S(0)", front, back, (16, 8), 4, 800)
     assert [str(step) for step in bound.steps] == ["reduce_scatter[0] P(sum)->S(0)"] and bound.held * 4 <= 800
-    with pytest.raises(MemoryBudgetError, match=r"to R on cpu.* holds 1,024 .* allow 1,024, or redistribute to S\(0\), the largest"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"to R on cpu.* holds 1,024 .* allow 1,024, or redistribute to S\(0\), the largest"
+    ):
         plan_across("S(0)", "R", front, back, (16, 8), 4, 600)
 
 
-# ---- compiled ----------------------------------------------------------------------------------------------------------------
+# ---- compiled
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def compiled(program, memory, *args):
@@ -245,7 +284,10 @@ def test_over_budget_is_an_error_with_the_tensor_its_module_and_the_line_on_ever
     model, through_shards, local, across = answers
     assert "PlanError" in model and "float32 [6, 8], at" in model and "test_memory.py" in model
     assert "weight = self.head.weight.redistribute(placements=[Replicate()])" in model
-    assert "holds 192 bytes at once besides its input, and redistribution_memory allows 100: allow 192, or leave it S(0)" in model
+    assert (
+        "holds 192 bytes at once besides its input, and redistribution_memory allows 100: allow 192, or leave it S(0)"
+        in model
+    )
     assert (through_shards, local) == ("", "")  # passes take the pair out, and a local sum is no redistribution
     assert "from R on cpu[1:1]@1 to R on cpu[1:1]@1.: the cheapest plan" in across and "allows 100" in across
     assert "dtensor_compile.redistribute(y, meshes[1], [Replicate()])" in across

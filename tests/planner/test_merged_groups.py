@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dtensor_compile.compat.distributed.device_meshes import all_groups
 from dtensor_compile.ir import mesh as mesh_module
 from dtensor_compile.ops.redistribute import plan_of
-from dtensor_compile.compat.distributed.device_meshes import all_groups
 from dtensor_compile.recording.recorder import record
 from dtensor_compile.store import rendezvous as meet
 from dtensor_compile.testing import on_ranks

@@ -1,4 +1,6 @@
-"""torch's other planner, which searches for the least time: it never sends fewer bytes with as few collectives as torch's default."""
+"""torch's other planner, which searches for the least time: it never sends fewer bytes with as few collectives as
+torch's default.
+"""
 
 import concurrent.futures
 import itertools

@@ -1,4 +1,6 @@
-"""Plans: legal on the way, right at the end, never more bytes or more collectives than stock torch, errors that say why."""
+"""Plans: legal on the way, right at the end, never more bytes or more collectives than stock torch, errors that say
+why.
+"""
 
 import concurrent.futures
 import itertools
@@ -9,8 +11,8 @@ import random
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.errors import PlanError
+from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.planner import search as plan_module
 from dtensor_compile.planner.search import bytes_sent, collectives, plan
 from dtensor_compile.topology import Link
@@ -80,7 +82,9 @@ def price(state, mesh_shape, shape, mesh_dim, target, all_to_all):
 
 
 def stock_prices(cases):
-    """For each pair of each case: (collectives, elements) of stock torch with all_to_all and without; None where it refuses."""
+    """For each pair of each case: (collectives, elements) of stock torch with all_to_all and without; None where it
+    refuses.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
@@ -142,7 +146,9 @@ def test_never_more_bytes_or_collectives_than_stock(case, stock):
         ours = collectives(steps), bytes_sent(steps, itemsize)
         for limit in theirs.values():
             if ours[0] > limit[0] or ours[1] > limit[1] * itemsize:
-                worse.append(f"{source}->{target}: {ours} against {limit[0], limit[1] * itemsize}: {[str(s) for s in steps]}")
+                worse.append(
+                    f"{source}->{target}: {ours} against {limit[0], limit[1] * itemsize}: {[str(s) for s in steps]}"
+                )
     assert not worse, f"{len(worse)} of {len(pairs_)}:\n" + "\n".join(worse[:20])
 
 
@@ -165,7 +171,12 @@ def test_one_collective_of_one_mesh_dim_counts_what_it_sends(case):
         except PlanError:
             continue
         for step in steps:
-            if len(step.changed) == 1 and step.sends and step.kind != "exchange" and "_S" not in spec_text(step.before + step.after):
+            if (
+                len(step.changed) == 1
+                and step.sends
+                and step.kind != "exchange"
+                and "_S" not in spec_text(step.before + step.after)
+            ):
                 (i,) = step.mesh_dims
                 kind, elements = price(step.before, mesh_shape, shape, i, step.after[i], all_to_all=True)
                 assert (kind, step.elements) == (step.kind, elements), (source, target, str(step))
@@ -259,10 +270,12 @@ def test_planning_a_mesh_of_six_dims_looks_at_few_of_the_steps(monkeypatch):
     moves = plan_module.moves
     monkeypatch.setattr(plan_module, "moves", counted)
     for _ in range(12):
-        source, target = ("".join(specs.choices(("R", "S(0)", "S(1)", "S(2)", "P(sum)")[: 4 if k else 5], k=6)) for k in (0, 1))
+        source, target = (
+            "".join(specs.choices(("R", "S(0)", "S(1)", "S(2)", "P(sum)")[: 4 if k else 5], k=6)) for k in (0, 1)
+        )
         counts.append(0)
         plan(source, target, (2,) * 6, (64, 64, 64))
-    assert 0 < min(counts) and max(counts) < 600, counts
+    assert min(counts) > 0 and max(counts) < 600, counts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`record` and `explain`, on real ranks: what is recorded of this backend and of others, and that nothing of it stays."""
+"""`record` and `explain`, on real ranks: what is recorded of this backend and of others, and that nothing of it
+stays.
+"""
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -41,10 +43,17 @@ def test_what_the_passes_did_to_a_redistribution():
     model, x = on_mesh()
     ours = dtensor_compile.explain(model, backward=False)(x).ours
     sent, shared = (r for r in ours.redistributions if r.phase == "forward")
-    assert (sent.fate, sent.bytes_before, sent.bytes) == ("sent", 4 * 4 * 4, 4 * 3 * 4)  # behind the product, which is smaller
+    assert (sent.fate, sent.bytes_before, sent.bytes) == (
+        "sent",
+        4 * 4 * 4,
+        4 * 3 * 4,
+    )  # behind the product, which is smaller
     assert (shared.fate, shared.bytes_before, shared.bytes) == ("removed", 4 * 4 * 4, 0)
     assert shared.decided_by == "share_equal_redistributions" and "equal to" in shared.reason
-    assert [(r.fate, r.plan) for r in ours.redistributions if r.phase == "backward"][0] == ("local", ("slice[tp] R->S(0)",))
+    assert [(r.fate, r.plan) for r in ours.redistributions if r.phase == "backward"][0] == (
+        "local",
+        ("slice[tp] R->S(0)",),
+    )
     assert shared.source.code.startswith("again =") and sent.source.code.startswith("whole =")
     decision = ours.decisions[0]
     assert (decision.kind, decision.source.line) == ("share_equal_redistributions", shared.source.line)
@@ -82,7 +91,9 @@ def test_a_recording_sees_breaks_and_recompiles_of_any_backend():
 def test_a_function_that_was_compiled_again_counts_once():
     torch._dynamo.reset()
     mesh = make_mesh((2,), ("tp",))
-    compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]) + 1, backend="dtensor_aten", dynamic=False)
+    compiled = torch.compile(
+        lambda x: x.redistribute(placements=[Replicate()]) + 1, backend="dtensor_aten", dynamic=False
+    )
     with dtensor_compile.record() as rec:
         for rows in (4, 6):
             compiled(distribute_tensor(torch.ones(rows, 4), mesh, [Shard(0)]))

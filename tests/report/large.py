@@ -23,7 +23,9 @@ CHANGES = 16
 
 
 def source(line: int) -> Source:
-    return Source(FILE, line, f"y{line} = self.linear{line}(x{line})", (f"# before {line}", ""), ("", f"# after {line}"))
+    return Source(
+        FILE, line, f"y{line} = self.linear{line}(x{line})", (f"# before {line}", ""), ("", f"# after {line}")
+    )
 
 
 def large_side(layers: int, name: str = "dtensor") -> Side:
@@ -41,14 +43,39 @@ def large_side(layers: int, name: str = "dtensor") -> Side:
                 kind, seconds = ("all_gather" if i % 2 else "reduce_scatter"), 2e-6 + i * 1e-7
                 redistributions.append(
                     Redistribution(
-                        line, module, bool(i % 3), "" if i % 3 else "aten.mm.default", "S(0)", "R", (4096, 4096), "bfloat16",
-                        "cpu[dp=4:2,tp=2:1]@8", ("tp",), (f"{kind}[tp] S(0)->R",), phase, "sent", size, size,
-                        seconds, seconds / 2,
+                        line,
+                        module,
+                        bool(i % 3),
+                        "" if i % 3 else "aten.mm.default",
+                        "S(0)",
+                        "R",
+                        (4096, 4096),
+                        "bfloat16",
+                        "cpu[dp=4:2,tp=2:1]@8",
+                        ("tp",),
+                        (f"{kind}[tp] S(0)->R",),
+                        phase,
+                        "sent",
+                        size,
+                        size,
+                        seconds,
+                        seconds / 2,
                     )  # fmt: skip
                 )
                 collectives.append(
                     Collective(
-                        kind, "tp", 2, line, module, (2048, 4096), "bfloat16", phase, size, seconds, seconds / 2, number,
+                        kind,
+                        "tp",
+                        2,
+                        line,
+                        module,
+                        (2048, 4096),
+                        "bfloat16",
+                        phase,
+                        size,
+                        seconds,
+                        seconds / 2,
+                        number,
                         len(redistributions) - 1,
                     )  # fmt: skip
                 )
@@ -59,7 +86,9 @@ def large_side(layers: int, name: str = "dtensor") -> Side:
                 missed.append(DecisionRow("overlap", line, reason, f"{kind}[tp]", f"{kind}[tp]"))
         graphs.append(Graph("forward", phase, len(spans), now, now / 10, now / 20, now, tuple(spans)))
     sent = sum(c.bytes for c in collectives)
-    total = Total("all", len(collectives), sent, sum(c.seconds for c in collectives), sum(c.exposed_seconds for c in collectives))
+    total = Total(
+        "all", len(collectives), sent, sum(c.seconds for c in collectives), sum(c.exposed_seconds for c in collectives)
+    )
     return Side(
         name, (), (), tuple(redistributions), tuple(collectives), (), tuple(missed), tuple(graphs), Totals(total), 10.0,
     )  # fmt: skip

@@ -18,11 +18,15 @@ from dtensor_compile.report.model import (
     Totals,
 )
 
-LINE = Source("/user/model.py", 12, "y = x.redistribute(placements=[Replicate()])", ("def forward(self, x):", ""), ("return y",))
+LINE = Source(
+    "/user/model.py", 12, "y = x.redistribute(placements=[Replicate()])", ("def forward(self, x):", ""), ("return y",)
+)
 
 
 def sample_side(name: str = "dtensor", scale: int = 1, breaks: int = 1) -> Side:
-    """One side with an all-gather that is sent, `scale` times 1000 bytes, and one redistribution that a pass removed."""
+    """One side with an all-gather that is sent, `scale` times 1000 bytes, and one redistribution that a pass
+    removed.
+    """
     sent = Redistribution(
         LINE, "blocks.0", False, "aten.mm.default", "S(0)", "R", (8, 4), "float32", "cpu[tp=2:1]@2", ("tp",),
         ("all_gather[tp] S(0)->R",), "forward", "sent", 1000 * scale, 1000 * scale, 2e-3 * scale, 1e-3 * scale,
@@ -30,7 +34,19 @@ def sample_side(name: str = "dtensor", scale: int = 1, breaks: int = 1) -> Side:
     nothing = {"bytes": 0, "seconds": 0.0, "exposed_seconds": 0.0}
     removed = dataclasses.replace(sent, fate="removed", decided_by="cancel_inverse_pairs", **nothing)
     gather = Collective(
-        "all_gather", "tp", 2, LINE, "blocks.0", (4, 4), "float32", "forward", 1000 * scale, 2e-3 * scale, 1e-3 * scale, 0, 0
+        "all_gather",
+        "tp",
+        2,
+        LINE,
+        "blocks.0",
+        (4, 4),
+        "float32",
+        "forward",
+        1000 * scale,
+        2e-3 * scale,
+        1e-3 * scale,
+        0,
+        0,
     )
     total = Total("all", 1, 1000 * scale, 2e-3 * scale, 1e-3 * scale)
     named = {"by_phase": "forward", "by_kind": "all_gather", "by_mesh_dim": "tp", "by_module": "blocks.0"}

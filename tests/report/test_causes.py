@@ -20,12 +20,22 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_compile.causes import CAUSES, break_title
 from dtensor_compile.compat.distributed.fake_group import simulated_job
-from dtensor_compile.report.breaks import cause_of, recompile_cause
 from dtensor_compile.recording.recorder import record
+from dtensor_compile.report.breaks import cause_of, recompile_cause
 from dtensor_compile.report.stock_causes import STOCK_CAUSES, breaks_under, classify
 
 _MODULES = (torch, logging, warnings, zlib)
-_IMPORTED = (DeviceMesh, init_device_mesh, CPUOffloadPolicy, fully_shard, DTensor, Partial, Replicate, Shard, distribute_tensor)
+_IMPORTED = (
+    DeviceMesh,
+    init_device_mesh,
+    CPUOffloadPolicy,
+    fully_shard,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 NAMES = {"dist": dist, "CommDebugMode": CommDebugMode, **{thing.__name__: thing for thing in (*_MODULES, *_IMPORTED)}}
 
 #: Programs for causes of our own whose example needs more around it, or shows one of several ways.

@@ -1,4 +1,6 @@
-"""``dtensor-compile report``: what it says of functions, steps and scripts, its exit status, and one clear line for bad input."""
+"""``dtensor-compile report``: what it says of functions, steps and scripts, its exit status, and one clear line for bad
+input.
+"""
 
 import json
 import os
@@ -159,7 +161,9 @@ def program(tmp_path, monkeypatch):
 
 def report_of(*argv):
     """Exit status and report of the command."""
-    status = main(["report", *argv, "--json", "out.json"] if ":" in argv[0] else ["report", "--json", "out.json", *argv])
+    status = main(
+        ["report", *argv, "--json", "out.json"] if ":" in argv[0] else ["report", "--json", "out.json", *argv]
+    )
     text = open("out.json").read()
     jsonschema.validate(json.loads(text), schema())
     return status, from_json(text)
@@ -289,7 +293,17 @@ def test_a_script_gets_what_is_its_own(program, behind, gets):
 def test_save_and_compare(program, capsys):
     assert main(["report", "a_program.py:build", "--no-stock", "--save", "base.json"]) == 0
     capsys.readouterr()
-    same = ["report", "a_program.py:build", "--no-stock", "--compare", "base.json", "--max-bytes", "+0%", "--max-exposed", "+1%"]
+    same = [
+        "report",
+        "a_program.py:build",
+        "--no-stock",
+        "--compare",
+        "base.json",
+        "--max-bytes",
+        "+0%",
+        "--max-exposed",
+        "+1%",
+    ]
     assert main(same) == 0
     assert re.search(r"bytes sent +\| ([\d,]+) bytes +\| \1 bytes", capsys.readouterr().out)
     (program / "a_program.py").write_text(PROGRAM.replace("torch.ones(4, 8)", "torch.ones(6, 8)"))
@@ -365,10 +379,15 @@ def test_nothing_of_a_report_stays_in_the_process(program):
 
 def test_the_tool_is_the_same_command(program, tmp_path):
     result = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "graph_break_report.py"), "nowhere.py"], capture_output=True, text=True, timeout=120
+        [sys.executable, str(ROOT / "tools" / "graph_break_report.py"), "nowhere.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     *_, said = result.stderr.splitlines()  # after the warning of an import with a release that is supported in part
-    assert result.returncode == 2 and said.startswith("graph_break_report.py: there is no file 'nowhere.py'"), result.stderr
+    assert result.returncode == 2 and said.startswith("graph_break_report.py: there is no file 'nowhere.py'"), (
+        result.stderr
+    )
 
 
 def test_torch_logs_prints_decisions_as_they_are_made(program):
@@ -386,11 +405,22 @@ def test_torch_logs_prints_decisions_as_they_are_made(program):
     )
     environment = {**os.environ, "TORCH_LOGS": "dtensor_compile"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
-    assert result.returncode == 0 and "[cancel_inverse_pairs] S(0)->R->S(0) -> nothing" in result.stderr, result.stderr[-2000:]
+    assert result.returncode == 0 and "[cancel_inverse_pairs] S(0)->R->S(0) -> nothing" in result.stderr, result.stderr[
+        -2000:
+    ]
 
 
 def test_a_real_job_under_torchrun(program):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dtensor_compile.cli"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "dtensor_compile.cli",
+    ]
     command += ["report", "--real", "--no-stock", "--json", "real.json", "a_program.py:build"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=program, env=environment)

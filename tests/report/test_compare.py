@@ -2,7 +2,15 @@
 
 import pytest
 
-from dtensor_compile.report.compare_reports import Limits, LimitError, broken, bytes_text, check_limits, compare, seconds_text
+from dtensor_compile.report.compare_reports import (
+    LimitError,
+    Limits,
+    broken,
+    bytes_text,
+    check_limits,
+    compare,
+    seconds_text,
+)
 from tests.report.samples import sample_report
 
 
@@ -43,7 +51,9 @@ def test_limits_against_a_base():
     assert broken(Limits(max_bytes="+200%"), sample_report(3), sample_report(1)) == []
     line, offending = broken(Limits(max_bytes="+199%"), sample_report(3), sample_report(1))
     assert line == "--max-bytes +199%: bytes sent 3,000 bytes, at most 2,990 bytes"
-    assert offending.endswith("all_gather[tp], forward, /user/model.py:12: y = x.redistribute(placements=[Replicate()])")
+    assert offending.endswith(
+        "all_gather[tp], forward, /user/model.py:12: y = x.redistribute(placements=[Replicate()])"
+    )
 
 
 def test_a_break_names_its_line():

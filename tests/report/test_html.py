@@ -1,4 +1,6 @@
-"""The report as an HTML file and as a trace: what is in them, that they load nothing, and that the page works in a browser."""
+"""The report as an HTML file and as a trace: what is in them, that they load nothing, and that the page works in a
+browser.
+"""
 
 import dataclasses
 import html
@@ -10,13 +12,13 @@ import subprocess
 
 import pytest
 
+from dtensor_compile.recording.recorder import Recording
 from dtensor_compile.report import report_command as command
 from dtensor_compile.report.build import build_report
+from dtensor_compile.report.chrome_trace import THREADS, to_trace
 from dtensor_compile.report.excerpts import AROUND, excerpts
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import Report, Source, from_json, to_json
-from dtensor_compile.recording.recorder import Recording
-from dtensor_compile.report.chrome_trace import THREADS, to_trace
 from tests.report.large import large_report
 from tests.report.samples import LINE, sample_report
 
@@ -81,7 +83,9 @@ class TestPage:
 
     def test_loads_nothing(self):
         page = to_html(sample_report())
-        assert not re.search(r"https?://|//cdn|@import|url\(|<link|<img|<iframe|\bsrc=|\bimport\(|\bfetch\(|XMLHttpRequest", page)
+        assert not re.search(
+            r"https?://|//cdn|@import|url\(|<link|<img|<iframe|\bsrc=|\bimport\(|\bfetch\(|XMLHttpRequest", page
+        )
         assert "default-src 'none'" in page
 
     def test_text_of_the_program_is_escaped(self):
@@ -177,7 +181,9 @@ class TestTrace:
     def test_spans_of_a_stream_do_not_overlap(self):
         events = [e for e in json.loads(to_trace(large_report(8)))["traceEvents"] if e["ph"] == "X"]
         for stream in {(e["pid"], e["tid"]) for e in events}:
-            spans = sorted((round(e["ts"] * 1000), round(e["dur"] * 1000)) for e in events if (e["pid"], e["tid"]) == stream)
+            spans = sorted(
+                (round(e["ts"] * 1000), round(e["dur"] * 1000)) for e in events if (e["pid"], e["tid"]) == stream
+            )
             assert all(start + length <= following for (start, length), (following, _) in zip(spans, spans[1:]))
 
     def test_graphs_follow_each_other(self):
@@ -270,7 +276,9 @@ class TestInTheBrowser:
 
     def test_searches_and_sorts_as_its_address_says(self, tmp_path):
         page = to_html(large_report(4))
-        document = opened(page, tmp_path, "#redistributions.q=block1+backward&redistributions.sort=bytes&redistributions.each=1")
+        document = opened(
+            page, tmp_path, "#redistributions.q=block1+backward&redistributions.sort=bytes&redistributions.each=1"
+        )
         found = rows(document, "redistributions")
         assert len(found) == 4 * 2 and all("block1" in row and "backward" in row for row in found)
         sizes = [float(re.search(r"([\d.]+) MB", row)[1]) for row in found]
@@ -309,7 +317,9 @@ class TestInTheBrowser:
 
     def test_an_error_on_the_page_is_not_overlooked(self, tmp_path):
         with pytest.raises(AssertionError, match="CONSOLE"):
-            opened(to_html(sample_report()).replace("</body>", "<script>throw new Error('made')</script></body>"), tmp_path)
+            opened(
+                to_html(sample_report()).replace("</body>", "<script>throw new Error('made')</script></body>"), tmp_path
+            )
 
     def test_a_report_of_nothing_opens(self, tmp_path):
         assert "each function is one graph" in opened(to_html(build_report(Recording())), tmp_path)

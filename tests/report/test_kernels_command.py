@@ -7,7 +7,10 @@ from dtensor_compile.compat.inductor.triton import triton_version
 
 pytestmark = [
     pytest.mark.skipif(triton_version() is None, reason='Triton is not installed: pip install "dtensor-compile[test]"'),
-    *(pytest.mark.filterwarnings(f"ignore:{text}") for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")),
+    *(
+        pytest.mark.filterwarnings(f"ignore:{text}")
+        for text in ("TensorFloat32 tensor cores", "TRITON_DEFAULT_FP_FUSION")
+    ),
 ]
 
 MODEL = """
@@ -40,12 +43,19 @@ def test_order_and_table_are_printed_and_files_written(model, tmp_path, capsys):
     options = ["--mesh", "tp=4", "--gpu", "a100", "--save", str(folder), "--max-spills", "0"]
     assert cli.main(["kernels", f"{model}:build", *options]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("graph 0, forward\n\noperator addmm\n") and "graph 1, backward" in said and "built" not in said
+    assert (
+        said.startswith("graph 0, forward\n\noperator addmm\n") and "graph 1, backward" in said and "built" not in said
+    )
     assert "start    all_reduce_ #0 float32[8, 64]\nwait     all_reduce_ #0\n" in said
     assert "NVIDIA A100-SXM4-80GB, sm_80" in said
     names = sorted(path.name for path in folder.iterdir())
     assert {"0_forward.py", "1_backward.py"} < set(names)
-    assert sum(name.endswith(".cubin") for name in names) == sum(name.endswith(".ptx") for name in names) == said.count("XBLOCK") > 0
+    assert (
+        sum(name.endswith(".cubin") for name in names)
+        == sum(name.endswith(".ptx") for name in names)
+        == said.count("XBLOCK")
+        > 0
+    )
 
 
 def test_a_limit_that_is_broken(model, capsys):
@@ -56,7 +66,10 @@ def test_a_limit_that_is_broken(model, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["{model}:build", "--gpu", "h20"], "GPU 'h20' is neither a file nor a preset; did you mean 'h200'? presets: a100, h100"),
+        (
+            ["{model}:build", "--gpu", "h20"],
+            "GPU 'h20' is neither a file nor a preset; did you mean 'h200'? presets: a100, h100",
+        ),
         (["{model}"], "kernels takes a function"),
         (["{model}:number"], "returns neither a model and its inputs nor a step"),
         (["{model}:fails"], "ValueError: no such layer"),

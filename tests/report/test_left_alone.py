@@ -1,4 +1,6 @@
-"""No cliff, no silence: what a stage leaves alone is a decision with its cost, and the first screen of the report counts it."""
+"""No cliff, no silence: what a stage leaves alone is a decision with its cost, and the first screen of the report
+counts it.
+"""
 
 import contextlib
 import dataclasses
@@ -14,21 +16,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile import backend, record, redistribute
-from dtensor_compile.ir import mesh as capture_mesh
-from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES, Group
-from dtensor_compile.schedule import kernel_order
 from dtensor_compile.decisions import Decision
-from dtensor_compile.lowering import lower
-from dtensor_compile.graph import measured_kernels
-from dtensor_compile.schedule.left_alone import kernels_left, left_out_of_buckets
-from dtensor_compile.schedule.list_scheduler import Buffer, Task, simulate
 from dtensor_compile.fixups.uncompiled import runs_uncompiled
+from dtensor_compile.graph import measured_kernels
+from dtensor_compile.ir import mesh as capture_mesh
+from dtensor_compile.lowering import lower
+from dtensor_compile.native import loader as native
 from dtensor_compile.offline.simulated_job import job
+from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES, Group
 from dtensor_compile.report.build import decision_row, left_alone
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import from_json, to_json
 from dtensor_compile.report.table import print_report
-from dtensor_compile.native import loader as native
+from dtensor_compile.schedule import kernel_order
+from dtensor_compile.schedule.left_alone import kernels_left, left_out_of_buckets
+from dtensor_compile.schedule.list_scheduler import Buffer, Task, simulate
 from dtensor_compile.topology.links import CLUSTERS
 from tests.passes.graphs import run_alone
 from tests.report.samples import sample_report
@@ -57,7 +59,9 @@ def line_of(report):
 def sample(decisions=DECISIONS):
     report = sample_report(stock=False)
     rows = tuple(map(decision_row, decisions))
-    return dataclasses.replace(report, ours=dataclasses.replace(report.ours, decisions=rows, left_alone=left_alone(decisions)))
+    return dataclasses.replace(
+        report, ours=dataclasses.replace(report.ours, decisions=rows, left_alone=left_alone(decisions))
+    )
 
 
 def test_the_first_screen_counts_stages_and_sums_up_costs():
@@ -74,7 +78,9 @@ def test_costs_without_an_estimate_are_left_out():
 
 def test_decisions_that_leave_something_alone_come_first_with_their_cost():
     text = first_screen(sample(DECISIONS[::-1]))
-    assert "left alone (3.00 ms): sizes are symbolic" in text and "left alone (192 bytes): [8, 6] is cut unevenly" in text
+    assert (
+        "left alone (3.00 ms): sizes are symbolic" in text and "left alone (192 bytes): [8, 6] is cut unevenly" in text
+    )
     assert text.index("sizes are symbolic") < text.index("one sum instead of two")
 
 
@@ -89,7 +95,8 @@ def test_what_is_left_alone_goes_to_json_and_comes_back():
     assert [(row.left_alone, row.seconds, row.bytes) for row in report.ours.decisions][0] == (True, None, 192)
 
 
-# ---- every place ---------------------------------------------------------------------------------------------------------------
+# ---- every place
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -166,7 +173,9 @@ def partial_gradient(y):
 
 
 def test_a_backward_pass_in_eager_for_gradients_that_come_otherwise(mesh):
-    recording = compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4).requires_grad_(), calls=2, loss=partial_gradient)
+    recording = compiled(
+        lambda x: gathered(x) * 2, sharded(mesh, 2, 4).requires_grad_(), calls=2, loss=partial_gradient
+    )
     ((reason, seconds, _),) = left(recording, "gradient_placements")
     assert "comes as P(sum)" in reason and "runs in eager" in reason and seconds > 0
 
@@ -196,7 +205,9 @@ def test_a_redistribution_that_cannot_be_lowered(mesh, monkeypatch):
 
 
 def test_rows_that_are_cut_unevenly(mesh):
-    x = DTensor.from_local(torch.ones(2, 3, 4), mesh, [Shard(1)], run_check=False, shape=torch.Size((2, 5, 4)), stride=(20, 4, 1))
+    x = DTensor.from_local(
+        torch.ones(2, 3, 4), mesh, [Shard(1)], run_check=False, shape=torch.Size((2, 5, 4)), stride=(20, 4, 1)
+    )
     recording = compiled(lambda x, w: gathered(x).to_local() @ w, x, torch.ones(4, 3))
     ((reason, _, copied),) = left(recording, "order_rows")
     assert "[2, 5, 4] is cut unevenly" in reason and copied == 2 * 5 * 4 * 4
@@ -219,7 +230,13 @@ def test_layouts_beside_a_redistribution_between_meshes():
             sent = redistribute(z, other, [Replicate()]).to_local()
             return gathered(x).to_local() @ w, y @ gathered(v).to_local().t(), sent + 1
 
-        args = sharded(mesh, 2, 3, 4, dim=1), torch.ones(4, 3), torch.ones(5, 8), sharded(mesh, 3, 4, dim=1), sharded(mesh, 6, 1)
+        args = (
+            sharded(mesh, 2, 3, 4, dim=1),
+            torch.ones(4, 3),
+            torch.ones(5, 8),
+            sharded(mesh, 3, 4, dim=1),
+            sharded(mesh, 6, 1),
+        )
         recording = compiled(program, *args)
         ((reason, _, copied),) = left(recording, "order_rows")
         assert "another graph" in reason and copied == 2 * 6 * 4 * 4
@@ -229,7 +246,9 @@ def test_layouts_beside_a_redistribution_between_meshes():
 
 def beside_uneven(function, mesh):
     """`function`, with another argument: one more redistribution, of a tensor that is cut unevenly."""
-    odd = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1))
+    odd = DTensor.from_local(
+        torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1)
+    )
     return (lambda odd, *args: (function(*args), gathered(odd) * 2)), odd
 
 
@@ -283,7 +302,9 @@ def test_matmuls_beside_collectives_of_uneven_shards(mesh):
         return gathered(x).to_local() @ w
 
     x = DTensor.from_local(torch.ones(256, 64), mesh, [Shard(0)], run_check=False)
-    odd = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1))
+    odd = DTensor.from_local(
+        torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1)
+    )
     options = {"enable_passes": ("decompose_products",)}
     recording = compiled(lambda x, w, odd: (product(x, w), odd * 2), x, torch.ones(64, 64), odd, options=options)
     ((reason, seconds, _),) = left(recording, "decompose_products")
@@ -291,7 +312,9 @@ def test_matmuls_beside_collectives_of_uneven_shards(mesh):
 
 
 def test_collectives_of_symbolic_sizes_are_not_merged(mesh):
-    recording = compiled(lambda x, y: (gathered(x) * 2, gathered(y) * 3), sharded(mesh, 4, 4), sharded(mesh, 4, 6), dynamic=True)
+    recording = compiled(
+        lambda x, y: (gathered(x) * 2, gathered(y) * 3), sharded(mesh, 4, 4), sharded(mesh, 4, 6), dynamic=True
+    )
     ((reason, seconds, _),) = left(recording, "bucket_collectives")
     assert "symbolic" in reason and seconds == pytest.approx(CLUSTERS["cpu-1gbit"].link((0, 1)).latency)
 
@@ -347,7 +370,10 @@ def test_operators_that_communicate_where_they_stand(mesh):
 def test_kernels_that_communicate_where_they_stand(mesh, monkeypatch):
     monkeypatch.setattr(lower, "carry_out", raises)
     monkeypatch.setattr(lower, "_known", {})
-    found = left(compiled(with_collective_of_its_own, sharded(mesh, 2, 4), torch.ones(4, 4), backend="dtensor"), "schedule_kernels")
+    found = left(
+        compiled(with_collective_of_its_own, sharded(mesh, 2, 4), torch.ones(4, 4), backend="dtensor"),
+        "schedule_kernels",
+    )
     assert any("1 operators communicate where they stand" in reason for reason, *_ in found)
 
 
@@ -406,4 +432,3 @@ def test_a_graph_that_stays_out_of_the_caches_on_disk(mesh):
     ids = DTensor.from_local(torch.tensor([0, 5]), mesh, [Replicate()])
     ((reason, *_),) = left(compiled(torch.nn.functional.embedding, ids, table), "cache")
     assert "cannot write" in reason
-

@@ -6,9 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_compile import explain
 from dtensor_compile.graph.node_costs import device_of
+from dtensor_compile.recording.recorder import GraphRecord, Recording, record
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.machine import machine_of
-from dtensor_compile.recording.recorder import GraphRecord, Recording, record
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS
 from tests.report.test_table import text_of

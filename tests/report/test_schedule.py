@@ -2,19 +2,21 @@
 
 import pytest
 
-from dtensor_compile.graph.node_costs import SentCollective, Operation
-from dtensor_compile.report.missed_overlap import missed
+from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.recording.recorder import GraphRecord
+from dtensor_compile.report.missed_overlap import missed
 from dtensor_compile.report.schedule import schedule
 from dtensor_compile.topology.links import CLUSTERS, Cluster, Device, Link, collective_seconds, compute_seconds
 
-#: One byte a second, one operation a second, and nothing takes time to start: seconds are the bytes and operations of an
-#: operation.
+#: One byte a second, one operation a second, and nothing takes time to start: seconds are the bytes and operations of
+#: an operation.
 UNIT = Cluster("unit", 1, Link(0.0, 1.0), Link(0.0, 1.0), Device(((4, 1.0),), 1.0, 0.0))
 
 
 def gather(seconds, **about):
-    return SentCollective("all_gather", seconds, "/user/m.py:3: y = gather(x)", "m", "tp", (0, 1), (4,), "float32", **about)
+    return SentCollective(
+        "all_gather", seconds, "/user/m.py:3: y = gather(x)", "m", "tp", (0, 1), (4,), "float32", **about
+    )
 
 
 def starts(i):
@@ -60,7 +62,8 @@ def test_spans():
     assert [(t.index, t.start, t.seconds) for t in timing.communication] == [(0, 1, 5)]
 
 
-# ---- what did not happen -----------------------------------------------------------------------------------------------------
+# ---- what did not happen
+# -----------------------------------------------------------------------------------------------------
 
 
 def said(operations, *collectives):
@@ -70,9 +73,15 @@ def said(operations, *collectives):
 
 def test_why_it_is_not_hidden():
     ((kind, reason),) = said([starts(0), waits(0)], gather(5))
-    assert kind == "overlap" and "nothing stands between its start and its wait" in reason and "5000.00 ms exposed" in reason
+    assert (
+        kind == "overlap"
+        and "nothing stands between its start and its wait" in reason
+        and "5000.00 ms exposed" in reason
+    )
     ((kind, reason),) = said([starts(0), computes(3), waits(0)], gather(5))
-    assert kind == "overlap" and reason.startswith("3000.00 ms of compute stand between") and "2000.00 ms more" in reason
+    assert (
+        kind == "overlap" and reason.startswith("3000.00 ms of compute stand between") and "2000.00 ms more" in reason
+    )
 
 
 def test_hidden_needs_no_reason():
@@ -80,7 +89,9 @@ def test_hidden_needs_no_reason():
 
 
 def test_matmul_beside_it_is_not_decomposed():
-    kinds = [kind for kind, _ in said([starts(0), waits(0), computes(0, "aten.clone"), computes(4, "aten.mm")], gather(5))]
+    kinds = [
+        kind for kind, _ in said([starts(0), waits(0), computes(0, "aten.clone"), computes(4, "aten.mm")], gather(5))
+    ]
     assert kinds == ["overlap", "decompose_matmul"]
     far = [starts(0), waits(0), *(computes(1) for _ in range(9)), computes(4, "aten.mm")]
     assert [kind for kind, _ in said(far, gather(5))] == ["overlap"]
@@ -93,7 +104,8 @@ def test_small_ones_that_follow_each_other_are_not_bucketed():
     assert "bucket" not in [kind for kind, _ in said(operations, gather(5), gather(2 << 20))]
 
 
-# ---- times -------------------------------------------------------------------------------------------------------------------
+# ---- times
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_collective_times():

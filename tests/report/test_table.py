@@ -7,9 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import Report
-from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.table import print_report
 
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.inductor import input_fetch_codegen as fetch
-from dtensor_compile.compat.dynamo import guards
 from dtensor_compile.compat.aot import unwrap
 from dtensor_compile.compat.distributed.fake_group import simulated_job
+from dtensor_compile.compat.dynamo import counters, guards
+from dtensor_compile.compat.inductor import input_fetch_codegen as fetch
 from dtensor_compile.native.loader import native
 from dtensor_compile.testing import make_mesh
 from tests.runtime import needs_native

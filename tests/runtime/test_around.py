@@ -1,4 +1,6 @@
-"""What programs do to a model between compiled calls: it computes what an eager model does to which the same was done."""
+"""What programs do to a model between compiled calls: it computes what an eager model does to which the same was
+done.
+"""
 
 import collections
 import copy
@@ -246,7 +248,9 @@ def test_inputs_in_containers(mesh):
     for case in [(Shard(0), 1), (Shard(0), 2), (Replicate(), 1), (Shard(1), 1), (Shard(0), 1, Replicate())]:
         (mine, batch), (theirs, expected) = compiled(*arguments(*case)), program(*arguments(*case))
         for key in theirs:
-            assert mine[key]._spec == theirs[key]._spec and torch.equal(mine[key]._local_tensor, theirs[key]._local_tensor)
+            assert mine[key]._spec == theirs[key]._spec and torch.equal(
+                mine[key]._local_tensor, theirs[key]._local_tensor
+            )
         assert torch.equal(batch.x._local_tensor, expected.x._local_tensor) and batch.more == expected.more
 
 
@@ -282,7 +286,9 @@ def test_calls_leave_nothing_behind(mesh, whole):
     def objects():
         gc.collect()
         found = gc.get_objects()
-        return [sum(type(value) is kind for value in found) for kind in (DTensor, torch.Tensor, type(model.weight._spec))]
+        return [
+            sum(type(value) is kind for value in found) for kind in (DTensor, torch.Tensor, type(model.weight._spec))
+        ]
 
     def run(times):
         for i in range(times):

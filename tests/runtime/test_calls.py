@@ -1,4 +1,6 @@
-"""What happens around a compiled graph takes one step of Python for all parameters together, and gives what torch gives."""
+"""What happens around a compiled graph takes one step of Python for all parameters together, and gives what torch
+gives.
+"""
 
 import gc
 import sys
@@ -22,7 +24,9 @@ class Scales(nn.Module):
     def __init__(self, mesh, count, local):
         super().__init__()
         self.local = local
-        self.scales = nn.ParameterList(DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False) for _ in range(count))
+        self.scales = nn.ParameterList(
+            DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False) for _ in range(count)
+        )
 
     def forward(self, x):
         for scale in self.scales:
@@ -70,7 +74,9 @@ def test_no_python_for_each_parameter(job, train, local):
 
 
 def wrapped(local, spec, requires_grad=False):
-    extents = [tuple((False, value) for value in extent) for extent in (spec.tensor_meta.shape, spec.tensor_meta.stride)]
+    extents = [
+        tuple((False, value) for value in extent) for extent in (spec.tensor_meta.shape, spec.tensor_meta.stride)
+    ]
     make = lambda mesh, shape, stride: spec  # noqa: E731
     (made,) = native().Wrap([(0, *extents, make, requires_grad)], False)([local, spec.mesh])
     return made
@@ -82,7 +88,14 @@ def facts(tensor):
         "type": type(tensor),
         "keys": str(torch._C._dispatch_keys(tensor)),
         "sizes": (tensor.size(), tensor.stride(), tensor.storage_offset()),
-        "kind": (tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf, tensor.is_inference()),
+        "kind": (
+            tensor.dtype,
+            tensor.device,
+            tensor.layout,
+            tensor.requires_grad,
+            tensor.is_leaf,
+            tensor.is_inference(),
+        ),
         "bits": (tensor.is_conj(), tensor.is_neg()),
         "storage": (storage.nbytes(), storage.device, storage.resizable()),
         "version": None if tensor.is_inference() else tensor._version,
@@ -176,7 +189,9 @@ def test_layouts_of_inputs(monkeypatch, there):
         monkeypatch.setattr("dtensor_compile.native.layouts.native", lambda: None)
     check = layouts([((4, 2), (2, 1)), ((), ()), ((1, 3), (3, 1))], complain)
     scalar = torch.zeros(())
-    check((torch.zeros(4, 2), scalar, torch.zeros(1, 3).as_strided((1, 3), (7, 1))))  # the stride of a dim of size 1 is free
+    check(
+        (torch.zeros(4, 2), scalar, torch.zeros(1, 3).as_strided((1, 3), (7, 1)))
+    )  # the stride of a dim of size 1 is free
     for wrong in (torch.zeros(2, 4).t(), torch.zeros(4, 3), torch.zeros(8)):
         with pytest.raises(AssertionError, match="expected size|wrong number of dimensions"):
             check((wrong, scalar, torch.zeros(1, 3)))
@@ -190,7 +205,10 @@ def test_sizes_are_checked_where_guards_are_not(job):
     with torch.no_grad():
         compiled(torch.ones(()))
         model.scales[3] = nn.Parameter(DTensor.from_local(torch.ones(5), mesh, [Shard(0)], run_check=False))
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=True), pytest.raises(AssertionError, match="expected size 5==4"):
+        with (
+            torch.compiler.set_stance(skip_guard_eval_unsafe=True),
+            pytest.raises(AssertionError, match="expected size 5==4"),
+        ):
             compiled(torch.ones(()))
 
 

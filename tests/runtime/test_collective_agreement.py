@@ -1,4 +1,6 @@
-"""Ranks whose graphs cannot run together raise before they hang; ranks that legitimately differ go on, and do not wait."""
+"""Ranks whose graphs cannot run together raise before they hang; ranks that legitimately differ go on, and do not
+wait.
+"""
 
 import contextlib
 import functools
@@ -17,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.recording.recorder import graph_name
-from dtensor_compile.runtime import look_out
 from dtensor_compile.runtime import collective_agreement as agree
+from dtensor_compile.runtime import look_out
 from dtensor_compile.runtime.collective_agreement import Announcement, Call
 from dtensor_compile.stages import lowered
 from dtensor_compile.testing import RankError, make_mesh, on_ranks, run_on_ranks
@@ -50,7 +52,8 @@ def patient(test):
     return run
 
 
-# ---- digests -----------------------------------------------------------------------------------------------------------------
+# ---- digests
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_sizes_count_where_both_are_known():
@@ -62,7 +65,8 @@ def test_sizes_count_where_both_are_known():
     assert not a.agrees(Announcement.of([Call("all_reduce max float32", 8, "")], False).digest)
 
 
-# ---- ranks that cannot run together ------------------------------------------------------------------------------------------
+# ---- ranks that cannot run together
+# ------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -85,7 +89,10 @@ def test_a_branch_on_the_rank_is_an_error_on_every_rank():
 
     def step(x, first):
         y = x.redistribute(placements=[Replicate()]) if first else x
-        return y.to_local() * 2, x.sum().full_tensor()  # the gathered tensor itself: a sum of it would be reduced, not gathered
+        return (
+            y.to_local() * 2,
+            x.sum().full_tensor(),
+        )  # the gathered tensor itself: a sum of it would be reduced, not gathered
 
     x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     there = "all_gather_into_tensor float32 of 4 elements" if rank else "all_reduce sum float32 of 1 elements"
@@ -131,7 +138,9 @@ def test_a_rank_that_recompiles_to_more_is_not_stopped_by_those_that_do_not():
 @on_ranks(3, timeout=60)
 @patient
 def test_a_rank_that_cannot_compile_says_so_to_those_that_wait(which):
-    """In the last case ranks 0 and 1 compile the backward pass with the forward pass: of five columns rank 2 has one, which is no symbol."""
+    """In the last case ranks 0 and 1 compile the backward pass with the forward pass: of five columns rank 2 has one,
+    which is no symbol.
+    """
     rank, stock = dist.get_rank(), lower_redistributions
 
     def lower(graph, *options):
@@ -140,7 +149,9 @@ def test_a_rank_that_cannot_compile_says_so_to_those_that_wait(which):
         return stock(graph, *options)
 
     def step(x):
-        run = compiled(lambda x: x.norm(dim=1).redistribute(placements=[Replicate()]), dynamic=which == "backward of one rank")
+        run = compiled(
+            lambda x: x.norm(dim=1).redistribute(placements=[Replicate()]), dynamic=which == "backward of one rank"
+        )
         run(x).to_local().sum().backward()
 
     # Ranks do not wait where they have announced the same before.
@@ -156,7 +167,8 @@ def test_a_rank_that_cannot_compile_says_so_to_those_that_wait(which):
     torch.testing.assert_close(x.grad.full_tensor(), torch.full((5, columns), columns**-0.5, dtype=dtype))
 
 
-# ---- ranks that differ and go on ---------------------------------------------------------------------------------------------
+# ---- ranks that differ and go on
+# ---------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -245,7 +257,10 @@ def warnings_told():
 @contextlib.contextmanager
 def quiet(seconds):
     """A rank waits for half a second before it goes on, and says after so many that another has not come."""
-    patches = unittest.mock.patch.multiple(agree, PATIENCE=0.5, QUIET=seconds), unittest.mock.patch.object(look_out, "PAUSE", 0.1)
+    patches = (
+        unittest.mock.patch.multiple(agree, PATIENCE=0.5, QUIET=seconds),
+        unittest.mock.patch.object(look_out, "PAUSE", 0.1),
+    )
     with patches[0], patches[1], warnings_told() as told:
         yield told
 
@@ -284,7 +299,10 @@ def test_a_rank_that_does_not_come_is_named_while_the_others_wait():
         else:
             compiled(lambda x: x.full_tensor() * 5)(x)
             (sentence,) = told
-            assert re.search(r"all_gather_into_tensor float64.*rank 1 has said nothing of them within \d s: it has not begun to compile", sentence)
+            assert re.search(
+                r"all_gather_into_tensor float64.*rank 1 has said nothing of them within \d s: it has not begun to compile",
+                sentence,
+            )
 
 
 @on_ranks(2, timeout=60)

@@ -18,7 +18,9 @@ SECONDS, BOUND = 3.0, 20.0
 
 
 def step_without_rank_1(dies: bool, backend: str) -> None:
-    """Two good steps; in the third, rank 1 leaves between forward and backward. Rank 0 raises what it sees, and after how long."""
+    """Two good steps; in the third, rank 1 leaves between forward and backward. Rank 0 raises what it sees, and after
+    how long.
+    """
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     weight = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()

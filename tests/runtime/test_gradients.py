@@ -1,4 +1,6 @@
-"""Gradients of a compiled call: DTensors with the placements of the parameters, accumulated, seen by hooks, as in eager."""
+"""Gradients of a compiled call: DTensors with the placements of the parameters, accumulated, seen by hooks, as in
+eager.
+"""
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ class Model(nn.Module):
     def __init__(self, mesh, placement=Shard(0), local=LOCAL, dtype=torch.float32):
         super().__init__()
         self.a, self.b, self.unused = (
-            nn.Parameter(DTensor.from_local((local + i).to(dtype), mesh, [placement], run_check=False)) for i in range(3)
+            nn.Parameter(DTensor.from_local((local + i).to(dtype), mesh, [placement], run_check=False))
+            for i in range(3)
         )
-        self.frozen = nn.Parameter(DTensor.from_local(local.to(dtype), mesh, [placement], run_check=False), requires_grad=False)
+        self.frozen = nn.Parameter(
+            DTensor.from_local(local.to(dtype), mesh, [placement], run_check=False), requires_grad=False
+        )
 
     def forward(self, x):
         return (self.a * self.b * x + self.a + self.frozen).to_local().sum()

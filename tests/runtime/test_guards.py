@@ -60,11 +60,15 @@ def test_one_guard_for_a_dtensor(mesh):
 
 
 def test_parameter_with_the_same_spec_in_another_object(mesh):
-    parameter_changes(mesh, lambda model: setattr(model, "weight", nn.Parameter(dtensor(mesh, local=LOCAL + 1))), graphs=1)
+    parameter_changes(
+        mesh, lambda model: setattr(model, "weight", nn.Parameter(dtensor(mesh, local=LOCAL + 1))), graphs=1
+    )
 
 
 def test_parameter_on_an_equal_mesh(mesh):
-    parameter_changes(mesh, lambda model: setattr(model, "weight", nn.Parameter(dtensor(make_mesh((2,), ("tp",))))), graphs=1)
+    parameter_changes(
+        mesh, lambda model: setattr(model, "weight", nn.Parameter(dtensor(make_mesh((2,), ("tp",))))), graphs=1
+    )
 
 
 def test_parameter_is_replicated(mesh):

@@ -79,7 +79,9 @@ def test_without_inductor_inputs_of_a_backward_are_freed_as_they_are_used():
         step = stepping(model, compiled(model, name, **options))
         peaks[name] = resident_peak(step), allocated_peak(step)
     for ours, stock in zip(peaks["dtensor_aten"], peaks["aot_eager"]):
-        assert ours <= stock + LAYERS / 3 * MIB, peaks  # gloo's threads free what they sent a few layers earlier or later
+        assert ours <= stock + LAYERS / 3 * MIB, (
+            peaks
+        )  # gloo's threads free what they sent a few layers earlier or later
 
 
 @on_ranks(2)

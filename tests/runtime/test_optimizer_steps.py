@@ -10,8 +10,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_compile.compat.dynamo import counters
-from dtensor_compile.compat.dynamo import guards
+from dtensor_compile.compat.dynamo import counters, guards
 from dtensor_compile.native.loader import READS, native
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
@@ -48,7 +47,10 @@ class Job:
 
     def values(self):
         state = [self.optimizer.state[p] for p in self.parameters]
-        tensors = [*self.parameters, *(entry[name] for entry in state for name in sorted(entry) if entry[name] is not None)]
+        tensors = [
+            *self.parameters,
+            *(entry[name] for entry in state for name in sorted(entry) if entry[name] is not None),
+        ]
         return [t.detach()._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
@@ -233,7 +235,9 @@ MAKE_SCALED = MAKE | {
     "sgd damped": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1),
     "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True, foreach=True),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, foreach=True),
-    "adamw maximize": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True, maximize=True, weight_decay=0.1),
+    "adamw maximize": lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.1, foreach=True, maximize=True, weight_decay=0.1
+    ),
 }
 
 
@@ -242,7 +246,9 @@ def scaler_follows_eager(*args, **arguments):
     for (_, states, *_), (_, expected, *_) in zip(mine, theirs):
         for i, state in states.items():
             if not expected[i]:  # made by tracing, as zeros, before the first step that is made
-                assert not any(value.to_local().any() if isinstance(value, DTensor) else value.any() for value in state.values())
+                assert not any(
+                    value.to_local().any() if isinstance(value, DTensor) else value.any() for value in state.values()
+                )
                 state.clear()
     differences = compare_values("after the steps", theirs, mine)
     assert not differences, "\n".join(map(str, differences))
@@ -312,11 +318,18 @@ def test_walk():
     holder = Holder()
     holder.tensors, holder.table = [torch.ones(2, requires_grad=True)], {"a": 1, "b": {"c": 2}}
     steps = [(-1, "attribute", "tensors", False), (0, "item", 0, True), (1, "gradient", "grad", True)]
-    steps += [(-1, "attribute", "table", False), (3, "value_at", 1, False), (4, "item", "c", True), (3, "key_at", 1, True)]
+    steps += [
+        (-1, "attribute", "table", False),
+        (3, "value_at", 1, False),
+        (4, "item", "c", True),
+        (3, "key_at", 1, True),
+    ]
     plan = [(place, READS[step], key, wanted) for place, step, key, wanted in steps]
     fetch = native().Fetch(1, plan)
     assert fetch(holder) == (holder.tensors[0], None, 2, "b")
-    guard = native().GuardAll(1, plan, [(1, native().Guard(holder.tensors[0], [2], [1], [], [], False)), (4, dict), (6, 6)])
+    guard = native().GuardAll(
+        1, plan, [(1, native().Guard(holder.tensors[0], [2], [1], [], [], False)), (4, dict), (6, 6)]
+    )
     assert guard(holder)
     del holder.table["a"]
     assert not guard(holder)

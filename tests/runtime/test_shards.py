@@ -1,4 +1,6 @@
-"""What goes in and comes out of a compiled call in C++, on ranks: uneven and empty shards, several mesh dims, some of size 1."""
+"""What goes in and comes out of a compiled call in C++, on ranks: uneven and empty shards, several mesh dims, some of
+size 1.
+"""
 
 import pytest
 import torch
@@ -89,7 +91,8 @@ def test_shards_on_four_ranks(name):
 
 
 @on_ranks(2)
-def test_one_row_for_two_ranks():  # by local sizes, the partitioner would move gathers of backward into forward on one of them
+# by local sizes, the partitioner would move gathers of backward into forward on one of them
+def test_one_row_for_two_ranks():
     check(make_mesh((2,), ("tp",)), [Shard(0)], (1, 3))
 
 
@@ -105,7 +108,9 @@ def test_hooks_and_uneven_shards():
     seen = {eager: [], model: []}
     for one in seen:
         one.a.register_hook(lambda gradient, one=one: seen[one].append(gradient.full_tensor()) or gradient * 2)
-        one.b.register_post_accumulate_grad_hook(lambda parameter, one=one: seen[one].append(parameter.grad.full_tensor()))
+        one.b.register_post_accumulate_grad_hook(
+            lambda parameter, one=one: seen[one].append(parameter.grad.full_tensor())
+        )
     for _ in range(2):
         for call in (eager, compiled):
             call(torch.tensor(2.0))[0].backward()

@@ -19,7 +19,9 @@ ROUNDS = 150
 class Scales(nn.Module):
     def __init__(self, mesh):
         super().__init__()
-        self.scales = nn.ParameterList(DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False) for _ in range(8))
+        self.scales = nn.ParameterList(
+            DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False) for _ in range(8)
+        )
 
     def forward(self, x):
         return sum((scale * x).to_local().sum() for scale in self.scales)

@@ -56,7 +56,9 @@ class Golden(TestCase):
 
     def test_gathers_of_inputs_go_with_the_first(self):
         text, reasons = self.bucketed(gathers, (8, 8), (4, 8), (4, 8))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [8, 8]
 w_1: [4, 8]
 v_1: [4, 8]
@@ -69,12 +71,17 @@ mm: [8, 8] = mm(x_1, wait_tensor)
 wait_tensor_1: [8, 8] = wait_tensor(getitem_1)
 mm_1: [8, 8] = mm(mm, wait_tensor_1)
 return mm_1
-""")
-        assert reasons == ["256 bytes in one message: a collective of that size still takes as long to start as to send"]
+""",
+        )
+        assert reasons == [
+            "256 bytes in one message: a collective of that size still takes as long to start as to send"
+        ]
 
     def test_reductions_nobody_waits_for_go_with_the_last(self):
         text, _ = self.bucketed(gradients, (8, 8), (8, 8))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [8, 8]
 y_1: [8, 8]
 mm: [8, 8] = mm(x_1, y_1)
@@ -86,7 +93,8 @@ wait_tensor: [8, 8] = wait_tensor(getitem)
 view: [64] = view(wait_tensor, [-1])
 wait_tensor_1: [8, 8] = wait_tensor(getitem_1)
 return [view, wait_tensor_1]
-""")
+""",
+        )
 
 
 @on_ranks(2)
@@ -127,6 +135,10 @@ def test_scheduling_after_it_keeps_every_wait():
     def run(graph):
         return bucket_collectives(graph, SLOW) + schedule_graph(graph, SLOW, float("inf"))
 
-    for function, shapes in ((gathers, ((8, 8), (4, 8), (4, 8))), (gradients, ((8, 8), (8, 8))), (own, ((4, 4), (4, 4)))):
+    for function, shapes in (
+        (gathers, ((8, 8), (4, 8), (4, 8))),
+        (gradients, ((8, 8), (8, 8))),
+        (own, ((4, 4), (4, 4))),
+    ):
         text, _ = changed(run, function, *shapes)
         assert text.count("wait_tensor(") == 2

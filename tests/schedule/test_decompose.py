@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dtensor_compile
 from dtensor_compile.ir.mesh import mesh_text
+from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.schedule.decompose import decompose_products
 from dtensor_compile.schedule.fuse_products import fuse_products
-from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.topology.links import Cluster, Device, Link
 
@@ -92,7 +92,9 @@ class Golden(TestCase):
     def test_a_product_of_what_is_gathered(self):
         (text, decisions), other = run_on_ranks(2, divided, "gathered")
         assert (text, decisions) == other
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [8, 4]
 w_1: [4, 6]
 view_default: [8, 4] = view(x_1, [8, 4])
@@ -109,14 +111,17 @@ view_default_2: [2, 4, 6] = view(mm_default_1, [2, 4, 6])
 cat_default: [2, 8, 6] = cat([view_default_1, view_default_2], 1)
 view_default_3: [16, 6] = view(cat_default, [16, 6])
 return view_default_3
-""")
+""",
+        )
         reason = "188.00 of 188.00 ms exposed become 124.00, copies and launches take 0.16"
         assert decisions == [("all_gather and 1 mm", "2 parts", reason)]
 
     def test_a_product_that_is_reduced(self):
         (text, decisions), other = run_on_ranks(2, divided, "reduced")
         assert (text, decisions) == other
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 h_1: [16, 4]
 w_1: [4, 6]
 reshape_default: [2, 2, 4, 4] = reshape(h_1, [2, 2, 4, 4])
@@ -135,7 +140,8 @@ wait_tensor_default_1: [4, 6] = wait_tensor(reduce_scatter_tensor_default_1)
 cat_default: [8, 6] = cat([wait_tensor_default, wait_tensor_default_1])
 view_default_2: [8, 6] = view(cat_default, [8, 6])
 return view_default_2
-""")
+""",
+        )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -176,7 +182,8 @@ def test_what_is_hidden_already_stays_whole():
     assert run_on_ranks(2, hidden) == [[("all_gather and 1 mm", "nothing of it is exposed")]] * 2
 
 
-# ---- compiled ------------------------------------------------------------------------------------------------------------------
+# ---- compiled
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def step(kernels, rows, kind="decompose_products"):
@@ -218,12 +225,15 @@ def test_uneven_shards_are_left_alone():
     assert step("aten", 15) == []
 
 
-# ---- symmetric memory ----------------------------------------------------------------------------------------------------------
+# ---- symmetric memory
+# ----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def symmetric_memory():
-    """Every group counts as one with symmetric memory, whose operators are torch's own references for them, on a CPU too."""
+    """Every group counts as one with symmetric memory, whose operators are torch's own references for them, on a CPU
+    too.
+    """
     ours = torch.library.Library("symm_mem", "IMPL")
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         ours.impl(name, getattr(symmetric, f"_{name}_fallback"), "CPU")
@@ -268,7 +278,9 @@ class GoldenSymmetric(TestCase):
     def test_several_products_and_another_reader(self):
         (text, decided), other = run_on_ranks(2, fused_graph, "gathered for several")
         assert (text, decided) == other and decided == ["one operator", "fused_all_gather_matmul"]
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [8, 4]
 w_1: [4, 6]
 v_1: [4, 6]
@@ -282,12 +294,18 @@ getitem_3: [16, 4] = getitem(fused_all_gather_matmul_default, 0)
 view_default_1: [8, 2, 4] = view(getitem_3, [8, 2, 4])
 sum_1: [] = sum(view_default_1)
 return [getitem_1, getitem_2, sum_1]
-""")
+""",
+        )
 
     def test_block(self):
         (text, decided), other = run_on_ranks(2, fused_graph, "block")
-        assert (text, decided) == other and decided == ["one operator"] * 2 + ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"]
-        self.assertExpectedInline(text, """\
+        assert (text, decided) == other and decided == ["one operator"] * 2 + [
+            "fused_all_gather_matmul",
+            "fused_matmul_reduce_scatter",
+        ]
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [8, 4]
 w_1: [4, 6]
 v_1: [6, 6]
@@ -299,7 +317,8 @@ relu: [16, 6] = relu(getitem_1)
 fused_matmul_reduce_scatter_default: [8, 6] = fused_matmul_reduce_scatter(relu, v_1, sum, 0, 0)
 view_default_1: [8, 6] = view(fused_matmul_reduce_scatter_default, [8, 6])
 return view_default_1
-""")
+""",
+        )
 
 
 def test_a_product_whose_other_factor_needs_the_gather_is_not_fused():

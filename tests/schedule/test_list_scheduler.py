@@ -1,4 +1,6 @@
-"""The order of tasks: what it hides, what it keeps, and that random programs keep their dependencies and their memory."""
+"""The order of tasks: what it hides, what it keeps, and that random programs keep their dependencies and their
+memory.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -224,7 +226,9 @@ def programs(draw, most=40):
         elif kind == "start":
             started = [i for i, task in enumerate(program) if task.link is not None]
             link, seconds = draw(st.sampled_from("ab")), draw(st.integers(0, 5))
-            in_flight.append(program.add(seconds=seconds, after=(*before, *started[-1:]), link=link, reads=before, **about))
+            in_flight.append(
+                program.add(seconds=seconds, after=(*before, *started[-1:]), link=link, reads=before, **about)
+            )
         elif kind == "input":
             program.add(given=True, **about)
         else:

@@ -10,10 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
-from dtensor_compile.schedule.list_scheduler import simulate
-from dtensor_compile.schedule.schedule_graph import graph_tasks, schedule_graph
 from dtensor_compile.graph.nodes import REDISTRIBUTES, is_start
 from dtensor_compile.recording.recorder import watch_graphs
+from dtensor_compile.schedule.list_scheduler import simulate
+from dtensor_compile.schedule.schedule_graph import graph_tasks, schedule_graph
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.topology.links import Cluster, Device, Link
 
@@ -39,7 +39,9 @@ def traced(function, *shapes, redistributes=True, dtype=torch.float32):
 
 
 def changed(run, function, *shapes, dtype=torch.float32, **about):
-    """Text of the graph of `function` after the pass `run`, and its reasons; that it gives the same is checked on the way."""
+    """Text of the graph of `function` after the pass `run`, and its reasons; that it gives the same is checked on the
+    way.
+    """
     gm = traced(function, *shapes, dtype=dtype, **about)
     torch.manual_seed(1 + dist.get_rank())
     inputs = [(torch.randn(shape) * 8).to(dtype) for shape in shapes]
@@ -90,7 +92,9 @@ class Golden(TestCase):
 
     def test_the_second_gather_runs_beside_the_first_product(self):
         text, reasons = self.scheduled(two_layers, (8, 8), (4, 8), (4, 8))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [8, 8]
 w_1: [4, 8]
 v_1: [4, 8]
@@ -101,14 +105,20 @@ mm: [8, 8] = mm(x_1, wait_tensor)
 wait_tensor_1: [8, 8] = wait_tensor(all_gather_into_tensor_1)
 mm_1: [8, 8] = mm(mm, wait_tensor_1)
 return mm_1
-""")
-        self.assertExpectedInline("\n".join(reasons), """\
+""",
+        )
+        self.assertExpectedInline(
+            "\n".join(reasons),
+            """\
 128000.00 of 128000.00 ms exposed: it starts with the graph, and the first compute needs it
-hidden: 128000.00 ms beside compute""")
+hidden: 128000.00 ms beside compute""",
+        )
 
     def test_a_gather_passes_the_reduction_before_it(self):
         text, _ = self.scheduled(backward_of_two_layers, (8, 8), (4, 8), (4, 8))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 g_1: [8, 8]
 w1_1: [4, 8]
 w0_1: [4, 8]
@@ -123,11 +133,14 @@ reduce_scatter_tensor_1: [4, 8] = reduce_scatter_tensor(mm_1, sum, 2)
 wait_tensor_1: [4, 8] = wait_tensor(reduce_scatter_tensor)
 wait_tensor_3: [4, 8] = wait_tensor(reduce_scatter_tensor_1)
 return [wait_tensor_1, wait_tensor_3]
-""")
+""",
+        )
 
     def test_nothing_passes_a_write(self):
         text, _ = self.scheduled(writes, (8, 8), (4, 8))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [8, 8]
 w_1: [4, 8]
 all_gather_into_tensor: [8, 8] = all_gather_into_tensor(w_1, 2)
@@ -137,11 +150,14 @@ all_gather_into_tensor_1: [16, 8] = all_gather_into_tensor(add_, 2)
 mm: [8, 8] = mm(add_, wait_tensor)
 wait_tensor_1: [16, 8] = wait_tensor(all_gather_into_tensor_1)
 return [mm, wait_tensor_1]
-""")
+""",
+        )
 
     def test_what_the_program_sends_itself_keeps_its_order(self):
         text, _ = self.scheduled(sends_itself, (8, 8), (4, 8), redistributes=False)
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x_1: [8, 8]
 w_1: [4, 8]
 reduce_scatter_tensor: [4, 8] = reduce_scatter_tensor(x_1, sum, 2)
@@ -150,7 +166,8 @@ all_gather_into_tensor: [8, 8] = all_gather_into_tensor(w_1, 2)
 wait_tensor_1: [8, 8] = wait_tensor(all_gather_into_tensor)
 mm: [8, 8] = mm(x_1, wait_tensor_1)
 return [wait_tensor, mm]
-""")
+""",
+        )
 
 
 @on_ranks(2)
@@ -202,15 +219,23 @@ def test_random_numbers_keep_their_order():
 
 
 def starts(layout_name, uneven, topology):
-    """The collectives of a small Llama in order; that steps with and without the schedule give the same is checked on the way."""
+    """The collectives of a small Llama in order; that steps with and without the schedule give the same is checked on
+    the way.
+    """
     layout = LAYOUTS[layout_name]
     mesh = make_mesh(layout.mesh_shape(dist.get_world_size()), layout.dims)
-    config = LlamaConfig(1, dim=48, ffn_dim=101 if uneven else 96, heads=4, kv_heads=4, vocab=129 if uneven else 128, sequence=16)
+    config = LlamaConfig(
+        1, dim=48, ffn_dim=101 if uneven else 96, heads=4, kv_heads=4, vocab=129 if uneven else 128, sequence=16
+    )
     orders, results = [], []
 
     def watch(stage, graph):
         if stage == "lowered":
-            shapes = {n: [list(value.shape) for value in pytree.tree_leaves(n.meta["val"])] for n in graph.nodes if is_start(n)}
+            shapes = {
+                n: [list(value.shape) for value in pytree.tree_leaves(n.meta["val"])]
+                for n in graph.nodes
+                if is_start(n)
+            }
             orders.append([f"{n.target} {n.args[1:-1]} {shape}" for n, shape in shapes.items()])
 
     for schedule in (True, False):

@@ -6,7 +6,9 @@ from tests.schedule.test_list_scheduler import Program
 
 
 def modules(count):
-    """Forward of some modules as a compiler may run it: each gather is waited for at once. Tasks: start, wait, compute."""
+    """Forward of some modules as a compiler may run it: each gather is waited for at once. Tasks: start, wait,
+    compute.
+    """
     program = Program()
     for _ in range(count):
         before = [len(program) - 1] if program else []

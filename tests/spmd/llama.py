@@ -14,10 +14,11 @@ BATCH = 4
 
 
 class WithLoss(nn.Module):
-    """Tokens and targets to the mean loss: the program that is compiled. It works on shards of the batch as on the whole.
+    """Tokens and targets to the mean loss: the program that is compiled. It works on shards of the batch as on the
+    whole.
 
-    `count`: the mean is that of the targets that count (all but those to be ignored), as ``cross_entropy`` has it; else that of all.
-    """
+    `count`: the mean is that of the targets that count (all but those to be ignored), as ``cross_entropy`` has it; else
+    that of all."""
 
     def __init__(self, model, count=True):
         super().__init__()
@@ -59,7 +60,9 @@ def annotated(config=SMALL, store=True, count=True):
 
 
 def by_hand(mesh, config=SMALL, count=True):
-    """The same as a plan: tensor parallel over tp; each rank is given its part of the batch. Gradients are still to be averaged."""
+    """The same as a plan: tensor parallel over tp; each rank is given its part of the batch. Gradients are still to be
+    averaged.
+    """
     module = build(config, count)
     tp = mesh["tp"]
     for block in module.model.blocks:
@@ -68,7 +71,9 @@ def by_hand(mesh, config=SMALL, count=True):
             block,
             tp,
             {
-                "attention": PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)),
+                "attention": PrepareModuleInput(
+                    input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)
+                ),
                 **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
                 "attention.wo": RowwiseParallel(),
                 "feed_forward": PrepareModuleInput(**whole),

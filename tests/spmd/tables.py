@@ -7,7 +7,11 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PLACES = [ROOT / "shared", ROOT.parent / "shared", *([pathlib.Path(os.environ["SHARED"])] if "SHARED" in os.environ else [])]
+PLACES = [
+    ROOT / "shared",
+    ROOT.parent / "shared",
+    *([pathlib.Path(os.environ["SHARED"])] if "SHARED" in os.environ else []),
+]
 FILES = [path for place in PLACES for path in [place / "reference" / "spmd_tables.json"] if path.exists()]
 TABLES = json.loads(FILES[0].read_text()) if FILES else {"stated": {}, "op_sharding_args": [], "hybrid_mesh": []}
 

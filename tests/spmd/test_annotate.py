@@ -63,14 +63,19 @@ def compare(model, *inputs, backend="dtensor_aten", calls=2, rtol=1e-5):
 
 
 def follows(ours):
-    return {d.reason.split()[0].removeprefix("L_self_modules_"): d.after for d in ours.decisions if d.kind == "spread_annotations"}
+    return {
+        d.reason.split()[0].removeprefix("L_self_modules_"): d.after
+        for d in ours.decisions
+        if d.kind == "spread_annotations"
+    }
 
 
 def mesh22():
     return Mesh(range(4), (2, 2), ("dp", "tp"))
 
 
-# ---- in a compiled program -----------------------------------------------------------------------------------------------------
+# ---- in a compiled program
+# -----------------------------------------------------------------------------------------------------
 
 
 def _parameters_and_input():
@@ -108,7 +113,12 @@ def _intermediate(mark):
 
     model, x = Mlp(inside), torch.randn(4, 8)
     found = follows(compare(model, x))
-    want = {"up_parameters_weight": "RS(0)", "up_parameters_bias": "RS(0)", "down_parameters_weight": "RS(1)", "L_x": "S(0)R"}
+    want = {
+        "up_parameters_weight": "RS(0)",
+        "up_parameters_bias": "RS(0)",
+        "down_parameters_weight": "RS(1)",
+        "L_x": "S(0)R",
+    }
     assert found == want, found
 
 
@@ -202,7 +212,8 @@ def test_marks_in_compiled_programs():
     _errors()
 
 
-# ---- other modules and ways to run ---------------------------------------------------------------------------------------------
+# ---- other modules and ways to run
+# ---------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -241,7 +252,12 @@ def _modules():
     yield "attention", Attention(), "attention.in_proj_weight", (4, 6, 16)
     yield "layer", nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), "linear1.weight", (4, 6, 16)
     yield "convolutions", nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), "0.weight", (4, 4, 8, 8)
-    yield "convolutions of rows", nn.Sequential(nn.Conv1d(4, 8, 3, padding=1, bias=False), nn.ConvTranspose1d(8, 4, 3)), "1.weight", (4, 4, 8)
+    yield (
+        "convolutions of rows",
+        nn.Sequential(nn.Conv1d(4, 8, 3, padding=1, bias=False), nn.ConvTranspose1d(8, 4, 3)),
+        "1.weight",
+        (4, 4, 8),
+    )
     yield "recomputed", Recomputed(), "inner.up.weight", (4, 8)
 
 
@@ -264,10 +280,15 @@ def test_convolutions_run_on_shards_of_the_batch():
     whole = {d.reason for d in ours.decisions if d.kind == "replicate_fallback"}
     assert not whole, whole
     sent = sum(p.numel() for p in model.parameters()) * 4
-    assert ours.totals.all.bytes - sent == 4 * 4 * 4 * 4 * 4 // 2, (ours.totals.all.bytes, sent)  # and the result is made whole
+    assert ours.totals.all.bytes - sent == 4 * 4 * 4 * 4 * 4 // 2, (
+        ours.totals.all.bytes,
+        sent,
+    )  # and the result is made whole
     mark_sharding(model[0].weight, mesh22(), ("tp", None, None, None))
     whole = {d.reason for d in compare(model, x, calls=1).decisions if d.kind == "replicate_fallback"}
-    assert whole == {f"conv2d runs on shards of the batch, with {8 * 4 * 9 * 4:,} bytes of other shards gathered"}, whole
+    assert whole == {f"conv2d runs on shards of the batch, with {8 * 4 * 9 * 4:,} bytes of other shards gathered"}, (
+        whole
+    )
     one = nn.Conv2d(4, 8, 3)
     image = mark_sharding(torch.randn(4, 8, 8), mesh22(), ("dp", None, None))  # no batch: its first dim is the channels
     compare(one, image, calls=1)
@@ -298,7 +319,9 @@ def _program_over_local_tensors():
     assert torch.compile(moves, backend="dtensor_aten")(x).shape == (4, 8)
     with pytest.raises(Exception, match="speak of global tensors"):
         torch.compile(lambda x: model(x).to_local() * 2, backend="dtensor_aten")(x)
-    other = torch.compile(lambda x: model(x).redistribute(mesh.to_device_mesh(), [Shard(0), Shard(1)]) * 2, backend="dtensor_aten")(x)
+    other = torch.compile(
+        lambda x: model(x).redistribute(mesh.to_device_mesh(), [Shard(0), Shard(1)]) * 2, backend="dtensor_aten"
+    )(x)
     assert other.placements == (Shard(0), Shard(1))
 
 
@@ -327,7 +350,8 @@ def test_other_ways_to_run():
     assert torch.allclose(wrong(x), model(x))
 
 
-# ---- outside -------------------------------------------------------------------------------------------------------------------
+# ---- outside
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _outside_of_programs():
@@ -343,7 +367,9 @@ def _outside_of_programs():
     assert wrap_as_sharded_tensor(t, mesh, (None, "dp")).placements == (Shard(1), Replicate())
     a, b = shard_as(wrap_as_sharded_tensor(t, mesh, ("dp", None)), t)
     assert a.placements == b.placements and torch.equal(b.full_tensor(), t)
-    assert all(torch.equal(x, t) for x in shard_as(t, t)) and mark_sharding_with_gradients(t, mesh, ("dp", None)).equal(t)
+    assert all(torch.equal(x, t) for x in shard_as(t, t)) and mark_sharding_with_gradients(t, mesh, ("dp", None)).equal(
+        t
+    )
 
 
 def _programs_without_marks():
@@ -351,7 +377,10 @@ def _programs_without_marks():
     mesh = mesh22()
     plain = torch.ones(4, 4)
     mark_sharding(torch.ones(4, 4), mesh, ("dp", None))
-    placed, noted = distribute_tensor(plain, mesh.to_device_mesh(), [Shard(0), Replicate()]), wrap_as_sharded_tensor(plain, mesh, ("dp", None))
+    placed, noted = (
+        distribute_tensor(plain, mesh.to_device_mesh(), [Shard(0), Replicate()]),
+        wrap_as_sharded_tensor(plain, mesh, ("dp", None)),
+    )
     torch._dynamo.reset()
     double = torch.compile(lambda x, y: x + y, backend="dtensor_aten", fullgraph=True)
     assert torch.equal(double(noted, plain).full_tensor(), plain * 2)

@@ -1,4 +1,6 @@
-"""The backward barrier: graph and kernels show that a module's backward is not fused or reordered with its neighbours'."""
+"""The backward barrier: graph and kernels show that a module's backward is not fused or reordered with its
+neighbours'.
+"""
 
 import re
 
@@ -32,7 +34,9 @@ def kernels_of_backward(model):
     with simulated_job(2, 0), fresh_caches():
         _, codes = run_and_get_code(lambda: torch.compile(model, backend="dtensor", fullgraph=True)(x).sum().backward())
     body = codes[-1][codes[-1].index("def call(") :]
-    return re.findall(r"^ +(?:buf\d+ = )?(?:torch\.ops\.dtensor_compile\.(backward_barrier)\.default|(cpp_fused)_\w+)\(", body, re.M)
+    return re.findall(
+        r"^ +(?:buf\d+ = )?(?:torch\.ops\.dtensor_compile\.(backward_barrier)\.default|(cpp_fused)_\w+)\(", body, re.M
+    )
 
 
 class Barrier(TestCase):
@@ -40,7 +44,9 @@ class Barrier(TestCase):
         x = torch.randn(2, 8, requires_grad=True)
         with simulated_job(2, 0):
             text = captured_graph(waves(True), x, options={"kernels": "aten"}, stage="planned")
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 primals_1: [2, 8]
 tangents_1: [2, 8]
 sin: [2, 8] = sin(primals_1)
@@ -65,7 +71,8 @@ mul_7: [2, 8] = mul(getitem_1, 2)
 cos_2: [2, 8] = cos(primals_1)
 mul_8: [2, 8] = mul(mul_7, cos_2)
 return [mul_2, mul_8]
-""")
+""",
+        )
 
     def test_kernels_end_at_the_barrier(self):
         self.assertEqual(len(kernels_of_backward(waves(False))), 1)

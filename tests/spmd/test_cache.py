@@ -67,7 +67,9 @@ def test_another_process_hits_and_other_marks_miss(tmp_path):
     told = []
     for axis in ("tp", "tp", "dp"):
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
-        done = subprocess.run([sys.executable, "-c", SCRIPT, axis], env=env, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, axis], env=env, capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         told.append(done.stdout.split()[-2:])
     assert told == [["0", "1"], ["1", "0"], ["0", "1"]], told

@@ -100,12 +100,22 @@ def _marks_inside_alone():
     mesh = mesh22()
     found = follows(same(Checkpointed(Block(mark=(mesh, ("dp", "tp")))), torch.randn(4, 8)))
     of_block = {name.removeprefix("inner_modules_"): spec for name, spec in found.items()}
-    want = {"L_x": "S(0)R", "up_parameters_weight": "RS(0)", "up_parameters_bias": "RS(0)", "down_parameters_weight": "RS(1)"}
+    want = {
+        "L_x": "S(0)R",
+        "up_parameters_weight": "RS(0)",
+        "up_parameters_bias": "RS(0)",
+        "down_parameters_weight": "RS(1)",
+    }
     assert of_block == want, found
 
 
 def _regions_in_regions():
-    same(*marked(Checkpointed(nn.Sequential(nn.Linear(8, 8), Checkpointed(Block(0.5)), Checkpointed(Block(0.2)))), "inner.0.weight"))
+    same(
+        *marked(
+            Checkpointed(nn.Sequential(nn.Linear(8, 8), Checkpointed(Block(0.5)), Checkpointed(Block(0.2)))),
+            "inner.0.weight",
+        )
+    )
 
 
 def _keep_products(ctx, op, *args, **kwargs):
@@ -163,7 +173,10 @@ def _manual_regions():
     mesh22()
     torch._dynamo.reset()
     model, x, grads = Manual(), torch.randn(4, 8), []
-    for run in (torch.compile(model, backend="dtensor_aten", fullgraph=True), functools.partial(Without.forward, model)):
+    for run in (
+        torch.compile(model, backend="dtensor_aten", fullgraph=True),
+        functools.partial(Without.forward, model),
+    ):
         model.zero_grad()
         run(x).square().sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
@@ -187,7 +200,14 @@ def test_checkpointed_regions():
     torch.manual_seed(0)
     try:
         _random_numbers()
-        for case in (_marks_inside_alone, _regions_in_regions, _policies, _writes_in_place, _manual_regions, _stored_in_shards):
+        for case in (
+            _marks_inside_alone,
+            _regions_in_regions,
+            _policies,
+            _writes_in_place,
+            _manual_regions,
+            _stored_in_shards,
+        ):
             case()
     finally:
         set_global_mesh(None)

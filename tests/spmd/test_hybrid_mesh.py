@@ -11,9 +11,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dtensor_compile.errors import MeshError
+from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from dtensor_compile.testing import on_ranks
 from dtensor_compile.topology.devices import hosts_from_environment, nvlink_devices, nvlink_domains
-from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from dtensor_compile.topology.torus import assign_axes, lay_out
 from tests.spmd.tables import TABLES, needs_tables
 
@@ -28,7 +28,9 @@ def torus(*shape, slices=1, start=0):
 
 @needs_tables
 def test_every_row_of_the_table_agrees():
-    rows = TABLES["hybrid_mesh"] + [{**r, "logical_mesh": r["expect_logical_mesh"]} for r in TABLES["stated"]["C_hybrid_mesh"]]
+    rows = TABLES["hybrid_mesh"] + [
+        {**r, "logical_mesh": r["expect_logical_mesh"]} for r in TABLES["stated"]["C_hybrid_mesh"]
+    ]
     assert len(rows) > 8
     for row in rows:
         shapes = {key: row[key] for key in ("ici_mesh_shape", "dcn_mesh_shape", "device_attributes")}
@@ -84,10 +86,15 @@ def test_split_axes_have_the_order_of_torch_xla(shape, mesh, assignment):
 
 
 def test_the_devices_of_split_axes():
-    grid = HybridMesh(ici_mesh_shape=(2, 8), device_attributes=torus(4, 4, 1), allow_split_physical_axes=True).get_logical_mesh()
+    grid = HybridMesh(
+        ici_mesh_shape=(2, 8), device_attributes=torus(4, 4, 1), allow_split_physical_axes=True
+    ).get_logical_mesh()
     assert grid.tolist() == [[0, 4, 1, 5, 2, 6, 3, 7], [8, 12, 9, 13, 10, 14, 11, 15]]
     mesh = HybridMesh(
-        ici_mesh_shape=(2, 8), dcn_mesh_shape=(2, 1), device_attributes=torus(4, 4, 1, slices=2), allow_split_physical_axes=True
+        ici_mesh_shape=(2, 8),
+        dcn_mesh_shape=(2, 1),
+        device_attributes=torus(4, 4, 1, slices=2),
+        allow_split_physical_axes=True,
     )
     assert mesh.get_logical_mesh().tolist() == [*grid.tolist(), *(grid + 16).tolist()]
 
@@ -213,13 +220,17 @@ def test_nvidia_smi_is_called(monkeypatch, tmp_path):
 
 def test_the_choice_is_explained():
     mesh = HybridMesh(
-        ici_mesh_shape=(2, 8), dcn_mesh_shape=(2, 1), axis_names=("dp", "tp"), device_attributes=torus(4, 2, 2, slices=2)
+        ici_mesh_shape=(2, 8),
+        dcn_mesh_shape=(2, 1),
+        axis_names=("dp", "tp"),
+        device_attributes=torus(4, 2, 2, slices=2),
     )
     out = io.StringIO()
     Console(file=out, width=120).print(mesh.explain())
     rows = [[cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines() if "us" in line]
     assert rows[0][1:6] == ["dp", "4", "2", "z (2)", "2"] and rows[1][1:6] == ["tp", "8", "8", "x (4), y (2)", "1"]
-    # 64 MiB: inside 2 (n-1)/n B / 450 GB/s + 2 log2 n rounds of 3 us; between granules half of it at 50 GB/s, 2 rounds of 8 us.
+    # 64 MiB: inside 2 (n-1)/n B / 450 GB/s + 2 log2 n rounds of 3 us; between granules half of it at 50 GB/s, 2 rounds
+    # of 8 us.
     size = 64 << 20
     assert mesh.all_reduce_seconds(1, size) == pytest.approx(2 * size * 7 / 8 / 450e9 + 6 * 3e-6)
     assert mesh.all_reduce_seconds(0, size) == pytest.approx(size / 450e9 + 2 * 3e-6 + size / 2 / 50e9 + 2 * 8e-6)

@@ -40,7 +40,8 @@ def same(program, *inputs, marks=None, calls=2):
     return recording.report().ours
 
 
-# ---- in place ------------------------------------------------------------------------------------------------------------------
+# ---- in place
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _written_intermediates():
@@ -127,7 +128,8 @@ def test_writes_in_place():
     _gradients_of_what_is_mixed()
 
 
-# ---- random --------------------------------------------------------------------------------------------------------------------
+# ---- random
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def _draws():
@@ -152,7 +154,9 @@ def _draws():
     same(attended, torch.randn(4, 8))
     same(dropped, torch.randn(5, 8))
     ours = same(lambda x: F.dropout(x * 2, 0.5).sum(), torch.randn(4, 8))
-    assert ours.totals.all.bytes <= 4 and not [d for d in ours.decisions if d.kind == "replicate_fallback"]  # at most the sum is sent
+    assert ours.totals.all.bytes <= 4 and not [
+        d for d in ours.decisions if d.kind == "replicate_fallback"
+    ]  # at most the sum is sent
 
 
 def _trained_with_dropout():

@@ -19,7 +19,9 @@ from dtensor_compile.testing import captured_graph, on_ranks
 def test_shares_parameters_and_leaves_the_module_alone():
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2, bias=False))
     other = with_nd_linear(model)
-    assert type(model[0]) is nn.Linear and [p is q for p, q in zip(model.parameters(), other.parameters())] == [True] * 3
+    assert (
+        type(model[0]) is nn.Linear and [p is q for p, q in zip(model.parameters(), other.parameters())] == [True] * 3
+    )
     for shape in ((4,), (3, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4)):
         x = torch.randn(*shape, dtype=torch.float64).requires_grad_()
         y = x.detach().clone().requires_grad_()
@@ -114,7 +116,11 @@ def _specs_and_loader():
     loader = ShardedLoader(batches, spec)
     assert len(loader) == 2
     for (x, other), (whole, _) in zip(loader, batches):
-        assert x.placements == (Shard(0), Replicate()) and torch.equal(x.full_tensor(), whole) and type(other) is torch.Tensor
+        assert (
+            x.placements == (Shard(0), Replicate())
+            and torch.equal(x.full_tensor(), whole)
+            and type(other) is torch.Tensor
+        )
         assert torch.equal(x.to_local(), whole.chunk(2)[rank // 2])
     mine = ShardingSpec(mesh, ("dp", "tp"), minibatch=True)
     (x,) = ShardedLoader([t.chunk(2)[rank // 2]], mine)

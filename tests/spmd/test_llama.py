@@ -60,9 +60,13 @@ def compare():
 
     for (name, p), q in zip(module.named_parameters(), hand.parameters()):
         by_tp = q.placements[0] if isinstance(q, DTensor) else None
-        assert p.placements[0].is_replicate() and (p.placements[1] == by_tp if by_tp else p.placements[1].is_replicate()), name
+        assert p.placements[0].is_replicate() and (
+            p.placements[1] == by_tp if by_tp else p.placements[1].is_replicate()
+        ), name
     lacking = sum(p.numel() * 4 - local(p).numel() * 4 for p in module.parameters())
-    averaged = sum(local(p.grad).numel() * 4 for p in hand.parameters()) + 4  # an all-reduce over 2 ranks of gradients and the loss
+    averaged = (
+        sum(local(p.grad).numel() * 4 for p in hand.parameters()) + 4
+    )  # an all-reduce over 2 ranks of gradients and the loss
     return {
         "plain": plain_losses, "hand": hand_losses, "ours": losses, "whole": whole_losses,
         "hand bytes": hand_total.bytes + averaged, "bytes": total.bytes, "whole bytes": whole_total.bytes, "lacking": lacking,
@@ -76,8 +80,9 @@ def test_three_annotations_a_block():
     for answer in answers:
         for key in ("hand", "ours", "whole"):
             torch.testing.assert_close(answer[key], answer["plain"], rtol=1e-5, atol=1e-5)
-        # By hand each rank divides by how many of its own targets count, and the average of these means is the mean only where ranks have
-        # as many (`ignore_index`). Here the sum is sent, and a rank counts the targets of all ranks in those it was given.
+        # By hand each rank divides by how many of its own targets count, and the average of these means is the mean
+        # only where ranks have as many (`ignore_index`). Here the sum is sent, and a rank counts the targets of all
+        # ranks in those it was given.
         assert answer["bytes"] == answer["hand bytes"]
         # Whole parameters have whole gradients: each rank is sent the shards that it lacks, and nothing else.
         assert answer["bytes"] < answer["whole bytes"] <= answer["bytes"] + answer["lacking"]

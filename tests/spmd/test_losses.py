@@ -50,7 +50,9 @@ def test_values_and_gradients(name):
 @pytest.mark.parametrize("targets", ["none counts on the last ranks", "none counts"])
 @on_ranks(4)
 def test_uneven_batches_and_cut_classes(targets, rows, kernels):
-    """On a 2x2 mesh that cuts the batch and the classes (5 of them), called twice, with a graph that is gone through twice."""
+    """On a 2x2 mesh that cuts the batch and the classes (5 of them), called twice, with a graph that is gone through
+    twice.
+    """
     mesh = Mesh(range(4), (2, 2), ("data", "classes"))
     mesh.to_device_mesh()
     torch.manual_seed(0)
@@ -58,7 +60,9 @@ def test_uneven_batches_and_cut_classes(targets, rows, kernels):
     t[0 if targets == "none counts" else rows // 2 :] = -100
 
     def marked(y, t):
-        return F.cross_entropy(mark_sharding(y, mesh, ("data", "classes")), mark_sharding(t, mesh, ("data",)), label_smoothing=0.1)
+        return F.cross_entropy(
+            mark_sharding(y, mesh, ("data", "classes")), mark_sharding(t, mesh, ("data",)), label_smoothing=0.1
+        )
 
     expected = F.cross_entropy(y, t, label_smoothing=0.1)
     (gradient,) = torch.autograd.grad(expected, y)
@@ -78,5 +82,7 @@ def test_one_number_is_sent():
     mark_sharding(y, mesh, ("data", None))
     mark_sharding(targets, mesh, ("data",))
     with record() as recording:
-        torch.compile(lambda y, targets: F.cross_entropy(y, targets), backend="dtensor_aten", fullgraph=True)(y, targets)
+        torch.compile(lambda y, targets: F.cross_entropy(y, targets), backend="dtensor_aten", fullgraph=True)(
+            y, targets
+        )
     assert [(c.kind, c.bytes) for c in recording.report().ours.collectives] == [("all_reduce", 4)]

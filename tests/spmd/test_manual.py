@@ -1,4 +1,6 @@
-"""Manual regions and the backward barrier: numbers and gradients of the global program, errors that name what is wrong."""
+"""Manual regions and the backward barrier: numbers and gradients of the global program, errors that name what is
+wrong.
+"""
 
 import copy
 
@@ -38,7 +40,9 @@ def check(program, plain, eager=True):
     want = gradients(plain, x, w, False)
     for compiled in (False, True) if eager else (True,):
         for name, got, expected in zip("yxw", gradients(program, x, w, compiled), want):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4, msg=lambda text: f"{name}, compiled={compiled}: {text}")
+            torch.testing.assert_close(
+                got, expected, rtol=1e-5, atol=1e-4, msg=lambda text: f"{name}, compiled={compiled}: {text}"
+            )
 
 
 def _all_axes():
@@ -55,7 +59,9 @@ def _a_sum_of_its_own():
 
     @manual_region(in_specs=(("dp", "tp"), ("tp", None)), out_specs=("dp", None))
     def product(a, b):
-        return funcol.all_reduce(a @ b, "sum", group) if not torch.is_grad_enabled() else _differentiable_sum(a @ b, group)
+        return (
+            funcol.all_reduce(a @ b, "sum", group) if not torch.is_grad_enabled() else _differentiable_sum(a @ b, group)
+        )
 
     check(product, lambda x, w: x @ w)
 
@@ -108,14 +114,18 @@ def _beside_marks():
     check(program, lambda x, w: torch.relu(x @ w) ** 2 + x, eager=False)
 
 
-# ---- some axes, regions in regions -----------------------------------------------------------------------------------------------
+# ---- some axes, regions in regions
+# -----------------------------------------------------------------------------------------------
 
 
 def _sums_along_the_other_axis():
     """A product over a dim that the compiler's axis cuts owes a sum along it, inside of the region."""
 
     def program(x, w):
-        a, b = enable_manual_sharding(x, ("dp", "tp"), axes=("dp",)), enable_manual_sharding(w, (None, None), axes=("dp",))
+        a, b = (
+            enable_manual_sharding(x, ("dp", "tp"), axes=("dp",)),
+            enable_manual_sharding(w, (None, None), axes=("dp",)),
+        )
         return disable_manual_sharding(torch.relu(a @ b), ("dp", None), (4, 8), axes=("dp",)) * 2
 
     check(program, lambda x, w: torch.relu(x @ w) * 2)
@@ -160,7 +170,10 @@ def _one_dim_cut_by_both_axes_in_any_order():
         return disable_manual_sharding(b, ("tp", None), (4, 8), axes=("tp",)) @ w
 
     def at_once(x, w):
-        return disable_manual_sharding(enable_manual_sharding(x, (("tp", "dp"), None)) * 6, (("tp", "dp"), None), (4, 8)) @ w
+        return (
+            disable_manual_sharding(enable_manual_sharding(x, (("tp", "dp"), None)) * 6, (("tp", "dp"), None), (4, 8))
+            @ w
+        )
 
     def in_part(x, w):
         a = enable_manual_sharding(x, (("tp", "dp"), None), axes=("tp",))
@@ -172,7 +185,10 @@ def _one_dim_cut_by_both_axes_in_any_order():
 
 def _uneven_along_the_other_axis():
     def program(x, w):
-        a, b = enable_manual_sharding(x, ("dp", "tp"), axes=("dp",)), enable_manual_sharding(w[:, :5], (None, "tp"), axes=("dp",))
+        a, b = (
+            enable_manual_sharding(x, ("dp", "tp"), axes=("dp",)),
+            enable_manual_sharding(w[:, :5], (None, "tp"), axes=("dp",)),
+        )
         return disable_manual_sharding(torch.sin(a @ b), ("dp", "tp"), (4, 5), axes=("dp",))
 
     check(program, lambda x, w: torch.sin(x @ w[:, :5]))
@@ -209,7 +225,11 @@ def _falling_back_and_random_numbers():
     torch.manual_seed(0)
     got = torch.compile(program, backend="dtensor_aten", fullgraph=True)(torch.cat([half, half]))
     torch.manual_seed(0)
-    want = F.dropout(half, 0.5) + torch.linalg.matrix_exp(half[:, :2] * 0.1).sum() + torch.bernoulli(torch.full_like(half, 0.5))
+    want = (
+        F.dropout(half, 0.5)
+        + torch.linalg.matrix_exp(half[:, :2] * 0.1).sum()
+        + torch.bernoulli(torch.full_like(half, 0.5))
+    )
     torch.testing.assert_close(got, torch.cat([want, want]))
 
 
@@ -223,7 +243,9 @@ def _the_users_mark_goes_first():
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     mark_sharding(x, set_global_mesh_22(), ("dp", None))
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(program, backend="dtensor_aten", fullgraph=True)(x, w), torch.sin(x) @ w + x)
+    torch.testing.assert_close(
+        torch.compile(program, backend="dtensor_aten", fullgraph=True)(x, w), torch.sin(x) @ w + x
+    )
 
 
 def _sizes_that_vary():
@@ -264,7 +286,10 @@ def _errors_of_nesting():
     with pytest.raises(Exception, match="mesh axis 'dp' is manual already"):
         torch.compile(twice, backend="dtensor_aten")(x)
     with pytest.raises(Exception, match="entered twice along an axis .*test_manual.py"):
-        torch.compile(lambda x: enable_manual_sharding(enable_manual_sharding(x, ("dp", None)), ("dp", None)), backend="dtensor_aten")(x)
+        torch.compile(
+            lambda x: enable_manual_sharding(enable_manual_sharding(x, ("dp", None)), ("dp", None)),
+            backend="dtensor_aten",
+        )(x)
     a = enable_manual_sharding(x, ("dp", "tp"), axes=("dp",))
     for spec, shape, axes in ((("dp", None), (4, 8), None), ((None, "tp"), (2, 16), ("tp",))):
         with pytest.raises(ManualRegionError, match="mesh axis 'tp' is not manual here"):
@@ -278,12 +303,16 @@ def _errors_of_nesting():
         buffer.copy_(enable_manual_sharding(x, ("dp", None)))
         return x * 2
 
-    with pytest.raises(Exception, match="buffer.* is a tensor from outside, and a manual region writes to it .*test_manual.py"):
+    with pytest.raises(
+        Exception, match="buffer.* is a tensor from outside, and a manual region writes to it .*test_manual.py"
+    ):
         torch.compile(writes, backend="dtensor_aten")(x)
     leaving = {
         "in a dict": lambda x: {"a": [enable_manual_sharding(x, ("dp", None)) * 2]},
         "of some axes": lambda x: enable_manual_sharding(x, ("dp", None), axes=("dp",)) * 2,
-        "half closed": lambda x: disable_manual_sharding(enable_manual_sharding(x, ("dp", "tp")), (None, "tp"), (2, 8), axes=("tp",)),
+        "half closed": lambda x: disable_manual_sharding(
+            enable_manual_sharding(x, ("dp", "tp")), (None, "tp"), (2, 8), axes=("tp",)
+        ),
         "one number": lambda x: enable_manual_sharding(x, ("dp", None)).sum(),
         "before a graph break": lambda x: print(enable_manual_sharding(x, ("dp", None)).sum().item()),
     }
@@ -329,13 +358,21 @@ def set_global_mesh_22():
 def test_regions():
     set_global_mesh_22()
     try:
-        for case in (_all_axes, _closed_over_parameters, _some_axes_and_nested, _a_sum_of_its_own, _beside_marks, _errors):
+        for case in (
+            _all_axes,
+            _closed_over_parameters,
+            _some_axes_and_nested,
+            _a_sum_of_its_own,
+            _beside_marks,
+            _errors,
+        ):
             case()
     finally:
         set_global_mesh(None)
 
 
-# ---- the barrier ---------------------------------------------------------------------------------------------------------------
+# ---- the barrier
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

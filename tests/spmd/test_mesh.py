@@ -10,10 +10,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.errors import MeshError, PlacementError
-from dtensor_compile.spmd import Mesh, ShardingType, get_1d_mesh, get_global_mesh, set_global_mesh, wrap_as_sharded_tensor
+from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.spmd import (
+    Mesh,
+    ShardingType,
+    get_1d_mesh,
+    get_global_mesh,
+    set_global_mesh,
+    wrap_as_sharded_tensor,
+)
 from dtensor_compile.spmd.op_sharding import grid_of
 from dtensor_compile.spmd.partition_spec import axes_to_placements, placements_to_axes
 from dtensor_compile.testing import make_mesh, on_ranks
@@ -37,7 +44,8 @@ def entries(spec):
     return [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
 
 
-# ---- the tables --------------------------------------------------------------------------------------------------------------
+# ---- the tables
+# --------------------------------------------------------------------------------------------------------------
 
 
 @needs_tables
@@ -52,12 +60,25 @@ def test_every_row_of_the_table_agrees():
 
 @needs_tables
 def test_every_column_of_the_tables_is_compared():
-    """A row or a column that is new in the tables fails here, until a test of this file or of test_hybrid_mesh.py compares it."""
+    """A row or a column that is new in the tables fails here, until a test of this file or of test_hybrid_mesh.py
+    compares it.
+    """
     spec = {"mesh_shape", "device_ids", "partition_spec"}
     of_test, of_spec = {"test", "n_devices"}, {"partition_spec", "mesh_shape", "tensor_shape"}
     results = {"tile_assignment", "group_assignment", "replication_groups", "sharding_type", "v2"}
     layout = {"ici_mesh_shape", "dcn_mesh_shape", "device_attributes"}
-    check = {"test", "n", "device_ids", "mesh_shape", "raises", "match", "size", "axis_names", "shape", "logical_mesh_shape"}
+    check = {
+        "test",
+        "n",
+        "device_ids",
+        "mesh_shape",
+        "raises",
+        "match",
+        "size",
+        "axis_names",
+        "shape",
+        "logical_mesh_shape",
+    }
     known = {
         "A_tile_assignment": of_test | of_spec | {"device_ids", "axis_names", "expect"},
         "B_local_shards": of_test | of_spec | {"local_shape", "shards"},
@@ -90,7 +111,11 @@ def test_stated_local_shards():
         whole = [[0, size] for size in shape]
         for shard, want in zip(got, row.get("shards", [])):
             index = whole if want["index"] == "all" else want["index"]
-            assert (shard.device, list(map(list, shard.index)), shard.replica) == (want["device"], index, want["replica_id"]), row
+            assert (shard.device, list(map(list, shard.index)), shard.replica) == (
+                want["device"],
+                index,
+                want["replica_id"],
+            ), row
 
 
 @needs_tables
@@ -99,8 +124,12 @@ def test_stated_placements():
         axes = placements_to_axes(parse_spec("".join(row["placements"])), row["mesh_shape"], len(row["tensor_shape"]))
         spec = as_spec(row["expect_partition_spec"])
         assert axes == tuple(map(tuple, entries(spec))), row
-        if len(row["mesh_shape"]) == 1 or row["n_devices"] == 4:  # over two axes stated for four devices alone, as the note says
-            assert row["expect_hlo_contains"] in str(Mesh(range(row["n_devices"]), row["mesh_shape"]).op_sharding(spec)), row
+        if (
+            len(row["mesh_shape"]) == 1 or row["n_devices"] == 4
+        ):  # over two axes stated for four devices alone, as the note says
+            assert row["expect_hlo_contains"] in str(
+                Mesh(range(row["n_devices"]), row["mesh_shape"]).op_sharding(spec)
+            ), row
     for row in TABLES["stated"]["D_redistribute_errors"]:
         texts = [text.replace("P", "P(sum)") for text in row["placements"]]
         with pytest.raises(PlacementError):
@@ -112,7 +141,10 @@ def test_stated_rules_of_meshes():
     for row in TABLES["stated"]["E_mesh_validation"]:
         with simulated_job(row["n"], 0):
             if "raises" in row:
-                says = {"Device IDs must be unique": "unique", "Device IDs must be less than mesh size": "have to be 0.."}
+                says = {
+                    "Device IDs must be unique": "unique",
+                    "Device IDs must be less than mesh size": "have to be 0..",
+                }
                 with pytest.raises(MeshError, match=says.get(row["match"], "places|the job has 4 ranks")):
                     Mesh(row["device_ids"], row["mesh_shape"])
             elif "device_mesh" in row:
@@ -131,11 +163,14 @@ def test_stated_grids():
         assert grid_of(row["hlo"]) == row["grid"]
 
 
-# ---- a model of it in numpy --------------------------------------------------------------------------------------------------
+# ---- a model of it in numpy
+# --------------------------------------------------------------------------------------------------
 
 
 def tile_of(grid, spec, coordinate):
-    """Which tile a device holds, dim by dim: the number that the coordinates of its axes spell, the first axis counting most."""
+    """Which tile a device holds, dim by dim: the number that the coordinates of its axes spell, the first axis counting
+    most.
+    """
     tile = []
     for entry in entries(spec):
         number = 0
@@ -171,7 +206,9 @@ def test_every_spec_agrees_with_the_model(shape):
 @pytest.mark.parametrize("ndim", (1, 2, 3))
 @pytest.mark.parametrize("shape", MESHES)
 def test_every_pair_of_specs_shares_what_the_model_says(shape, ndim):
-    """For every pair of specs and of devices: how much of what one device holds under the one spec another holds under the other."""
+    """For every pair of specs and of devices: how much of what one device holds under the one spec another holds under
+    the other.
+    """
     n = math.prod(shape)
     mesh = Mesh(np.random.RandomState(1).permutation(n), shape)
     grid, size, specs = mesh.get_logical_mesh(), [n] * ndim, list(every_spec(len(shape), ndim))
@@ -180,7 +217,9 @@ def test_every_pair_of_specs_shares_what_the_model_says(shape, ndim):
         pieces = [math.prod(shape[a] for a in entry) for entry in entries(spec)]
         for coordinate in np.ndindex(*shape):
             tile = tile_of(grid, spec, coordinate)
-            masks[grid[coordinate]][tuple(slice(t * s // p, (t + 1) * s // p) for t, s, p in zip(tile, size, pieces))] = 1
+            masks[grid[coordinate]][
+                tuple(slice(t * s // p, (t + 1) * s // p) for t, s, p in zip(tile, size, pieces))
+            ] = 1
         for shard in mesh.device_shards(spec, size):
             found[shard.device] = shard.index
     cells, (begin, end) = held.reshape(len(specs) * n, -1), np.moveaxis(ranges.reshape(len(specs) * n, ndim, 2), -1, 0)
@@ -206,7 +245,8 @@ def test_order_of_axes_is_a_strided_shard():
     assert list(text.values()) == ["S(0)S(0)", "_S(0,4)S(0)", "S(1)S(0)", "RS(1)", "RR"]
 
 
-# ---- rules -------------------------------------------------------------------------------------------------------------------
+# ---- rules
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -290,10 +330,15 @@ def test_uneven_shards_are_those_of_dtensor(rank):
             for spec, length in itertools.product(every_spec(len(shape), 1), range(8)):
                 t = torch.arange(float(length))
                 ((begin, end),) = mesh.device_shards(spec, (length,))[rank].index
-                assert wrap_as_sharded_tensor(t, mesh, spec).to_local().tolist() == t[begin:end].tolist(), (shape, spec, length)
+                assert wrap_as_sharded_tensor(t, mesh, spec).to_local().tolist() == t[begin:end].tolist(), (
+                    shape,
+                    spec,
+                    length,
+                )
 
 
-# ---- on ranks ----------------------------------------------------------------------------------------------------------------
+# ---- on ranks
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)

@@ -1,4 +1,6 @@
-"""Meshes whose ranks are in another order than that of their numbers: shards are where the mesh says, eager and compiled."""
+"""Meshes whose ranks are in another order than that of their numbers: shards are where the mesh says, eager and
+compiled.
+"""
 
 import itertools
 
@@ -9,15 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.ir.mesh import groups_in_mesh_order, mesh_layout
-from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.ops.redistribute import redistribute_op
 from dtensor_compile.spmd import Mesh, manual_region, mark_sharding, shard_module
+from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from dtensor_compile.spmd.partition_spec import placements_to_axes
 from dtensor_compile.testing import on_ranks, run_on_ranks
-from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from tests.spmd.test_annotate import Mlp, compare
 
-MESHES = [([1, 0, 3, 2], (4,), (8, 4)), ([3, 1, 0, 2], (2, 2), (5, 6)), ([2, 3, 0, 1], (2, 2), (8, 4)), ([0, 2, 3, 1], (1, 4), (3, 5))]
+MESHES = [
+    ([1, 0, 3, 2], (4,), (8, 4)),
+    ([3, 1, 0, 2], (2, 2), (5, 6)),
+    ([2, 3, 0, 1], (2, 2), (8, 4)),
+    ([0, 2, 3, 1], (1, 4), (3, 5)),
+]
 
 
 def held_here(mesh, placements, t):
@@ -34,7 +41,9 @@ def _every_pair(ids, mesh_shape, shape):
     specs = list(itertools.product((Replicate(), Shard(0), Shard(1), Partial()), repeat=len(mesh_shape)))
     for source in specs:
         t = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-        x = DTensor.from_local(held_here(mesh, source, t), device_mesh, source, run_check=False, shape=t.shape, stride=t.stride())
+        x = DTensor.from_local(
+            held_here(mesh, source, t), device_mesh, source, run_check=False, shape=t.shape, stride=t.stride()
+        )
         for axis, p in enumerate(source):
             t = t * mesh.mesh_shape[axis] if p.is_partial() else t
         assert torch.equal(x.full_tensor(), t), source
@@ -68,7 +77,9 @@ def test_marks_on_two_hosts_whose_ranks_alternate():
     part = held_here(mesh, (Replicate(), Shard(0)), model.up.weight.full_tensor())
     assert torch.equal(model.up.weight.to_local(), part)
     rows = torch.arange(8.0).reshape(4, 2)
-    region = manual_region(in_specs=((("dp", "tp"), None),), out_specs=(("dp", "tp"), None), mesh=mesh)(lambda part: part * 2)
+    region = manual_region(in_specs=((("dp", "tp"), None),), out_specs=(("dp", "tp"), None), mesh=mesh)(
+        lambda part: part * 2
+    )
     for run in (region, torch.compile(region, backend="dtensor_aten", fullgraph=True)):
         assert torch.equal(run(rows), rows * 2)
 
@@ -83,9 +94,13 @@ def test_meshes_of_torch_keep_their_groups():
     assert ours is not stock and groups_in_mesh_order(ours, layout) and ours == stock
     # A program over torch's mesh goes on meaning what torch makes of it, beside ours of the same text.
     x = torch.arange(8.0).reshape(4, 2)
-    program = torch.compile(lambda d: (d * 2).redistribute(d.device_mesh, [Replicate()]), backend="dtensor_aten", fullgraph=True)
+    program = torch.compile(
+        lambda d: (d * 2).redistribute(d.device_mesh, [Replicate()]), backend="dtensor_aten", fullgraph=True
+    )
     for where in (stock, ours, stock):
         d = DTensor.from_local(x[dist.get_rank()][None], where, [Shard(0)], run_check=False)
         assert torch.equal(program(d).to_local(), d.full_tensor() * 2), where is ours
     grid = Mesh([3, 1, 0, 2], (2, 2), ("a", "b")).to_device_mesh()
-    assert groups_in_mesh_order(grid["b"], mesh_layout(grid["b"])) and Mesh.from_device_mesh(grid).to_device_mesh() is grid
+    assert (
+        groups_in_mesh_order(grid["b"], mesh_layout(grid["b"])) and Mesh.from_device_mesh(grid).to_device_mesh() is grid
+    )

@@ -1,4 +1,6 @@
-"""Recurrent layers in programs with annotations: in the graph, on shards of the batch, with the plain program's numbers."""
+"""Recurrent layers in programs with annotations: in the graph, on shards of the batch, with the plain program's
+numbers.
+"""
 
 import copy
 import re
@@ -52,7 +54,9 @@ def whole(t):
 
 
 def same(model, plain, x, backend="dtensor_aten", calls=2, states=()):
-    """What was decided, by a compiled program whose results and gradients are those of the plain one for the same seeds."""
+    """What was decided, by a compiled program whose results and gradients are those of the plain one for the same
+    seeds.
+    """
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with record() as recording:
@@ -84,7 +88,9 @@ def _marked_layers(layers):
 
 
 def _bytes_and_decisions():
-    """Shards of the batch send the sums of gradients alone; a cut weight is gathered, and a decision tells the bytes."""
+    """Shards of the batch send the sums of gradients alone; a cut weight is gathered, and a decision tells the
+    bytes.
+    """
     model = nn.LSTM(8, 6, batch_first=True)
     plain, x = copy.deepcopy(model), torch.randn(4, 5, 8)
     mark_sharding(x, mesh22(), ("dp", None, None))
@@ -171,10 +177,15 @@ def test_recurrent_layers_through_inductor():
 
 @pytest.mark.parametrize("kind, options", LAYERS)
 def test_operator_is_a_whole_layer(kind, options):
-    """One operator for all steps and layers (one a layer with dropout between them), with torch's results, strides and gradients."""
+    """One operator for all steps and layers (one a layer with dropout between them), with torch's results, strides and
+    gradients.
+    """
     options = {**options, "dropout": 0.0}
     layer = getattr(nn, kind)(4, 6, **options).double()
-    states = [torch.randn(layer.num_layers * (1 + layer.bidirectional), 3, n, dtype=torch.float64) for n in (layer.proj_size or 6, 6)]
+    states = [
+        torch.randn(layer.num_layers * (1 + layer.bidirectional), 3, n, dtype=torch.float64)
+        for n in (layer.proj_size or 6, 6)
+    ]
     states = states if kind == "LSTM" else states[:1]
     x = torch.randn(*((3, 5) if layer.batch_first else (5, 3)), 4, dtype=torch.float64).requires_grad_()
     name = kind.lower() if kind != "RNN" else f"rnn_{layer.nonlinearity}"

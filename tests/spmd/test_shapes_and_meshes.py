@@ -49,12 +49,18 @@ def _marks_on_results_alone():
     mesh = mesh22()
     mesh.to_device_mesh("cpu")
     found = follows(compare(MarkedResult(mesh), torch.randn(4, 8)))
-    want = {"inner_modules_down_parameters_weight": "RS(0)", "inner_modules_down_parameters_bias": "RS(0)", "L_x": "S(0)R"}
+    want = {
+        "inner_modules_down_parameters_weight": "RS(0)",
+        "inner_modules_down_parameters_bias": "RS(0)",
+        "L_x": "S(0)R",
+    }
     assert found == want, found
 
 
 def _gradients_of_a_mark():
-    """On its way back, a gradient stays as the mark says; without gradients it is placed as the value was before the mark."""
+    """On its way back, a gradient stays as the mark says; without gradients it is placed as the value was before the
+    mark.
+    """
     mesh = mesh22()
     mesh.to_device_mesh("cpu")
     for gradients, want in ((False, (Replicate(), Replicate())), (True, (Shard(0), Replicate()))):
@@ -69,7 +75,10 @@ def _gradients_of_a_mark():
         return lambda x: mark(x * w, mesh, ("dp", None)).sum()
 
     results = []
-    for run in (program(mark_sharding_with_gradients), torch.compile(program(mark_sharding_with_gradients), backend="dtensor_aten")):
+    for run in (
+        program(mark_sharding_with_gradients),
+        torch.compile(program(mark_sharding_with_gradients), backend="dtensor_aten"),
+    ):
         w.grad = None
         torch.manual_seed(0)
         run(torch.randn(4, 8)).backward()

@@ -1,5 +1,6 @@
-"""A fault in any step: where numbers do not depend on it, the program runs with eager's numbers, a warning and a decision; else it is
-an error that names the step, and the job goes on. And what every step adds: its time, and its place in the key of caches."""
+"""A fault in any step: where numbers do not depend on it, the program runs with eager's numbers, a warning and a
+decision; else it is an error that names the step, and the job goes on. And what every step adds: its time, and its
+place in the key of caches."""
 
 import dataclasses
 import unittest.mock
@@ -74,7 +75,10 @@ def test_a_fault_in_each_step(name):
                 assert applies or bad.name in ("drop_unread_collectives", "send_contiguous"), bad.name
                 continue
             assert_parity(
-                step, [argument()], loss=lambda out: out.full_tensor().square().sum(), backend="dtensor_aten",
+                step,
+                [argument()],
+                loss=lambda out: out.full_tensor().square().sum(),
+                backend="dtensor_aten",
                 options={"enable_passes": ASKED},
             )
         said = [str(warning.message) for warning in caught if "a bug" in str(warning.message)]
@@ -95,7 +99,10 @@ def test_an_error_of_a_required_step_names_it_and_the_job_goes_on():
     error = getattr(caught.value, "inner_exception", caught.value)  # Dynamo wraps what a backend raises
     assert error.__notes__ == ["dtensor_compile: raised by lower_collectives"]
     torch._dynamo.reset()
-    assert torch.compile(step, backend="dtensor_aten", fullgraph=True)(argument()).full_tensor().tolist() == [[2.0] * 2] * 4
+    assert (
+        torch.compile(step, backend="dtensor_aten", fullgraph=True)(argument()).full_tensor().tolist()
+        == [[2.0] * 2] * 4
+    )
 
 
 @on_ranks(2)
@@ -116,7 +123,13 @@ def test_a_kernel_order_that_raises_leaves_inductors():
 def test_every_step_that_runs_is_timed():
     with record() as recording:
         torch.compile(step, backend="dtensor_aten", fullgraph=True)(argument())
-    assert {"check_program", "cancel_inverse_pairs", "order_collectives", "lower_redistributions", "schedule_graph"} <= set(recording.step_seconds)
+    assert {
+        "check_program",
+        "cancel_inverse_pairs",
+        "order_collectives",
+        "lower_redistributions",
+        "schedule_graph",
+    } <= set(recording.step_seconds)
 
 
 def test_a_new_option_is_part_of_the_key_of_caches():

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dtensor_compile.passes
 from dtensor_compile import cli
-from dtensor_compile.passes import PASSES
 from dtensor_compile.graph.nodes import redistributions
+from dtensor_compile.passes import PASSES
 from dtensor_compile.testing import RankError
 
 HERE = f"{__name__}:"
@@ -63,7 +63,9 @@ def run(capsys, *argv):
 
 
 def test_an_equal_model_with_an_optimizer(capsys):
-    status, said = run(capsys, f"{HERE}model", "--mesh", "tp=2", "--kernels", "aten", "--optimizer", "adamw", "--calls", "3")
+    status, said = run(
+        capsys, f"{HERE}model", "--mesh", "tp=2", "--kernels", "aten", "--optimizer", "adamw", "--calls", "3"
+    )
     assert status == 0 and said.out.startswith("equal: ") and "3 calls on 2 ranks" in said.out
 
 

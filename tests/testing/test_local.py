@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_compile import cli
-from dtensor_compile.compat.dtensor.local_tensor import local_tensors, of_rank
 from dtensor_compile.compat.distributed.rank_threads import DeadlockError, run_in_threads
+from dtensor_compile.compat.dtensor.local_tensor import local_tensors, of_rank
 from dtensor_compile.testing import make_mesh, parity
 from dtensor_compile.testing.local import compare_locally, run_eager
 from dtensor_compile.testing.parity import Case, Settings, sum_of_squares
@@ -17,7 +17,8 @@ from dtensor_compile.testing.parity import Case, Settings, sum_of_squares
 ATEN = Settings(options={"kernels": "aten"})
 
 
-# ---- ranks that take turns -------------------------------------------------------------------------------------------------
+# ---- ranks that take turns
+# -------------------------------------------------------------------------------------------------
 
 
 def test_collectives_move_what_they_do_between_processes():
@@ -57,7 +58,9 @@ def test_ranks_that_wait_for_each_other_end_at_once():
         if rank:
             dist.all_reduce(torch.ones(2))
 
-    with pytest.raises(DeadlockError, match=r"rank 1 waits in AllReduce among ranks \[0, 1, 2\].*ranks \[0\] have ended"):
+    with pytest.raises(
+        DeadlockError, match=r"rank 1 waits in AllReduce among ranks \[0, 1, 2\].*ranks \[0\] have ended"
+    ):
         run_in_threads(3, body)
 
 
@@ -95,7 +98,8 @@ def test_a_generator_of_the_program_draws_the_same_on_each_rank_of_a_local_tenso
         assert torch.equal(of_rank(drawn, rank, None), wanted) and torch.equal(of_rank(filled, rank, None), wanted)
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------------
+# ---- steps
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [3, 4])

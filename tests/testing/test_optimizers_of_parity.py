@@ -1,4 +1,6 @@
-"""Parity over the steps of adaptive optimizers: correct models are equal, a fault of a thousandth in one gradient is found."""
+"""Parity over the steps of adaptive optimizers: correct models are equal, a fault of a thousandth in one gradient is
+found.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -38,7 +40,9 @@ class Rounded(Faulty):
             return function
         random = torch.Generator().manual_seed(5)  # torch's own is compared
         for p in function.parameters():
-            p.register_hook(lambda grad: grad + 1e-7 * grad.abs().max() * torch.empty_like(grad).normal_(generator=random))
+            p.register_hook(
+                lambda grad: grad + 1e-7 * grad.abs().max() * torch.empty_like(grad).normal_(generator=random)
+            )
         if self.parameter:
             function.get_parameter(self.parameter).register_hook(lambda grad: grad * 1.001)
         return function
@@ -94,7 +98,11 @@ def transformer(fault="blocks.0.up.weight", inputs=TOKENS, **kwargs):
 def convolutions(mesh):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
     x = torch.randn(4, 3, 6, 6)
-    return (model, x, "0.weight") if mesh is None else (distribute_module(model, mesh), distribute_tensor(x, mesh, [Replicate()]), "0.weight")
+    return (
+        (model, x, "0.weight")
+        if mesh is None
+        else (distribute_module(model, mesh), distribute_tensor(x, mesh, [Replicate()]), "0.weight")
+    )
 
 
 def perceptron(mesh):

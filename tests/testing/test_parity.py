@@ -10,15 +10,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dtensor_compile.passes
-from dtensor_compile.passes import PASSES
 from dtensor_compile.graph.nodes import redistributions
+from dtensor_compile.passes import PASSES
 from dtensor_compile.testing import RankError, compare_steps, compare_values, make_mesh, on_ranks, parity
 from dtensor_compile.testing.check import check_case
 from dtensor_compile.testing.compare_values import Allowed
 from dtensor_compile.testing.parity import Settings, case_of, compare_case, sum_of_squares
 
-
-# ---- values ------------------------------------------------------------------------------------------------------------------
+# ---- values
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def one(eager, compiled, **kwargs):
@@ -78,7 +78,8 @@ def test_placements_are_compared():
     assert found == ["x.placements", "x.local shape"]
 
 
-# ---- steps -------------------------------------------------------------------------------------------------------------------
+# ---- steps
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -114,17 +115,22 @@ def test_a_wrong_backend_is_seen_in_everything_that_it_leaves_behind():
         return lambda *args: (torch.rand(1), gm(*args))[1]
 
     x = torch.randn(2, 3, requires_grad=True)
-    found = compare_steps(model, [x], loss=sum_of_squares, optimizer=functools.partial(torch.optim.SGD, lr=0.1), backend=wrong)
+    found = compare_steps(
+        model, [x], loss=sum_of_squares, optimizer=functools.partial(torch.optim.SGD, lr=0.1), backend=wrong
+    )
     kinds = {d.what.partition("[")[0].partition(" at")[0] for d in found}
     assert {"output", "input.grad", "grad.weight", "state.weight"} <= kinds
     assert [d.what.partition(" at")[0] for d in compare_steps(model, [x], backend=draws)] == ["random state"]
 
 
-# ---- bisection ---------------------------------------------------------------------------------------------------------------
+# ---- bisection
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def seeded(name):
-    """While it is entered, the pass of that name is a wrong one: what the first redistribution brings grows a little."""
+    """While it is entered, the pass of that name is a wrong one: what the first redistribution brings grows a
+    little.
+    """
 
     def wrong(graph):
         for node in redistributions(graph):
@@ -136,7 +142,9 @@ def seeded(name):
         return []
 
     wrong.__name__ = name
-    return unittest.mock.patch.object(dtensor_compile.passes, "PASSES", [p if p.__name__ != name else wrong for p in PASSES])
+    return unittest.mock.patch.object(
+        dtensor_compile.passes, "PASSES", [p if p.__name__ != name else wrong for p in PASSES]
+    )
 
 
 def check_seeded(name, settings):
@@ -147,7 +155,9 @@ def check_seeded(name, settings):
 
 @pytest.mark.parametrize("name", [PASSES[0].__name__, PASSES[-1].__name__])
 def test_a_wrong_pass_is_caught_and_named(name):
-    with pytest.raises(RankError, match=f"differs from eager[\\s\\S]*rank 0: output[\\s\\S]*the graph pass {name} makes"):
+    with pytest.raises(
+        RankError, match=f"differs from eager[\\s\\S]*rank 0: output[\\s\\S]*the graph pass {name} makes"
+    ):
         on_ranks(2)(check_seeded)(name, Settings("dtensor_aten"))
 
 
@@ -165,7 +175,8 @@ def test_inputs_that_are_not_added_up_stay_so():
     assert set(seen) == {(Partial(),)}
 
 
-# ---- the decorator -----------------------------------------------------------------------------------------------------------
+# ---- the decorator
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [3, 4])

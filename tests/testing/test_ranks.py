@@ -73,7 +73,9 @@ def test_failure_of_one_rank_names_it_and_ends_the_others():
 
 
 def test_crash_of_one_rank_ends_with_its_signal_and_stack():
-    with pytest.raises(RankError, match=r"rank 0: ok\nrank 1: [^\n]*SIGSEGV; it was at\nFatal Python error[\s\S]*crash_on_one"):
+    with pytest.raises(
+        RankError, match=r"rank 0: ok\nrank 1: [^\n]*SIGSEGV; it was at\nFatal Python error[\s\S]*crash_on_one"
+    ):
         run_on_ranks(2, crash_on_one)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.compat.distributed.rank_threads import run_in_threads
@@ -45,7 +45,9 @@ def test_sizes_that_divide_cost_one_graph_more(rank):
 @pytest.mark.parametrize("sizes", [[4, 6, 9, 8, 3, 5], [9, 7, 4, 6]])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sizes_that_do_and_do_not_divide_cost_what_they_cost_stock(rank, sizes):
-    """torch pads uneven shards and guards whether they are; a shard of size 1 (rank 1 of 3 rows) has a graph of its own."""
+    """torch pads uneven shards and guards whether they are; a shard of size 1 (rank 1 of 3 rows) has a graph of its
+    own.
+    """
     ours = graphs(sizes, rank)
     assert ours == graphs(sizes, rank, backend="aot_eager") and sum(ours) <= (4 if 3 in sizes and rank else 3)
 

@@ -15,7 +15,15 @@ spec.loader.exec_module(gallery)
 
 
 def side(**changed):
-    figures = {"breaks": 0, "graphs": 1, "bytes": 1_000_000, "collectives": 8, "seconds": 0.1, "loss_difference": 0.0, "parameter_difference": 0.0}
+    figures = {
+        "breaks": 0,
+        "graphs": 1,
+        "bytes": 1_000_000,
+        "collectives": 8,
+        "seconds": 0.1,
+        "loss_difference": 0.0,
+        "parameter_difference": 0.0,
+    }
     return figures | changed
 
 

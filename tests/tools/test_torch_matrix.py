@@ -63,6 +63,9 @@ def test_outcomes_are_counted():
 
 def test_what_was_seen_of_a_program_is_one_line_without_paths():
     assert matrix.seen({"parity": ["ok", "ok"], "fullgraph_parity": "ok"}) == ""
-    assert matrix.seen({"parity": ["ok", "rank1: out: max abs err 2"], "compile_error": {"msg": "no"}}) == "rank1: out: max abs err 2"
+    assert (
+        matrix.seen({"parity": ["ok", "rank1: out: max abs err 2"], "compile_error": {"msg": "no"}})
+        == "rank1: out: max abs err 2"
+    )
     assert matrix.seen({"compile_error": {"msg": "in /home/me/a.py at 0x7f1a: a|b\nmore"}}) == "in a.py at : a/b"
     assert matrix.seen({"parity": ["ok"], "reasons": ["Unsupported branch"]}) == "Unsupported branch"

@@ -5,10 +5,20 @@ import json
 
 import pytest
 
-from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.errors import OptionError, TopologyError
+from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.options import Options
-from dtensor_compile.topology import CLUSTERS, LINKS, Cluster, Link, from_values, save, seconds_over, to_values, topology
+from dtensor_compile.topology import (
+    CLUSTERS,
+    LINKS,
+    Cluster,
+    Link,
+    from_values,
+    save,
+    seconds_over,
+    to_values,
+    topology,
+)
 from dtensor_compile.topology.network import PLAIN, Network, current_topology, network_of, plans_for
 
 TOML = """

@@ -28,7 +28,9 @@ def assert_like_eager(
     backend: Any = "dtensor",
     **options: Any,
 ) -> None:
-    """Calls `function` eager and compiled, once per set of arguments, compares, and counts the graphs that this took."""
+    """Calls `function` eager and compiled, once per set of arguments, compares, and counts the graphs that this
+    took.
+    """
     torch._dynamo.reset()
     counters.clear()
     run = torch.compile(function, backend=backend, fullgraph=fullgraph, **options)
@@ -40,7 +42,9 @@ def assert_like_eager(
 
 
 def assert_expression_like_eager(expression: str) -> None:
-    """`expression` over a mesh (dims dp, tp), a group, a placement and a DTensor, in a program with a matrix product."""
+    """`expression` over a mesh (dims dp, tp), a group, a placement and a DTensor, in a program with a matrix
+    product.
+    """
     mesh = make_mesh((1, 2), ("dp", "tp"))
     group, placement = mesh.get_group("tp"), Shard(0)
     x = torch.arange(16.0).reshape(4, 4)

@@ -1,4 +1,6 @@
-"""Gradient accumulation without communication under ``fully_shard``: `set_requires_gradient_sync`, in one graph each way."""
+"""Gradient accumulation without communication under ``fully_shard``: `set_requires_gradient_sync`, in one graph each
+way.
+"""
 
 import pytest
 import torch
@@ -217,7 +219,9 @@ def test_evaluation_and_forwards_without_a_backward_in_between():
 
 
 def assert_same_gradients(program):
-    """`program` gets what compiles a function or leaves it as it is, and returns parameters, which have eager's gradients."""
+    """`program` gets what compiles a function or leaves it as it is, and returns parameters, which have eager's
+    gradients.
+    """
     results = []
     for backend in (None, BACKEND):
         torch._dynamo.reset()

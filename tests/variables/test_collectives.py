@@ -1,11 +1,12 @@
-"""Collectives and messages of ``torch.distributed`` in compiled code: one graph, and what eager gives, gradients included."""
+"""Collectives and messages of ``torch.distributed`` in compiled code: one graph, and what eager gives, gradients
+included.
+"""
 
 import operator
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,8 @@ def size():
     return dist.get_world_size()
 
 
-# ---- programs: of x (4, 2), another value on each rank, which requires a gradient ----------------------------------------------
+# ---- programs: of x (4, 2), another value on each rank, which requires a gradient
+# ----------------------------------------------
 
 
 def all_reduce(x):
@@ -356,13 +358,16 @@ differentiable.reduce_scatter(torch.empty_like(x), [x * 1, x * 3])
 """
 
 
-@pytest.mark.parametrize("expression", [e for e in DIFFERENTIABLE.strip().splitlines() if "[:1]" not in e and "[:3]" not in e])
+@pytest.mark.parametrize(
+    "expression", [e for e in DIFFERENTIABLE.strip().splitlines() if "[:1]" not in e and "[:3]" not in e]
+)
 @on_ranks(2)
 def test_differentiable_collective(expression):
     check(eval(f"lambda x: {expression}"))
 
 
-# ---- inputs, recompilation, refusals -----------------------------------------------------------------------------------------
+# ---- inputs, recompilation, refusals
+# -----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -420,7 +425,9 @@ def test_objects_break_the_graph_once_and_say_why():
     assert not compare_values("result", program(torch.ones(2)), run(torch.ones(2)))
     assert sum(counters["graph_break"].values()) == 1
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="does not trace this call of .*all_gather_object. It sends Python objects"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="does not trace this call of .*all_gather_object. It sends Python objects"
+    ):
         torch.compile(program, backend="dtensor_aten", fullgraph=True)(torch.ones(2))
 
 

@@ -1,4 +1,6 @@
-"""DTensors that the compiled program makes: factories, ``distribute_tensor``, the constructor, strided shards, local sizes."""
+"""DTensors that the compiled program makes: factories, ``distribute_tensor``, the constructor, strided shards, local
+sizes.
+"""
 
 import pytest
 import torch
@@ -59,7 +61,9 @@ def test_distribute_tensor(source, placement):
         d = distribute_tensor(x, mesh, [placement], src_data_rank=source)
         return d, d.redistribute(placements=[Replicate()]) * 2
 
-    assert_like_eager(program, (torch.arange(24.0).reshape(4, 6),), (torch.arange(24.0).reshape(4, 6) + 1,), graphs=1, **ATEN)
+    assert_like_eager(
+        program, (torch.arange(24.0).reshape(4, 6),), (torch.arange(24.0).reshape(4, 6) + 1,), graphs=1, **ATEN
+    )
 
 
 @on_ranks(2)
@@ -185,7 +189,12 @@ def test_strided_shards():
     def program(x):
         d = DTensor.from_local(x, mesh, strided) * 2
         gathered = d.redistribute(mesh, [Replicate(), Replicate()])
-        return d, d.full_tensor(), gathered.redistribute(mesh, strided).to_local(), [p.split_factor for p in d.placements[:1]]
+        return (
+            d,
+            d.full_tensor(),
+            gathered.redistribute(mesh, strided).to_local(),
+            [p.split_factor for p in d.placements[:1]],
+        )
 
     x = torch.arange(8.0).reshape(4, 2).requires_grad_()
     assert_like_eager(program, (x,), (x,), graphs=1, **ATEN)

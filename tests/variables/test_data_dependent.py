@@ -1,4 +1,6 @@
-"""Numbers that only the data decides are part of the graph; where one has to be known, there is one break and eager's result."""
+"""Numbers that only the data decides are part of the graph; where one has to be known, there is one break and eager's
+result.
+"""
 
 import math
 
@@ -166,7 +168,8 @@ def test_what_ranks_tell_each_other_is_no_constant_though_each_tells_a_constant(
         torch.testing.assert_close(compiled(x), x * rows)
 
 
-# ---- sizes -------------------------------------------------------------------------------------------------------------------
+# ---- sizes
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(count, x, mesh, placements):
@@ -205,7 +208,9 @@ def check_sizes(program, mesh, kernels="aten"):
         results = []
         for run in (compiled, step):
             x = torch.linspace(-1, 2, 8).requires_grad_()
-            w = distribute_tensor(torch.linspace(-1, 1, 64).view(8, 8), mesh, [Replicate()] * mesh.ndim).requires_grad_()
+            w = distribute_tensor(
+                torch.linspace(-1, 1, 64).view(8, 8), mesh, [Replicate()] * mesh.ndim
+            ).requires_grad_()
             out = run(torch.tensor(rows), x, w)
             out.square().sum().backward()
             results.append((out, x.grad, None if w.grad is None else w.grad.full_tensor()))

@@ -1,7 +1,6 @@
 """Data-parallel wrappers inside a compiled region: eager's numbers, gradients and module state, in one graph."""
 
 import dataclasses
-import types
 
 import pytest
 import torch
@@ -86,8 +85,14 @@ def run(build, call, steps, width, wrap=None, loss=lambda out: out.float().exp()
         x = local_input(width, step)
         out = g(x)
         loss(out).backward()
-        seen.append((out.detach(), x.grad, {name: p.grad.clone() if p.grad is not None else None for name, p in
-                     model.named_parameters()}, {name: b.clone() for name, b in model.named_buffers()}))
+        seen.append(
+            (
+                out.detach(),
+                x.grad,
+                {name: p.grad.clone() if p.grad is not None else None for name, p in model.named_parameters()},
+                {name: b.clone() for name, b in model.named_buffers()},
+            )
+        )
     return seen
 
 
@@ -95,7 +100,9 @@ def compiled(f, **kwargs):
     return torch.compile(f, backend=BACKEND, fullgraph=True, **kwargs)
 
 
-def assert_same(build, call=lambda model: lambda x: model(x), steps=3, width=SIZES[0], computed_in=None, wrap=compiled, **kwargs):
+def assert_same(
+    build, call=lambda model: lambda x: model(x), steps=3, width=SIZES[0], computed_in=None, wrap=compiled, **kwargs
+):
     eager = run(build, call, steps, width, **kwargs)
     ours = run(build, call, steps, width, wrap, **kwargs)
     for step, (a, b) in enumerate(zip(eager, ours)):
@@ -103,7 +110,8 @@ def assert_same(build, call=lambda model: lambda x: model(x), steps=3, width=SIZ
         assert not differences, "\n".join(map(str, differences))
 
 
-# ---- fully_shard ---------------------------------------------------------------------------------------------------------------
+# ---- fully_shard
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -136,7 +144,11 @@ def test_gradients_are_sharded_and_the_module_stays_sharded():
     f(local_input(SIZES[0])).sum().backward()
     for name, p in model.named_parameters():
         assert p is before[name] and isinstance(p, DTensor) and p.placements == (Shard(0),)
-        assert isinstance(p.grad, DTensor) and p.grad.placements == (Shard(0),) and p.grad.to_local().shape == p.to_local().shape
+        assert (
+            isinstance(p.grad, DTensor)
+            and p.grad.placements == (Shard(0),)
+            and p.grad.to_local().shape == p.to_local().shape
+        )
     assert all(isinstance(v, DTensor) for v in model.state_dict().values())
 
 
@@ -444,7 +456,8 @@ def test_replicate_built_on_fully_shard():
     assert_same(lambda: replicate_with_fsdp(MLP(), mesh=make_mesh((2,), ("replicate",))))
 
 
-# ---- DDP and replicate ---------------------------------------------------------------------------------------------------------
+# ---- DDP and replicate
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
@@ -557,7 +570,9 @@ def test_averages_in_the_backward_are_recorded():
     model = DDP(MLP())
     with dtensor_compile.record() as recording:
         compiled(lambda x: model(x))(local_input(SIZES[0])).sum().backward()
-    assert [(c.kind, c.bytes) for c in recording.collectives] == [("all_reduce", 4 * sum(p.numel() for p in model.parameters()))]
+    assert [(c.kind, c.bytes) for c in recording.collectives] == [
+        ("all_reduce", 4 * sum(p.numel() for p in model.parameters()))
+    ]
 
 
 @on_ranks(2)
@@ -635,7 +650,8 @@ def test_ddp_with_compiled_autograd():
         assert_same(lambda: DDP(nn.Sequential(MLP((6, 6, 6)), nn.BatchNorm1d(6))), steps=2, width=6)
 
 
-# ---- what is sent --------------------------------------------------------------------------------------------------------------
+# ---- what is sent
+# --------------------------------------------------------------------------------------------------------------
 
 
 def network(latency):
@@ -649,7 +665,9 @@ AS_WRAPPED = network(2e-8)
 
 
 def sent_by(build, width=6, topology=AS_WRAPPED, call=lambda model: lambda x: model(x)):
-    """Kinds of the collectives of a forward and a backward pass, and the redistributions that the report calls removed."""
+    """Kinds of the collectives of a forward and a backward pass, and the redistributions that the report calls
+    removed.
+    """
     counters.reset()
     torch.manual_seed(0)
     model = build()
@@ -681,7 +699,9 @@ def test_modules_wrapped_in_one_list_are_gathered_as_one():
         return fully_shard(model, mesh=dp_mesh(), reshard_after_forward=False)
 
     sent, removed = sent_by(build)
-    assert sorted(sent) == ["all_gather"] * 3 + ["all_to_all"] * 2 and not removed  # blocks twice; the norm is the root's
+    assert (
+        sorted(sent) == ["all_gather"] * 3 + ["all_to_all"] * 2 and not removed
+    )  # blocks twice; the norm is the root's
     assert_same(build, width=6)
 
 
@@ -709,7 +729,9 @@ def test_replicas_of_shards_reduce_as_one_over_each_mesh_dim():
 @pytest.mark.parametrize("mebibytes, buckets", [(None, 2), (25, 1), (1, 2)])
 @on_ranks(2)
 def test_gradients_fill_the_buckets_of_ddp(mebibytes, buckets):
-    """Weights of 1.6 MiB each; a bucket is full when it reaches its size, as for torch's reducer from the second step on."""
+    """Weights of 1.6 MiB each; a bucket is full when it reaches its size, as for torch's reducer from the second step
+    on.
+    """
     sent, removed = sent_by(lambda: DDP(MLP((640, 640, 640)), bucket_cap_mb=mebibytes), 640, network(2e-5))
     assert sent == ["all_reduce"] * buckets and not removed
 

@@ -84,7 +84,9 @@ def test_equal_mesh_reuses_the_graph_and_another_does_not():
     turned, renamed = make_mesh((2, 1), ("dp", "tp")), make_mesh((2, 1), ("a", "b"))
     x = torch.eye(3)
     assert_like_eager(program("mesh.shape"), (x, mesh), (x, equal), (x, mesh), graphs=1)
-    assert_like_eager(program("(mesh.shape, mesh.mesh_dim_names)"), (x, mesh), (x, turned), (x, renamed), (x, mesh), graphs=3)
+    assert_like_eager(
+        program("(mesh.shape, mesh.mesh_dim_names)"), (x, mesh), (x, turned), (x, renamed), (x, mesh), graphs=3
+    )
 
 
 @on_ranks(2)
@@ -146,7 +148,9 @@ def test_member_outside_the_table_breaks_the_graph_and_says_so():
 
     assert_like_eager(program, (torch.eye(3),), fullgraph=False)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="backend='dtensor' does not trace the member '_get_slice_mesh_layout'"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="backend='dtensor' does not trace the member '_get_slice_mesh_layout'"
+    ):
         torch.compile(program, backend="dtensor", fullgraph=True)(torch.eye(3))
 
 

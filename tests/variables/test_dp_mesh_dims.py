@@ -1,4 +1,6 @@
-"""``fully_shard(..., dp_mesh_dims=...)``: parameters that are DTensors on the whole mesh, of which some dims are data-parallel."""
+"""``fully_shard(..., dp_mesh_dims=...)``: parameters that are DTensors on the whole mesh, of which some dims are
+data-parallel.
+"""
 
 import pytest
 import torch

@@ -88,9 +88,10 @@ def test_one_mesh_of_many_inputs_is_one_input_of_the_graph():
         meshes.append(sum(not isinstance(x, torch.Tensor) for x in inputs))
 
     def program(tensors, mesh):
-        return sum(d.redistribute(d.device_mesh, [Replicate()]).to_local() for d in tensors) + DTensor.from_local(
-            torch.ones(4, 2), mesh, [Replicate()]
-        ).to_local()
+        return (
+            sum(d.redistribute(d.device_mesh, [Replicate()]).to_local() for d in tensors)
+            + DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()]).to_local()
+        )
 
     tensors = [DTensor.from_local(torch.eye(2) + i, mesh, [Shard(0)]) for i in range(4)]
     with with_run(program_steps, "ALWAYS", "check_program", count_meshes):

@@ -1,7 +1,8 @@
-"""Every public name of meshes, groups, works, placements, DTensors and ``torch.distributed`` has a row, and the row is true.
+"""Every public name of meshes, groups, works, placements, DTensors and ``torch.distributed`` has a row, and the row is
+true.
 
-The walk asks the installed torch for its names. The behaviour tests run an example of each row: values as in eager, and one
-graph, or for a row that breaks exactly one break that names the cause of the row.
+The walk asks the installed torch for its names. The behaviour tests run an example of each row: values as in eager, and
+one graph, or for a row that breaks exactly one break that names the cause of the row.
 """
 
 from __future__ import annotations
@@ -23,25 +24,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dtensor_compile.causes import CAUSES, code_in
+from dtensor_compile.causes import code_in
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
 from dtensor_compile.variables import torch_distributed_table as functions
 from dtensor_compile.variables.device_mesh import DeviceMeshVariable
 from dtensor_compile.variables.dtensor import MEMBERS as DTENSOR
-from dtensor_compile.variables.member_rules import Row, MemberRule, Table, table
+from dtensor_compile.variables.member_rules import MemberRule, Row, Table, table
 from dtensor_compile.variables.placement import PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 from dtensor_compile.variables.work_handles import FUTURE, WORK, CFuture
 
-# ---- the walk --------------------------------------------------------------------------------------------------------------
+# ---- the walk
+# --------------------------------------------------------------------------------------------------------------
 
 #: What Python asks of every class.
 _OF_ANY_CLASS = frozenset(
-    """
-    __init__ __new__ __module__ __doc__ __annotations__ __dict__ __slots__ __weakref__ __init_subclass__ __subclasshook__
-    __class__ __dir__ __reduce__ __reduce_ex__ __sizeof__ __getattribute__ __hash__ __torch_dispatch__ __torch_function__
-    """.split()
+    [
+        "__init__",
+        "__new__",
+        "__module__",
+        "__doc__",
+        "__annotations__",
+        "__dict__",
+        "__slots__",
+        "__weakref__",
+        "__init_subclass__",
+        "__subclasshook__",
+        "__class__",
+        "__dir__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__sizeof__",
+        "__getattribute__",
+        "__hash__",
+        "__torch_dispatch__",
+        "__torch_function__",
+    ]
 )
 #: Of what a Python program calls, these are not: torch registers them as formulas of autograd.
 _FORMULAS = re.compile(r"_(backward|setup_context)$")
@@ -136,7 +155,8 @@ def test_every_function_that_becomes_operators_has_a_twin():
         functions.collectives.retrack(dist.get_rank)
 
 
-# ---- what the rows say ---------------------------------------------------------------------------------------------------------
+# ---- what the rows say
+# ---------------------------------------------------------------------------------------------------------
 
 _NAMES = {
     "copy": copy,
@@ -506,10 +526,16 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
 
 #: Names that only the newest of the supported releases has: nothing is asked of them in the others.
 AS_OF_2_14 = frozenset(
-    """
-    supports_reconfigure supports_window get_backend set_timeout get_backend_impl
-    reduce_scatter_inplace linspace logspace
-    """.split()
+    [
+        "supports_reconfigure",
+        "supports_window",
+        "get_backend",
+        "set_timeout",
+        "get_backend_impl",
+        "reduce_scatter_inplace",
+        "linspace",
+        "logspace",
+    ]
 )
 _HOMES = {name: cls for name, (cls, *_) in CLASSES.items()} | {module.__name__: module for module in functions.TABLES}
 
@@ -587,7 +613,9 @@ def test_a_group_that_the_program_ends():
 @pytest.mark.skipif(not hasattr(dist.Work, "timeout"), reason="works of this torch show no timeout")
 @on_ranks(2)
 def test_the_timeout_of_a_work():
-    """A work of a compiled call is complete and knows none: the graph breaks, and the program has the error of such backends."""
+    """A work of a compiled call is complete and knows none: the graph breaks, and the program has the error of such
+    backends.
+    """
 
     def program(x):
         work = dist.all_reduce(x, async_op=True)
@@ -609,7 +637,9 @@ def test_a_message_from_any_rank():
         return y @ x
 
     x = torch.eye(3) * (1 + dist.get_rank())
-    assert torch.equal(torch.compile(program, backend="dtensor_aten")(x, dist.group.WORLD), torch.eye(3) * (1 + dist.get_rank()))
+    assert torch.equal(
+        torch.compile(program, backend="dtensor_aten")(x, dist.group.WORLD), torch.eye(3) * (1 + dist.get_rank())
+    )
 
 
 @on_ranks(2)

@@ -132,9 +132,19 @@ def test_derived_meshes_on_four_ranks():
         a = DTensor.from_local(x, both, [Shard(0), Shard(1)]).redistribute(both, [Replicate(), Shard(0)])
         b = DTensor.from_local(x, joined, [Shard(1), Replicate()]).full_tensor()
         c = DTensor.from_local(x, both["b"], [Shard(0)]).full_tensor()
-        return a.to_local(), b, c, both.get_coordinate(), joined.shape, [part.mesh.tolist() for part in parts], both["a"].size()
+        return (
+            a.to_local(),
+            b,
+            c,
+            both.get_coordinate(),
+            joined.shape,
+            [part.mesh.tolist() for part in parts],
+            both["a"].size(),
+        )
 
-    assert_like_eager(program, *((torch.arange(4.0).reshape(2, 2) + rank, mesh, line) for rank in range(3)), graphs=1, **ATEN)
+    assert_like_eager(
+        program, *((torch.arange(4.0).reshape(2, 2) + rank, mesh, line) for rank in range(3)), graphs=1, **ATEN
+    )
 
 
 @on_ranks(2)
@@ -258,7 +268,13 @@ def test_modules_named_tuples_dataclasses_and_dicts_hold_meshes():
                 return DTensor.from_local(x, layout.mesh, layout.placements)
 
             names = [self.plan.table[mesh[name]] for name in ("dp", "tp")]
-            return wrap(self.layout).full_tensor(), wrap(local).full_tensor(), names, plan.table[mesh["dp"]], plan.placements
+            return (
+                wrap(self.layout).full_tensor(),
+                wrap(local).full_tensor(),
+                names,
+                plan.table[mesh["dp"]],
+                plan.placements,
+            )
 
     x = torch.arange(4.0).reshape(2, 2)
     assert_like_eager(Block(), (x,), (x + 1,), graphs=1, **ATEN)

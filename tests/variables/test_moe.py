@@ -1,4 +1,6 @@
-"""Mixtures of experts: how many tokens go to which rank is only known from the data; the program is one graph all the same."""
+"""Mixtures of experts: how many tokens go to which rank is only known from the data; the program is one graph all the
+same.
+"""
 
 import pytest
 import torch
@@ -80,7 +82,6 @@ def by_mask(x, ids, w):
         (rows,) = torch.where(ids == i)
         out = out.index_add(0, rows, x[rows] @ w[i])
     return out
-
 
 
 def follows_eager(program, experts):

@@ -58,7 +58,9 @@ def follows_eager(make, *, graphs=2, fullgraph=True, steps=4, backend="dtensor_a
             losses.append(run(torch.randn(5, 4), torch.randn(5, 4)))
             if between is not None:
                 between(optimizer)
-        state = [v.float() for p in model.parameters() for _, v in sorted(optimizer.state[p].items()) if torch.is_tensor(v)]
+        state = [
+            v.float() for p in model.parameters() for _, v in sorted(optimizer.state[p].items()) if torch.is_tensor(v)
+        ]
         results.append((losses, [p.detach() for p in model.parameters()], [p.grad for p in model.parameters()], state))
     for what, eager, ours in zip(("losses", "parameters", "gradients", "state"), *results):
         differences = compare_values(what, eager, ours)
@@ -98,7 +100,9 @@ def test_step_alone_with_gradients_from_outside():
             return x
 
         for i, p in enumerate(model.parameters()):
-            p.grad = DTensor.from_local(torch.full_like(p.to_local(), i + 1.0), p.device_mesh, p.placements, run_check=False)
+            p.grad = DTensor.from_local(
+                torch.full_like(p.to_local(), i + 1.0), p.device_mesh, p.placements, run_check=False
+            )
         return step, optimizer
 
     follows_eager(make, graphs=1)
@@ -143,7 +147,10 @@ def test_scheduler_in_the_region():
 def test_groups_of_parameters_and_a_frozen_one():
     def make(model):
         model.up.bias.requires_grad_(False)
-        groups = [{"params": list(model.up.parameters()), "lr": 0.1}, {"params": list(model.down.parameters()), "momentum": 0.5}]
+        groups = [
+            {"params": list(model.up.parameters()), "lr": 0.1},
+            {"params": list(model.down.parameters()), "momentum": 0.5},
+        ]
         optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
         return whole_step(model, optimizer), optimizer
 

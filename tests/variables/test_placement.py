@@ -99,4 +99,6 @@ def test_placements_of_a_user_are_placements():
     class Own(Shard):
         pass
 
-    assert_like_eager(program("(placement.is_shard(), placement.dim, placement)"), (torch.eye(3), None, None, Own(1)), graphs=1)
+    assert_like_eager(
+        program("(placement.is_shard(), placement.dim, placement)"), (torch.eye(3), None, None, Own(1)), graphs=1
+    )

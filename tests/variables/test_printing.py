@@ -1,4 +1,6 @@
-"""``print``, ``warnings`` and ``logging`` in compiled code: the same text as eager, in the same order, on every call."""
+"""``print``, ``warnings`` and ``logging`` in compiled code: the same text as eager, in the same order, on every
+call.
+"""
 
 import contextlib
 import io
@@ -193,7 +195,7 @@ def test_texts_of_containers():
     def program(d):
         pair = _Pair(mesh, Shard(0))
         print({"mesh": mesh, "placements": [Shard(0), Replicate()]}, (mesh, Shard(1)), pair.placement, repr(pair.mesh))
-        print("%s and %r" % (d.placements, mesh), "{} {!r}".format(mesh, Shard(0)), str(mesh) + repr(d.placements))
+        print("%s and %r" % (d.placements, mesh), f"{mesh} {Shard(0)!r}", str(mesh) + repr(d.placements))
         return d * 2
 
     assert_says_the_same(program, (_sharded(mesh),))

@@ -61,7 +61,12 @@ def moves_a_generator(x, g):
 
 def makes_generators(x, g):
     seeded, fresh = torch.Generator().manual_seed(11), torch.Generator(device="cpu")
-    return torch.rand(3, generator=seeded), torch.rand(3, generator=seeded), torch.rand(2, generator=fresh), seeded.get_state()
+    return (
+        torch.rand(3, generator=seeded),
+        torch.rand(3, generator=seeded),
+        torch.rand(2, generator=fresh),
+        seeded.get_state(),
+    )
 
 
 def seeds(x, g):

@@ -28,7 +28,9 @@ class Blocks(nn.Module):
 @on_ranks(2)
 def test_checkpoint_over_tensor_parallel_blocks():
     torch.manual_seed(0)
-    assert_parity(Blocks(), [torch.randn(5, 4, requires_grad=True)], loss=lambda out: out.square().sum(), backend="dtensor_aten")
+    assert_parity(
+        Blocks(), [torch.randn(5, 4, requires_grad=True)], loss=lambda out: out.square().sum(), backend="dtensor_aten"
+    )
 
 
 @on_ranks(2)

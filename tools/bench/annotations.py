@@ -2,10 +2,10 @@
 
     python tools/bench/annotations.py [--repeats 5] [--layers 32]
 
-Bytes of one rank in a forward and backward pass on a simulated 2x2 mesh: the Llama with three marks a block (`tests/spmd/llama.py`), its
-parameters in shards, and with whole ones; and the plan by hand, with the all-reduces that average its gradients and its loss over dp.
-What whole parameters send more is the part of their gradients that a rank does not have with `shard_module`.
-Seconds are CPU time, the median of the repeats.
+Bytes of one rank in a forward and backward pass on a simulated 2x2 mesh: the Llama with three marks a block
+(`tests/spmd/llama.py`), its parameters in shards, and with whole ones; and the plan by hand, with the all-reduces that
+average its gradients and its loss over dp. What whole parameters send more is the part of their gradients that a rank
+does not have with `shard_module`. Seconds are CPU time, the median of the repeats.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dtensor_compile import record
 from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.spmd import Mesh
+from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from dtensor_compile.spmd.shard_module import find_shardings
 from dtensor_compile.testing import make_mesh
-from dtensor_compile.spmd.hybrid_mesh import HybridMesh
 from tests.spmd.llama import annotated, build, by_hand, data, mark
 
 

@@ -2,10 +2,10 @@
 
     python tools/bench/call_overhead.py [--parameters 10 100 300 1000] [--repeats 15] [--json FILE]
 
-Models are tiny, so that the host is what is measured; collectives go to a fake process group and cost nothing. Compared are this
-backend and stock Inductor over DTensors with Inductor over plain tensors that make the same collectives by hand. Each figure is
-the median CPU time of one call over interleaved repeats. A training step is forward, backward and the gradients set to None.
-"""
+Models are tiny, so that the host is what is measured; collectives go to a fake process group and cost nothing. Compared
+are this backend and stock Inductor over DTensors with Inductor over plain tensors that make the same collectives by
+hand. Each figure is the median CPU time of one call over interleaved repeats. A training step is forward, backward and
+the gradients set to None."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from rich.console import Console
 from rich.table import Table
@@ -51,7 +50,11 @@ class Layout:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.distributed:
             return x.redistribute(placements=[Replicate()])
-        return funcol.all_reduce(x, "sum", (self.mesh, 0)) if not torch.is_grad_enabled() else _AllReduce.apply(x, self.mesh)
+        return (
+            funcol.all_reduce(x, "sum", (self.mesh, 0))
+            if not torch.is_grad_enabled()
+            else _AllReduce.apply(x, self.mesh)
+        )
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         return x.to_local() if self.distributed else x
@@ -219,7 +222,9 @@ def compare(build: Callable[[Layout], nn.Module], prepare: Prepare, x: torch.Ten
     """One row of the table."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-    calls = {name: prepare(build(Layout(mesh, distributed=name != "plain")), x, VARIANTS[name]) for name in args.variants}
+    calls = {
+        name: prepare(build(Layout(mesh, distributed=name != "plain")), x, VARIANTS[name]) for name in args.variants
+    }
     samples = measure(calls, args.repeats, args.seconds)
     return {"medians": {name: statistics.median(values) for name, values in samples.items()}, "samples": samples}
 

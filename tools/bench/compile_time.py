@@ -1,9 +1,10 @@
-"""Compile time of a training step, stock Inductor against this backend: same model, same ranks, empty caches, interleaved repeats.
+"""Compile time of a training step, stock Inductor against this backend: same model, same ranks, empty caches,
+interleaved repeats.
 
     python tools/bench/compile_time.py [--layers 4] [--repeats 3] [--layout tp] [--json FILE]
 
-Measured are wall time of the slowest rank and CPU time of the ranks, C++ compiler included, which other work on the machine hardly
-changes. Kernels are compiled in one thread per rank, so that the compiler's processes are counted.
+Measured are wall time of the slowest rank and CPU time of the ranks, C++ compiler included, which other work on the
+machine hardly changes. Kernels are compiled in one thread per rank, so that the compiler's processes are counted.
 """
 
 from __future__ import annotations
@@ -93,10 +94,18 @@ def medians_of(measured: Measured) -> dict[str, tuple[float, float]]:
 
 
 def report(
-    args: argparse.Namespace, what: str, rows: Mapping[str, tuple[float, float]], columns: tuple[str, str], measured: Measured
+    args: argparse.Namespace,
+    what: str,
+    rows: Mapping[str, tuple[float, float]],
+    columns: tuple[str, str],
+    measured: Measured,
 ) -> None:
-    """Prints a table of two columns of seconds and the second over the first, and writes the figures to the file asked for."""
-    table = Table(title=f"{what}, Llama {args.layers} layers, {args.layout}, {args.ranks} ranks, median of {args.repeats}")
+    """Prints a table of two columns of seconds and the second over the first, and writes the figures to the file asked
+    for.
+    """
+    table = Table(
+        title=f"{what}, Llama {args.layers} layers, {args.layout}, {args.ranks} ranks, median of {args.repeats}"
+    )
     for column in ("", *columns, f"{columns[1]} / {columns[0]}"):
         table.add_column(column, justify="right")
     for name, (first, second) in rows.items():

@@ -1,13 +1,15 @@
-"""Training steps as programs have them: a Llama under a data-parallel wrapper, in variants. For the benchmarks and for tests.
+"""Training steps as programs have them: a Llama under a data-parallel wrapper, in variants. For the benchmarks and for
+tests.
 
     with offline.job(RANKS), offline.device("h100") as gpu:
         built = build("fully_shard x tensor parallel: mixed precision", "cuda")
         built.step(lambda f: torch.compile(f, backend="dtensor", **built.options))
     gpu.graphs        # the code that Inductor wrote, with its kernels, and the order in which they ran
 
-Nothing here knows of a compiler. `CONFIGURATIONS` names twelve of them, `NAMES` all that there are; each is for `RANKS` ranks unless
-`mesh_shape` says otherwise. Parallelisms: ``fully_shard``, the same x tensor parallel, HSDP (``fully_shard`` on a mesh of two dims), and
-the three forms of replication (``replicate`` as FSDP2 has it, ``replicate`` as DDP has it, ``DistributedDataParallel``). Variants:
+Nothing here knows of a compiler. `CONFIGURATIONS` names twelve of them, `NAMES` all that there are; each is for `RANKS`
+ranks unless `mesh_shape` says otherwise. Parallelisms: ``fully_shard``, the same x tensor parallel, HSDP
+(``fully_shard`` on a mesh of two dims), and the three forms of replication (``replicate`` as FSDP2 has it,
+``replicate`` as DDP has it, ``DistributedDataParallel``). Variants:
 
 | variant         | what it is                                                                                            |
 |-----------------|-------------------------------------------------------------------------------------------------------|
@@ -100,7 +102,9 @@ class Built:
     options: dict[str, Any] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def step(self, compile: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]] = lambda f: f) -> torch.Tensor:
+    def step(
+        self, compile: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]] = lambda f: f
+    ) -> torch.Tensor:
         """Forward, loss and backward, once for each of `inputs`; the last loss.
 
         Args:
@@ -125,7 +129,13 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, rotary, use_reentrant=False)
 
 
-def build(name: str, device_type: str, config: LlamaConfig = SMALL, mesh_shape: tuple[int, ...] | None = None, batch: int = BATCH) -> Built:
+def build(
+    name: str,
+    device_type: str,
+    config: LlamaConfig = SMALL,
+    mesh_shape: tuple[int, ...] | None = None,
+    batch: int = BATCH,
+) -> Built:
     """A configuration on the ranks of the job.
 
     Args:
@@ -169,7 +179,9 @@ def _by_ddp(parallelism: str) -> bool:
 
 def _spread(model: nn.Module, mesh: DeviceMesh, config: LlamaConfig, sharded_loss: bool) -> None:
     tensor_parallel(model, mesh)
-    if sharded_loss:  # hooks of the first plan stay, so that a second plan for the output has to start from a fresh layer
+    if (
+        sharded_loss
+    ):  # hooks of the first plan stay, so that a second plan for the output has to start from a fresh layer
         model.output = nn.Linear(config.dim, config.vocab, bias=False, device=mesh.device_type)
         plan = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
         parallelize_module(model, mesh, {"output": plan})
@@ -182,7 +194,11 @@ def _wrapped(parallelism: str, model: nn.Module, mesh: DeviceMesh, mixed: bool) 
         return replicate_by_ddp(model)
     shard = replicate if parallelism == "replicate" else fully_shard
     dims = mesh["dp"] if "dp" in mesh.mesh_dim_names else mesh
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if mixed
+        else MixedPrecisionPolicy()
+    )
     for block in model.blocks:
         shard(block, mesh=dims, mp_policy=policy)
     return shard(model, mesh=dims, mp_policy=policy)

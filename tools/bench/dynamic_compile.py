@@ -1,10 +1,11 @@
-"""Compile time with symbolic sizes (``dynamic=True``) against that with the sizes of the example: same program, empty caches, in turns.
+"""Compile time with symbolic sizes (``dynamic=True``) against that with the sizes of the example: same program, empty
+caches, in turns.
 
     python tools/bench/dynamic_compile.py [--only TEXT] [--layers 3] [--repeats 3] [--json FILE]
 
-Programs are the plain ones of `configurations.py`, on 8 simulated ranks of emulated H100s. Measured is CPU time of the first forward and
-backward pass, in a process of its own for each measurement. Kernels are compiled in that process, so that all their time is counted.
-"""
+Programs are the plain ones of `configurations.py`, on 8 simulated ranks of emulated H100s. Measured is CPU time of the
+first forward and backward pass, in a process of its own for each measurement. Kernels are compiled in that process, so
+that all their time is counted."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    seconds: dict[str, dict[str, list[float]]] = {name: {"static": [], "dynamic": []} for name in PROGRAMS if args.only in name}
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {"static": [], "dynamic": []} for name in PROGRAMS if args.only in name
+    }
     for repeat in range(args.repeats):
         for name, measured in seconds.items():
             for kind, values in measured.items():
@@ -55,12 +58,16 @@ def main() -> None:
                     values.append(pool.apply(first_step, (name, args.layers, kind == "dynamic")))
                 print(f"repeat {repeat}: {name}, {kind} {values[-1]:.1f} s", flush=True)
     rows = []
-    table = Table(title=f"CPU time of the first step, Llama {args.layers} layers, {RANKS} emulated H100s, median of {args.repeats}")
+    table = Table(
+        title=f"CPU time of the first step, Llama {args.layers} layers, {RANKS} emulated H100s, median of {args.repeats}"
+    )
     for column in ("program", "static", "dynamic", "dynamic / static"):
         table.add_column(column, justify="left" if column == "program" else "right")
     for name, measured in seconds.items():
         static, dynamic = (statistics.median(measured[kind]) for kind in ("static", "dynamic"))
-        rows.append({"name": name, "static": static, "dynamic": dynamic, "ratio": dynamic / static, "measured": measured})
+        rows.append(
+            {"name": name, "static": static, "dynamic": dynamic, "ratio": dynamic / static, "measured": measured}
+        )
         table.add_row(name, f"{static:.1f} s", f"{dynamic:.1f} s", f"{dynamic / static:.2f}")
     Console().print(table)
     if args.json:

@@ -1,11 +1,11 @@
-"""Compile time of a training step for an emulated GPU against that for the CPU: same model, same simulated job, empty caches, in
-turns.
+"""Compile time of a training step for an emulated GPU against that for the CPU: same model, same simulated job, empty
+caches, in turns.
 
     python tools/bench/emulated_compile.py [--layers 4] [--repeats 3] [--layout tp] [--gpu h200] [--json FILE]
 
-Each measurement is the first forward and backward less the second in a process of its own, through this backend, with the
-kernels: C++ and its compiler, or Triton, PTX and cubin. Kernels are compiled in one thread, so that all their time is counted.
-"""
+Each measurement is the first forward and backward less the second in a process of its own, through this backend, with
+the kernels: C++ and its compiler, or Triton, PTX and cubin. Kernels are compiled in one thread, so that all their time
+is counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from dtensor_compile.testing import make_mesh
 
 
 def first_step(layout_name: str, layers: int, ranks: int, gpu: str | None) -> tuple[float, float, int]:
-    """Wall and CPU seconds of the first step less those of the second, and the number of Triton kernels. `gpu`: None for the CPU."""
+    """Wall and CPU seconds of the first step less those of the second, and the number of Triton kernels. `gpu`: None
+    for the CPU.
+    """
     layout = LAYOUTS[layout_name]
 
     def wrap(model: torch.nn.Module) -> Any:
@@ -52,8 +54,14 @@ def main() -> None:
     for repeat in range(args.repeats):
         for name, values in measured.items():
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                wall, cpu, kernels = pool.apply(first_step, (args.layout, args.layers, args.ranks, None if name == "cpu" else name))
-            print(f"repeat {repeat}: {name} wall {wall:.1f} s, CPU {cpu:.1f} s" + (f", {kernels} kernels" if kernels else ""), flush=True)
+                wall, cpu, kernels = pool.apply(
+                    first_step, (args.layout, args.layers, args.ranks, None if name == "cpu" else name)
+                )
+            print(
+                f"repeat {repeat}: {name} wall {wall:.1f} s, CPU {cpu:.1f} s"
+                + (f", {kernels} kernels" if kernels else ""),
+                flush=True,
+            )
             values.append((wall, cpu))
     medians = medians_of(measured)
     rows = {what: (medians["cpu"][i], medians[args.gpu][i]) for i, what in enumerate(("wall time", "CPU time"))}

@@ -3,7 +3,8 @@
     python tools/bench/gpu.py [--layouts tp fsdp] [--ranks 1 2 4] [--layers 4] [--dim 1024] [--repeats 15] [--json FILE]
     [--check-on-cpu]
 
-One table for each number of ranks. With one rank the backend is NCCL: all code paths, streams and events, nothing sent. With more
+One table for each number of ranks. With one rank the backend is NCCL: all code paths, streams and events, nothing sent.
+With more
     it is
 gloo over CUDA tensors: staging and transfer beside kernels. Rows, by the names under which `docs/gpu.md` keeps them:
 
@@ -16,8 +17,8 @@ gloo over CUDA tensors: staging and transfer beside kernels. Rows, by the names 
     compute          ms of the same step with collectives that return at once
     exposed          ms: predicted for the device and for the link that was measured; measured in waits; step beyond compute
 
-Variants: eager, stock, ours, and with one rank ours with CUDA graphs (``mode="reduce-overhead"``). Where there is no GPU the exit
-status is 2; `--check-on-cpu` runs what does not need one, over gloo, to try the program.
+Variants: eager, stock, ours, and with one rank ours with CUDA graphs (``mode="reduce-overhead"``). Where there is no
+GPU the exit status is 2; `--check-on-cpu` runs what does not need one, over gloo, to try the program.
 """
 
 from __future__ import annotations
@@ -187,13 +188,17 @@ def compute_alone(args: argparse.Namespace, device: str, layout_name: str, world
     config = LlamaConfig(layers=args.layers, dim=args.dim, ffn_dim=3 * args.dim)
     with offline.job(world):
         mesh = init_device_mesh(device, layout.mesh_shape(world), mesh_dim_names=layout.dims)
-        trainer = Trainer(layout, mesh, config, 1, lambda model: torch.compile(model, backend="dtensor", fullgraph=True))
+        trainer = Trainer(
+            layout, mesh, config, 1, lambda model: torch.compile(model, backend="dtensor", fullgraph=True)
+        )
         return 1e3 * statistics.median([_seconds(trainer, device) for _ in range(args.repeats + 1)][1:])
 
 
 def rank_main(rank: int, world: int, port: int, device: str, args: argparse.Namespace, results: Any) -> None:
     """One process of a job, which ends with ``layout -> figures`` of rank 0 in `results`."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+    os.environ.update(
+        MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0"
+    )
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if world == 1 and device == "cuda" else "gloo")
     try:
@@ -244,7 +249,10 @@ def main() -> int:
     parser.add_argument("--check-on-cpu", action="store_true", help="without a GPU: try the program on the CPU")
     args = parser.parse_args()
     if not torch.cuda.is_available() and not args.check_on_cpu:
-        print("gpu: there is no GPU (torch.cuda.is_available() is false); --check-on-cpu tries the program without", file=sys.stderr)
+        print(
+            "gpu: there is no GPU (torch.cuda.is_available() is false); --check-on-cpu tries the program without",
+            file=sys.stderr,
+        )
         return 2
     device = "cpu" if args.check_on_cpu else "cuda"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -255,7 +263,9 @@ def main() -> int:
         for layout, found in everything[world].items():
             Console(width=120).print(table(layout, world, device, found))
         if args.json:  # after each job, so that a run that is cut short leaves what it has
-            pathlib.Path(args.json).write_text(json.dumps({"device": name, "torch": torch.__version__, "ranks": everything}, indent=1))
+            pathlib.Path(args.json).write_text(
+                json.dumps({"device": name, "torch": torch.__version__, "ranks": everything}, indent=1)
+            )
     return 0
 
 

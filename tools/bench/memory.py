@@ -1,9 +1,11 @@
-"""Peak memory of a training step beyond that of the model: eager, stock and this backend, on real gloo ranks of this machine.
+"""Peak memory of a training step beyond that of the model: eager, stock and this backend, on real gloo ranks of this
+machine.
 
-    python tools/bench/memory.py [--only fully_shard ...] [--variants eager ours ...] [--layers 6] [--repeats 3] [--json FILE]
+    python tools/bench/memory.py [--only fully_shard ...] [--variants eager ours ...] [--layers 6] [--repeats 3] [--json
+    FILE]
 
-A step is forward and backward of Llama from no gradients, so that sharded gradients are part of it. Parameters dominate: they are
-some 12 MiB a layer, activations little. One row for each configuration:
+A step is forward and backward of Llama from no gradients, so that sharded gradients are part of it. Parameters
+dominate: they are some 12 MiB a layer, activations little. One row for each configuration:
 
     fully_shard     each block and the whole, 2 ranks
     parametrized    `shard_parameters`: a gather that autograd keeps for backward, 2 ranks
@@ -16,11 +18,11 @@ and of each the variants
     ours, aten                  this backend, with Inductor and with ``kernels="aten"``
     unordered                   ours with ``schedule=False``
 
-Variants follow each other, each in an emptied Dynamo: one that skips a module's code would have the next one skip it. Two
-instruments, both the median over repeats, of the rank with the most: resident memory of the process
-(what backends copy is part of it, what is allocated and never written is not), and bytes that torch's allocator has given out, from
-the profiler. ``predicted`` is what the simulation of the order says of ours. The ratio is that of resident memory to eager's, for
-parametrizations to stock's.
+Variants follow each other, each in an emptied Dynamo: one that skips a module's code would have the next one skip it.
+Two instruments, both the median over repeats, of the rank with the most: resident memory of the process
+(what backends copy is part of it, what is allocated and never written is not), and bytes that torch's allocator has
+given out, from the profiler. ``predicted`` is what the simulation of the order says of ours. The ratio is that of
+resident memory to eager's, for parametrizations to stock's.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ from torch.utils.checkpoint import checkpoint
 import dtensor_compile
 from dtensor_compile.demo.llama import Block, Llama, LlamaConfig
 from dtensor_compile.demo.parallel import shard_parameters, tensor_parallel
-from dtensor_compile.testing.step_memory import allocated_peak, resident_peak, return_freed_memory
 from dtensor_compile.testing.ranks import run_on_ranks
+from dtensor_compile.testing.step_memory import allocated_peak, resident_peak, return_freed_memory
 
 #: Names of configurations, and the ratio's divisor for each.
 BASES = {"fully_shard": "eager", "parametrized": "stock", "fully_shard_tp": "eager", "checkpointed": "eager"}
@@ -155,7 +157,12 @@ def row(configuration: str, args: argparse.Namespace) -> dict[str, Any]:
     def most(name: str) -> dict[str, float]:
         return {v: statistics.median(map(max, zip(*(rank[name][v] for rank in ranks)))) for v in ranks[0][name]}
 
-    result: dict[str, Any] = {"configuration": configuration, "ranks": world, "resident": most("resident"), "allocated": most("allocated")}
+    result: dict[str, Any] = {
+        "configuration": configuration,
+        "ranks": world,
+        "resident": most("resident"),
+        "allocated": most("allocated"),
+    }
     result["predicted"] = {v: max(rank["predicted"][v] for rank in ranks) for v in ranks[0]["predicted"]}
     result["failed"], result["base"] = ranks[0]["failed"], BASES[configuration]
     base = result["resident"].get(result["base"])
@@ -176,7 +183,9 @@ def table(rows: list[dict[str, Any]], variants: list[str], title: str) -> Table:
 
         predicted = f"{this['predicted']['ours'] / MIB:.0f}" if "ours" in this["predicted"] else "-"
         ratios = [f"{this['ratio'][v]:.2f}" if v in this["ratio"] else "-" for v in ("ours", "aten")]
-        result.add_row(this["configuration"], str(this["ranks"]), *map(cell, variants), predicted, this["base"], *ratios)
+        result.add_row(
+            this["configuration"], str(this["ranks"]), *map(cell, variants), predicted, this["base"], *ratios
+        )
     result.caption = "MiB, resident / allocated, beyond what there is before the step; ratios of resident memory"
     return result
 
@@ -194,7 +203,9 @@ def main() -> int:
     for configuration in args.only:
         rows.append(row(configuration, args))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "all"}), file=sys.stderr)
-    Console(width=160).print(table(rows, args.variants, f"Llama, {args.layers} layers, a step, torch {torch.__version__}"))
+    Console(width=160).print(
+        table(rows, args.variants, f"Llama, {args.layers} layers, a step, torch {torch.__version__}")
+    )
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps({"layers": args.layers, "rows": rows}, indent=1))
     return 0

@@ -1,4 +1,5 @@
-"""Small models, spread over ranks as users do it, for the benchmarks: a name, a mesh, and a function to a model and its inputs.
+"""Small models, spread over ranks as users do it, for the benchmarks: a name, a mesh, and a function to a model and its
+inputs.
 
 Nothing here knows of a compiler. A model is called with its inputs; the sum of what it returns is what goes backward.
 """
@@ -79,7 +80,9 @@ class ThreeProjections(nn.Module):
 
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(layers)) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(layers)) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for q, k, v, o in zip(self.q, self.k, self.v, self.o):

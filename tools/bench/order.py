@@ -1,9 +1,11 @@
-"""The order of the code that runs: which collectives have no kernel between start and wait, and what is exposed, on GPUs that are not there.
+"""The order of the code that runs: which collectives have no kernel between start and wait, and what is exposed, on
+GPUs that are not there.
 
     python tools/bench/order.py [--only TEXT] [--large] [--layers N] [--json FILE]
 
-Configurations are those of `configurations.py`, on 8 simulated ranks of emulated H100s with 8 layers; with ``--large``, Llama-3-8B shapes
-on 256 ranks (32 x 8) with 32 layers. The code that Inductor wrote is read (`dtensor_compile.report.written_code`); seconds are estimates of the cost model for its kernels.
+Configurations are those of `configurations.py`, on 8 simulated ranks of emulated H100s with 8 layers; with ``--large``,
+Llama-3-8B shapes on 256 ranks (32 x 8) with 32 layers. The code that Inductor wrote is read
+(`dtensor_compile.report.written_code`); seconds are estimates of the cost model for its kernels.
 
     data parallel    collectives over data-parallel ranks in a forward and backward pass, and for each wrapped module and dtype
     no kernel        those of them that are waited for with no kernel since their start
@@ -30,11 +32,11 @@ from rich.table import Table
 
 import dtensor_compile
 from dtensor_compile import offline
-from dtensor_compile.ir.mesh import group_dim_name
-from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.compat.distributed.device_meshes import group_named
-from dtensor_compile.schedule.wrapper_order import simulate_wrapper
+from dtensor_compile.compat.inductor.compile import fresh_caches
+from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.report.written_code import written_collectives
+from dtensor_compile.schedule.wrapper_order import simulate_wrapper
 
 #: Ranks of the job in Llama-3-8B shapes, and the meshes of the parallelisms.
 LARGE_RANKS = 256
@@ -108,8 +110,25 @@ def main() -> None:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 rows.append(pool.apply(measure, (name, args.large, layers)))
             print(rows[-1], flush=True)
-    table = Table(title="order of the code that runs, emulated H100" + (f", Llama-3-8B shapes, {layers} layers, {LARGE_RANKS} ranks" if args.large else ""))
-    for column in ("configuration", "collectives", "data parallel", "a module", "no kernel", "ordered", "step", "exposed", "Inductor's", "wrapper's", "least", "peak", "wrapper's"):
+    table = Table(
+        title="order of the code that runs, emulated H100"
+        + (f", Llama-3-8B shapes, {layers} layers, {LARGE_RANKS} ranks" if args.large else "")
+    )
+    for column in (
+        "configuration",
+        "collectives",
+        "data parallel",
+        "a module",
+        "no kernel",
+        "ordered",
+        "step",
+        "exposed",
+        "Inductor's",
+        "wrapper's",
+        "least",
+        "peak",
+        "wrapper's",
+    ):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for row in rows:
         table.add_row(
@@ -119,7 +138,10 @@ def main() -> None:
             f"{row['data_parallel'] / row['wrapped']:.1f}",
             f"{row['no_kernel']} ({row['no_kernel'] / max(1, row['data_parallel']):.0%})",
             f"{row['ordered']} of {row['graphs']}",
-            *(f"{row[key] * 1e3:.2f} ms" for key in ("seconds", "exposed", "exposed_before", "exposed_wrapper", "exposed_least")),
+            *(
+                f"{row[key] * 1e3:.2f} ms"
+                for key in ("seconds", "exposed", "exposed_before", "exposed_wrapper", "exposed_least")
+            ),
             *(f"{row[key] / 2**20:.0f} MiB" for key in ("peak", "peak_wrapper")),
         )
     Console(width=200).print(table)

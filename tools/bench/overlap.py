@@ -1,9 +1,11 @@
 """A training step on a slow network: how much of what is sent is hidden behind what is computed.
 
-    python tools/bench/overlap.py [--layouts fsdp tp 2d] [--ranks 2 4] [--rates 500 1000 4000] [--repeats 7] [--json FILE]
+    python tools/bench/overlap.py [--layouts fsdp tp 2d] [--ranks 2 4] [--rates 500 1000 4000] [--repeats 7] [--json
+    FILE]
 
-Runs on the network lab (`tools/netlab.py`), which needs root; where it cannot run the exit status is 2. One row for each layout,
-number of ranks and rate (Mbit/s); times are medians over repeats in which the variants take turns, of forward and backward:
+Runs on the network lab (`tools/netlab.py`), which needs root; where it cannot run the exit status is 2. One row for
+each layout, number of ranks and rate (Mbit/s); times are medians over repeats in which the variants take turns, of
+forward and backward:
 
     compute     the same ranks at once, with collectives that return at once
     wire        bytes that one rank sends, divided by the rate
@@ -148,13 +150,20 @@ class Traffic:
         chunks = [min(self.CHUNK, size - sent) // others for sent in range(0, size, self.CHUNK)]
         works = []
         for chunk in chunks:
-            buffers = torch.empty(chunk * self.world, dtype=torch.uint8), torch.empty(chunk * self.world, dtype=torch.uint8)
+            buffers = (
+                torch.empty(chunk * self.world, dtype=torch.uint8),
+                torch.empty(chunk * self.world, dtype=torch.uint8),
+            )
             works.append(self.group.alltoall_base(*buffers, [], []))
         return lambda: [work.wait() for work in works] and None
 
 
-def measure_with_traffic(layout_name: str, layers: int, topology: Cluster, repeats: int, traffic: Traffic) -> dict[str, Any]:
-    """Seconds of a step whose collectives return at once, by itself (`ours`) and while as many bytes are sent (`both`)."""
+def measure_with_traffic(
+    layout_name: str, layers: int, topology: Cluster, repeats: int, traffic: Traffic
+) -> dict[str, Any]:
+    """Seconds of a step whose collectives return at once, by itself (`ours`) and while as many bytes are sent
+    (`both`).
+    """
     result = measure(layout_name, layers, topology, 0, ["ours"])
     trainer, seconds = result.pop("trainers")["ours"], result["seconds"]
     for _ in range(repeats):
@@ -170,7 +179,9 @@ def measure_with_traffic(layout_name: str, layers: int, topology: Cluster, repea
 
 
 def measure(layout_name: str, layers: int, topology: Cluster, repeats: int, names: list[str]) -> dict[str, Any]:
-    """Seconds of each step by variant on this rank, peak bytes, bytes sent, seconds predicted and stood in waits. On every rank."""
+    """Seconds of each step by variant on this rank, peak bytes, bytes sent, seconds predicted and stood in waits. On
+    every rank.
+    """
     layout, config = LAYOUTS[layout_name], LlamaConfig(layers=layers)
     mesh = init_device_mesh("cpu", layout.mesh_shape(dist.get_world_size()), mesh_dim_names=layout.dims)
     result: dict[str, Any] = {"seconds": {}, "peak": {}, "failed": {}, "predicted": {}, "least": {}, "waited": {}}
@@ -238,6 +249,7 @@ def row(network: netlab.Network, args: argparse.Namespace, layout: str, mbit: fl
 
     network.set_rate([f"{mbit:g}mbit"])
     computed, ranks = run("--compute"), run()
+
     def slowest(found: list[dict[str, Any]], key: str) -> dict[str, float]:
         """By variant the median over steps of the most over ranks."""
         return {name: statistics.median(map(max, zip(*(rank[key][name] for rank in found)))) for name in found[0][key]}
@@ -270,10 +282,24 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     for column in ("layout", "ranks", "Mbit/s", *times, "ratio", "memory", "exposed"):
         result.add_column(column, justify="right")
     for this in rows:
-        cells = [f"{this[name] * 1e3:.0f}" if name in this else "fails" if name in this["failed"] else "-" for name in times]
-        memory = " / ".join(f"{this['memory'][name] / 2**20:.0f}" for name in ("stock", "ours") if name in this["memory"])
-        exposed = f"{this['predicted']['ours'] * 1e3:.0f} / {this['waited']['ours'] * 1e3:.0f} / {this['exposed'] * 1e3:.0f}"
-        facts = [this["layout"], str(this["ranks"]), f"{this['mbit']:g}", *cells, f"{this['ratio']:.2f}", memory, exposed]
+        cells = [
+            f"{this[name] * 1e3:.0f}" if name in this else "fails" if name in this["failed"] else "-" for name in times
+        ]
+        memory = " / ".join(
+            f"{this['memory'][name] / 2**20:.0f}" for name in ("stock", "ours") if name in this["memory"]
+        )
+        exposed = (
+            f"{this['predicted']['ours'] * 1e3:.0f} / {this['waited']['ours'] * 1e3:.0f} / {this['exposed'] * 1e3:.0f}"
+        )
+        facts = [
+            this["layout"],
+            str(this["ranks"]),
+            f"{this['mbit']:g}",
+            *cells,
+            f"{this['ratio']:.2f}",
+            memory,
+            exposed,
+        ]
         result.add_row(*facts)
     result.caption = "milliseconds; memory: MiB, stock / ours; exposed: predicted / in waits / beyond compute"
     return result
@@ -304,11 +330,15 @@ def main() -> int:
                         continue
                     for mbit in args.rates:
                         rows.append(row(network, args, layout, mbit))
-                        print(json.dumps({key: value for key, value in rows[-1].items() if key != "all"}), file=sys.stderr)
+                        print(
+                            json.dumps({key: value for key, value in rows[-1].items() if key != "all"}), file=sys.stderr
+                        )
     except netlab.UnavailableError as error:
         print(f"overlap: {error}", file=sys.stderr)
         return 2
-    Console(width=180).print(table(rows, f"Llama, {args.layers} layers, forward and backward, torch {torch.__version__}"))
+    Console(width=180).print(
+        table(rows, f"Llama, {args.layers} layers, forward and backward, torch {torch.__version__}")
+    )
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps({"layers": args.layers, "rows": rows}, indent=1))
     return 0

@@ -2,8 +2,8 @@
 
     python tools/bench/pass_time.py [--layers 32] [--backend dtensor_aten] [--layout tp] [--json FILE]
 
-Measured is on rank 0: seconds of each step on a graph (`dtensor_compile.graph.runner`), those that only report included, and CPU time of
-the first forward and backward less those of the second, C++ compiler included.
+Measured is on rank 0: seconds of each step on a graph (`dtensor_compile.graph.runner`), those that only report
+included, and CPU time of the first forward and backward less those of the second, C++ compiler included.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.table import Table
 from dtensor_compile import record
 from dtensor_compile.demo.train import LAYOUTS
 from dtensor_compile.testing import run_on_ranks
+
 
 def step_and_passes(layout: str, layers: int, backend: str) -> tuple[float, dict[str, float]]:
     """CPU seconds of the first step of this rank, and seconds of the steps on graphs in it."""
@@ -44,7 +45,16 @@ def main() -> None:
     Console().print(table)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"layers": args.layers, "layout": args.layout, "backend": args.backend, "seconds": seconds, "first": cpu}, file)
+            json.dump(
+                {
+                    "layers": args.layers,
+                    "layout": args.layout,
+                    "backend": args.backend,
+                    "seconds": seconds,
+                    "first": cpu,
+                },
+                file,
+            )
 
 
 if __name__ == "__main__":

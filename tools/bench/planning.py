@@ -1,9 +1,10 @@
-"""What it takes to plan one redistribution that was not planned before, on small and large meshes, with sizes that divide and not.
+"""What it takes to plan one redistribution that was not planned before, on small and large meshes, with sizes that
+divide and not.
 
     python tools/bench/planning.py [--meshes 2x2,8x8,8x64] [--repeats 5] [--json FILE]
 
-Milliseconds of CPU time on one rank, the median of interleaved repeats with empty caches. A program plans each of its distinct
-redistributions once a process.
+Milliseconds of CPU time on one rank, the median of interleaved repeats with empty caches. A program plans each of its
+distinct redistributions once a process.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from rich.table import Table
 
 from dtensor_compile.planner import exchange
 from dtensor_compile.planner import lower_bound as fewest
-from dtensor_compile.planner import steps as moves
 from dtensor_compile.planner import search as plan
 from dtensor_compile.planner import shard_intervals as shards
+from dtensor_compile.planner import steps as moves
 
 #: Source, target, shape.
 CASES = (

@@ -2,11 +2,11 @@
 
     python tools/bench/redistribution.py [--only REGEX] [--json FILE] [--disable PASS,...]
 
-Per model and for one rank: collectives, bytes sent, their estimated time, and the bytes that copies of what collectives take and give
-write in kernels of their own (`graph/extra_copies.py`). Columns: stock with its default planner of
-redistributions (greedy), stock with its other one (min-cost), and this backend. The job is simulated in this process; the graphs
-are those that Inductor would get. On a CPU stock makes an all-gather where it makes an all-to-all on a GPU, and sends what that
-sends.
+Per model and for one rank: collectives, bytes sent, their estimated time, and the bytes that copies of what collectives
+take and give write in kernels of their own (`graph/extra_copies.py`). Columns: stock with its default planner of
+redistributions (greedy), stock with its other one (min-cost), and this backend. The job is simulated in this process;
+the graphs are those that Inductor would get. On a CPU stock makes an all-gather where it makes an all-to-all on a GPU,
+and sends what that sends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank sends in a forward and a backward pass, and copies for it in kernels of their own; seconds are estimated."""
+    """What one rank sends in a forward and a backward pass, and copies for it in kernels of their own; seconds are
+    estimated.
+    """
 
     collectives: int
     bytes: int
@@ -53,8 +55,8 @@ class Sent:
 def measure(case: Case, variant: str, disabled: tuple[str, ...] = ()) -> Sent | None:
     """Compiles a fresh model of the case, in a job of `RANKS` ranks, and counts what its graphs send.
 
-    Returns None where stock's min-cost planner fails on the model (it knows no masked partial, which a row-wise lookup makes).
-    """
+    Returns None where stock's min-cost planner fails on the model (it knows no masked partial, which a row-wise lookup
+    makes)."""
     torch.manual_seed(0)
     model, inputs = case.build(init_device_mesh("cpu", case.shape, mesh_dim_names=case.dims))
 
@@ -105,7 +107,9 @@ def main() -> None:
 
 def _row(sent: Sequence[Sent | None]) -> list[str]:
     texts = [
-        ("fails", "", "", "") if s is None else (f"{s.collectives}", f"{s.bytes:,}", f"{s.seconds * 1e6:.0f} us", f"{s.extra_copies:,}")
+        ("fails", "", "", "")
+        if s is None
+        else (f"{s.collectives}", f"{s.bytes:,}", f"{s.seconds * 1e6:.0f} us", f"{s.extra_copies:,}")
         for s in sent
     ]
     *stock, ours = sent

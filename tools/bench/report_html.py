@@ -2,9 +2,9 @@
 
     python tools/bench/report_html.py [--layers 80] [--repeats 3] [--report FILE]
 
-Without `--report` the report is a made one, with as many rows as a step of so many layers has on a 2-D mesh, under this backend
-and under stock. Needs Chromium. The time is the page's own: from the start of the navigation until all is there and laid out.
-"""
+Without `--report` the report is a made one, with as many rows as a step of so many layers has on a 2-D mesh, under this
+backend and under stock. Needs Chromium. The time is the page's own: from the start of the navigation until all is there
+and laid out."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python tools/bench/report_time.py [--repeats 3]
 
-The first figure is the time of the whole report of the example (this backend, stock, analysis, tables and JSON) over that of
-compiling its forward and backward with ``backend="dtensor"`` and empty caches. The second is the time of a report on a mesh of
-256 x 2 ranks over that on 4 x 2, without stock, whose graphs grow with the mesh. Wall time and CPU time; kernels are compiled in
-this process.
+The first figure is the time of the whole report of the example (this backend, stock, analysis, tables and JSON) over
+that of compiling its forward and backward with ``backend="dtensor"`` and empty caches. The second is the time of a
+report on a mesh of 256 x 2 ranks over that on 4 x 2, without stock, whose graphs grow with the mesh. Wall time and CPU
+time; kernels are compiled in this process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.demo.llama import Llama, LlamaConfig
 from dtensor_compile.demo.parallel import tensor_parallel, two_dim
 from dtensor_compile.report.explain import run_backward
-from dtensor_compile.report.run_target import Job, look_at, running
 from dtensor_compile.report.model import to_json
+from dtensor_compile.report.run_target import Job, look_at, running
 from dtensor_compile.report.table import console_for, print_report
 
 LAYERS = 4
@@ -90,7 +90,10 @@ def main() -> None:
     for repeat in range(args.repeats + 1):
         for name, run in runs.items():
             wall, cpu = measured(run)
-            print(f"repeat {repeat}: {name}: wall {wall:.1f} s, CPU {cpu:.1f} s" + ("" if repeat else " (warms up)"), flush=True)
+            print(
+                f"repeat {repeat}: {name}: wall {wall:.1f} s, CPU {cpu:.1f} s" + ("" if repeat else " (warms up)"),
+                flush=True,
+            )
             if repeat:
                 seconds[name].append((wall, cpu))
     medians = {name: [statistics.median(v) for v in zip(*values)] for name, values in seconds.items()}

@@ -1,7 +1,8 @@
-"""Models that nobody here wrote, under the wrappers of their users; from configurations, without weights. For `wrappers.py`.
+"""Models that nobody here wrote, under the wrappers of their users; from configurations, without weights. For
+`wrappers.py`.
 
-They need ``transformers`` (`make bench-third-party` runs in the environment of the gallery, which has it); where it is missing there are none.
-"""
+They need ``transformers`` (`make bench-third-party` runs in the environment of the gallery, which has it); where it is
+missing there are none."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ def _llama(layers: int, dim: int, ffn_dim: int, vocab: int) -> nn.Module:
 def _vit(layers: int, dim: int, image: int, patch: int, heads: int = 4) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {"hidden_size": dim, "intermediate_size": 4 * dim, "num_hidden_layers": layers, "image_size": image, "patch_size": patch}
+    sizes = {
+        "hidden_size": dim,
+        "intermediate_size": 4 * dim,
+        "num_hidden_layers": layers,
+        "image_size": image,
+        "patch_size": patch,
+    }
     return ViTForImageClassification(ViTConfig(num_attention_heads=heads, num_labels=10, **sizes))
 
 
@@ -39,7 +46,8 @@ def _resnet(depths: list[int], dims: list[int]) -> nn.Module:
 
 
 _AVAILABLE = importlib.util.find_spec("transformers") is not None
-#: Under ``fully_shard``, each decoder layer and the whole. Those called small are for a network of which only the latency counts.
+#: Under ``fully_shard``, each decoder layer and the whole. Those called small are for a network of which only the
+#: latency counts.
 SHARDED: dict[str, Makers] = (
     {
         "fully_shard, small HF Llama": (lambda: _llama(2, 64, 192, 256), lambda: torch.randint(256, (2, 32))),

@@ -1,11 +1,12 @@
-"""Tracing time of the catalogue's programs that stock handles: stock against this backend, the AOT part alone, in one process.
+"""Tracing time of the catalogue's programs that stock handles: stock against this backend, the AOT part alone, in one
+process.
 
     python tools/bench/trace_time.py [--corpus ../shared/corpus] [--only REGEX] [--repeats 3] [--json FILE]
 
-Each program is compiled on two gloo ranks from an empty Dynamo cache, in turn by stock (`aot_eager`) and by `dtensor_aten`, which
-compile no kernels; the first round warms torch's caches and is not counted. Measured is CPU time of rank 0, seconds, from the first
-call to the end of its backward pass; the figure of a program is the median of its repeats.
-"""
+Each program is compiled on two gloo ranks from an empty Dynamo cache, in turn by stock (`aot_eager`) and by
+`dtensor_aten`, which compile no kernels; the first round warms torch's caches and is not counted. Measured is CPU time
+of rank 0, seconds, from the first call to the end of its backward pass; the figure of a program is the median of its
+repeats."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ def compile_times(corpus: str, names: list[str], repeats: int) -> dict[str, dict
                     times.setdefault(name, {}).setdefault(backend, []).append(took)
         if dist.get_rank() == 0:
             medians = [statistics.median(times[name][b]) for b in BACKENDS]
-            print(f"{name:44s} stock {medians[0]:7.3f} s  ours {medians[1]:7.3f} s  {medians[1] / medians[0]:5.2f}", flush=True)
+            print(
+                f"{name:44s} stock {medians[0]:7.3f} s  ours {medians[1]:7.3f} s  {medians[1] / medians[0]:5.2f}",
+                flush=True,
+            )
     return times
 
 
@@ -92,7 +96,13 @@ def main() -> None:
         rows = [medians[n] for n in medians if category in (categories[n], "all")]
         stock, ours = (sum(r[i] for r in rows) for i in range(2))
         ratios = sorted(r[1] / r[0] for r in rows)
-        figures = (f"{stock:.1f} s", f"{ours:.1f} s", f"{ours / stock:.2f}", f"{statistics.median(ratios):.2f}", f"{ratios[-1]:.2f}")
+        figures = (
+            f"{stock:.1f} s",
+            f"{ours:.1f} s",
+            f"{ours / stock:.2f}",
+            f"{statistics.median(ratios):.2f}",
+            f"{ratios[-1]:.2f}",
+        )
         table.add_row(category, str(len(rows)), *figures)
     Console().print(table)
     if args.json:

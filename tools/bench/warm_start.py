@@ -1,9 +1,10 @@
-"""Warm start: what the first step of a job costs where an earlier job has left its graphs and kernels in Inductor's caches.
+"""Warm start: what the first step of a job costs where an earlier job has left its graphs and kernels in Inductor's
+caches.
 
     python tools/bench/warm_start.py [--layers 4] [--repeats 2] [--layout tp] [--json FILE]
 
-Each job has new processes. Measured are wall time of the slowest rank and CPU time of the ranks, C++ compiler included, of the first forward
-and backward less those of the second: cold with empty caches, warm in the job after it.
+Each job has new processes. Measured are wall time of the slowest rank and CPU time of the ranks, C++ compiler included,
+of the first forward and backward less those of the second: cold with empty caches, warm in the job after it.
 """
 
 from __future__ import annotations

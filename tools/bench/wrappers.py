@@ -2,9 +2,10 @@
 
     python tools/bench/wrappers.py [--programs ...] [--ranks 2] [--rates 0 1000] [--repeats 15] [--json FILE]
 
-A rate of 0 is loopback, where only latency counts; others (Mbit/s) run on the network lab (`tools/netlab.py`), which needs root; where
-that cannot run the exit status is 2. Times are medians over repeats of forward and backward in which the variants take turns, of the
-slowest rank; ratios are those of the medians of one run. Collectives are counted by the profiler, in the last repeat.
+A rate of 0 is loopback, where only latency counts; others (Mbit/s) run on the network lab (`tools/netlab.py`), which
+needs root; where that cannot run the exit status is 2. Times are medians over repeats of forward and backward in which
+the variants take turns, of the slowest rank; ratios are those of the medians of one run. Collectives are counted by the
+profiler, in the last repeat.
 
     eager    the wrapper alone
     stock    blocks compiled one by one under ``fully_shard`` (``block.compile()``), the whole model under DDP
@@ -53,7 +54,9 @@ class Transformer(nn.Module):
     def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, dim, 8, stride=8)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(dim, 4, 4 * dim, 0.0, batch_first=True) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, 4, 4 * dim, 0.0, batch_first=True) for _ in range(layers)
+        )
         self.head = nn.Linear(dim, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +79,9 @@ class Residual(nn.Module):
 
 def _convolutions(channels: int, layers: int) -> nn.Module:
     stem, head = nn.Conv2d(3, channels, 7, stride=4), nn.Linear(channels, 10)
-    return nn.Sequential(stem, *(Residual(channels) for _ in range(layers)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    return nn.Sequential(
+        stem, *(Residual(channels) for _ in range(layers)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head
+    )
 
 
 def _sharded(model: nn.Module, blocks: Iterable[nn.Module], compile: str | None) -> nn.Module:
@@ -117,7 +122,10 @@ def _third_party() -> dict[str, Program]:
 
 
 Program = tuple[Callable[[str | None], nn.Module], Callable[[], torch.Tensor]]
-SMALL, LARGE = LlamaConfig(layers=2, dim=64, ffn_dim=192, heads=8, kv_heads=4, vocab=256, sequence=32), LlamaConfig(layers=4)
+SMALL, LARGE = (
+    LlamaConfig(layers=2, dim=64, ffn_dim=192, heads=8, kv_heads=4, vocab=256, sequence=32),
+    LlamaConfig(layers=4),
+)
 
 
 def _tokens(config: LlamaConfig) -> torch.Tensor:
@@ -189,20 +197,41 @@ def row(args: argparse.Namespace, network: netlab.Network | None, name: str, mbi
     with tempfile.TemporaryDirectory() as folder:
         given = [__file__, "--child", "--programs", name, "--repeats", str(args.repeats), "--json", f"{folder}/rank"]
         if network is None:
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+            launch = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(args.ranks),
+            ]
             subprocess.run([*launch, *given], check=True, timeout=args.timeout)
         else:
             network.set_rate([f"{mbit:g}mbit"])
             network.run([sys.executable, *given], timeout=args.timeout)
         ranks = [json.loads(pathlib.Path(f"{folder}/rank.{rank}").read_text()) for rank in range(args.ranks)]
-    seconds = {v: statistics.median(map(max, zip(*(rank["seconds"][v] for rank in ranks)))) for v in ranks[0]["seconds"]}
+    seconds = {
+        v: statistics.median(map(max, zip(*(rank["seconds"][v] for rank in ranks)))) for v in ranks[0]["seconds"]
+    }
     about = {"program": name, "ranks": args.ranks, "mbit": mbit, "failed": ranks[0]["failed"]}
-    return {**about, "seconds": seconds, "collectives": ranks[0]["collectives"], "all": [rank["seconds"] for rank in ranks]}
+    return {
+        **about,
+        "seconds": seconds,
+        "collectives": ranks[0]["collectives"],
+        "all": [rank["seconds"] for rank in ranks],
+    }
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     result = Table(title=title)
-    for column in ("program", "Mbit/s", *(f"{v} (ms)" for v in VARIANTS), "ours / eager", "ours / stock", "collectives"):
+    for column in (
+        "program",
+        "Mbit/s",
+        *(f"{v} (ms)" for v in VARIANTS),
+        "ours / eager",
+        "ours / stock",
+        "collectives",
+    ):
         result.add_column(column, justify="left" if column == "program" else "right")
     for this in rows:
         seconds = this["seconds"]
@@ -233,7 +262,11 @@ def main() -> int:
             with netlab.Network(args.ranks) if mbit else contextlib.nullcontext() as network:
                 for name in args.programs or AT[not mbit]:
                     rows.append(row(args, network, name, mbit))
-                    print(json.dumps({key: value for key, value in rows[-1].items() if key != "all"}), file=sys.stderr, flush=True)
+                    print(
+                        json.dumps({key: value for key, value in rows[-1].items() if key != "all"}),
+                        file=sys.stderr,
+                        flush=True,
+                    )
     except netlab.UnavailableError as error:
         print(f"wrappers: {error}", file=sys.stderr)
         return 2

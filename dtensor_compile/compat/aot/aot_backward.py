@@ -1,4 +1,6 @@
-"""The backward pass that AOTAutograd traces and builds: errors while it is traced, and gradients that it did not expect."""
+"""The backward pass that AOTAutograd traces and builds: errors while it is traced, and gradients that it did not
+expect.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,6 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtensor_compile.compat.aot.autograd_functions import BUILD, IS_GENERATED, functions_built
-from dtensor_compile.compat.dtensor.specs import Spec
-from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.aot.tangents import (
     Tangents,
     assumed_tangents,
@@ -26,6 +26,8 @@ from dtensor_compile.compat.aot.tangents import (
     gradients_in_eager,
     results_with_tangents,
 )
+from dtensor_compile.compat.dtensor.specs import Spec
+from dtensor_compile.compat.hooks import hook, needs
 
 #: Gradients to put in place of an error: ``(error, inputs, tangents)``; None where the error stands.
 StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
@@ -70,12 +72,13 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
 )
 @contextlib.contextmanager
 def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterator[None]:
-    """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor outputs get.
+    """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor
+    outputs get.
 
-    Stock refuses two kinds: that of an output which the loss does not use (autograd makes plain zeros of it, and nothing says
-    which mesh and placements they stand for), and that of an output with an unbacked size (it asks whether that equals the size
-    of the gradient). A gradient that is placed otherwise than expected is dealt with as `compat.aot.tangents` says. The functions
-    stay with the compiled code; torch's own are as they were.
+    Stock refuses two kinds: that of an output which the loss does not use (autograd makes plain zeros of it, and
+    nothing says which mesh and placements they stand for), and that of an output with an unbacked size (it asks whether
+    that equals the size of the gradient). A gradient that is placed otherwise than expected is dealt with as
+    `compat.aot.tangents` says. The functions stay with the compiled code; torch's own are as they were.
 
     Args:
         program: the traced program.
@@ -103,7 +106,9 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
 
     def forward(ctx: Any, *args: Any) -> Any:
         outputs = stock_forward(ctx, *args)
-        ctx.output_specs = [(out._spec, out._local_tensor.shape) if isinstance(out, DTensor) else None for out in outputs]
+        ctx.output_specs = [
+            (out._spec, out._local_tensor.shape) if isinstance(out, DTensor) else None for out in outputs
+        ]
         ctx.call = current_call(tangents, args)
         return outputs
 
@@ -111,10 +116,16 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
         boxed = len(gradients) == 1 and isinstance(gradients[0], list)
         values = gradients[0] if boxed else list(gradients)
         specs = ctx.output_specs
-        given = [None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)]
+        given = [
+            None if spec is not None and type(value) is torch.Tensor else value for value, spec in zip(values, specs)
+        ]
         placements = [spec and spec[0].placements for spec in specs]
         if tangents.come_otherwise(given, placements):
-            in_eager = None if ctx.call is None else gradients_in_eager(program, ctx.call, tangents.places, given, tangents.sends)
+            in_eager = (
+                None
+                if ctx.call is None
+                else gradients_in_eager(program, ctx.call, tangents.places, given, tangents.sends)
+            )
             tangents.say_otherwise(given, placements, in_eager is not None)
             if in_eager is not None:
                 return in_eager
@@ -134,7 +145,9 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
 
 
 def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:
-    """A gradient of zeros for an output with that spec; where the output is partial, zeros on every rank are replicated."""
+    """A gradient of zeros for an output with that spec; where the output is partial, zeros on every rank are
+    replicated.
+    """
     placements = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
     return DTensor.from_local(
         zeros.new_zeros(local_shape), spec.mesh, placements, run_check=False, shape=spec.shape, stride=spec.stride
@@ -142,7 +155,9 @@ def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:
 
 
 class _SpecOfAnySize(Spec):
-    """torch 2.11 asks whether what it traced equals what arrives, sizes included, which are the output's whatever they are."""
+    """torch 2.11 asks whether what it traced equals what arrives, sizes included, which are the output's whatever they
+    are.
+    """
 
     __hash__ = Spec.__hash__
 

@@ -1,11 +1,13 @@
-"""Inputs of a compiled region that are AsyncCollectiveTensors, or DTensors over one: collectives that eager has started and not waited for.
+"""Inputs of a compiled region that are AsyncCollectiveTensors, or DTensors over one: collectives that eager has started
+and not waited for.
 
-    torch:  traces such an input by the tensor in it, which requires no gradient: what the region computes of it has none either
+    torch:  traces such an input by the tensor in it, which requires no gradient: what the region computes of it has
+    none either
     here:   traces a tensor that requires a gradient where the input does; the compiled call waits before its graph runs
 
-Upstream: `process_inputs` in ``torch/_functorch/_aot_autograd/frontend_utils.py`` calls ``trigger_wait()``, and the result has no autograd
-history. Can go once torch keeps ``requires_grad`` there, and waits for local tensors of DTensors as well.
-"""
+Upstream: `process_inputs` in ``torch/_functorch/_aot_autograd/frontend_utils.py`` calls ``trigger_wait()``, and the
+result has no autograd history. Can go once torch keeps ``requires_grad`` there, and waits for local tensors of DTensors
+as well."""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _is_async(value: Any) -> bool:
 
 
 def waited_for(value: Any) -> Any:
-    """`value` with a plain (local) tensor that is ready to be read in the place of an AsyncCollectiveTensor; nothing that autograd knows of."""
+    """`value` with a plain (local) tensor that is ready to be read in the place of an AsyncCollectiveTensor; nothing
+    that autograd knows of.
+    """
     if isinstance(value, AsyncCollectiveTensor):
         return value.trigger_wait()
     return DTensor(value._local_tensor.trigger_wait(), value._spec, requires_grad=False) if _is_async(value) else value
@@ -54,18 +58,24 @@ class _Interior(torch.autograd.Function):
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the sizes and strides of `value`, a fake AsyncCollectiveTensor or a DTensor over one, in a storage of its own."""
+    """A fake tensor of the sizes and strides of `value`, a fake AsyncCollectiveTensor or a DTensor over one, in a
+    storage of its own.
+    """
     if isinstance(value, DTensor):
         return DTensor(_plain(value._local_tensor), value._spec, requires_grad=False)
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _as_traced(value: torch.Tensor, fake_mode: Any, static_shapes: bool) -> torch.Tensor:
-    """What stands for an input while its program is traced: with the sizes that Dynamo knows, and its place in autograd's graph."""
+    """What stands for an input while its program is traced: with the sizes that Dynamo knows, and its place in
+    autograd's graph.
+    """
     context = TracingContext.try_get()
     symbolic = context.tensor_to_context.get(value) if context is not None else None
     source = getattr(symbolic, "tensor_source", None)
-    fake = fake_mode.from_tensor(value, static_shapes=static_shapes, symbolic_context=symbolic, source=source, trace=symbolic is None)
+    fake = fake_mode.from_tensor(
+        value, static_shapes=static_shapes, symbolic_context=symbolic, source=source, trace=symbolic is None
+    )
     with fake_mode:
         if not value.requires_grad:
             return _plain(fake)
@@ -77,7 +87,8 @@ def _as_traced(value: torch.Tensor, fake_mode: Any, static_shapes: bool) -> torc
 
 @contextlib.contextmanager
 def keep_gradients_of_async_inputs(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """While it is entered, programs that AOTAutograd compiles on this thread keep the gradients of their AsyncCollectiveTensors.
+    """While it is entered, programs that AOTAutograd compiles on this thread keep the gradients of their
+    AsyncCollectiveTensors.
 
     Args:
         example_inputs: those of the program. Without an AsyncCollectiveTensor among them nothing changes.
@@ -100,7 +111,11 @@ def keep_gradients_of_async_inputs(example_inputs: Sequence[Any]) -> Iterator[No
 )
 @contextlib.contextmanager
 def _traced_with_gradients() -> Iterator[None]:
-    owner, stock_process, stock_wrapper = threading.get_ident(), aot_autograd.process_inputs, subclass_codegen.codegen_subclass_wrapper
+    owner, stock_process, stock_wrapper = (
+        threading.get_ident(),
+        aot_autograd.process_inputs,
+        subclass_codegen.codegen_subclass_wrapper,
+    )
 
     def process(
         flat_args: list[Any], aot_config: Any, fake_mode: Any, shape_env: Any, ignore_shape_env: bool = False
@@ -111,7 +126,9 @@ def _traced_with_gradients() -> Iterator[None]:
         fake, others = stock_process(flat_args, aot_config, fake_mode, shape_env, ignore_shape_env)
         return fake, sorted({*found, *others})
 
-    def wrapper(compiled_fn: Callable[..., Any], *metas: Any, act_input_indices: Sequence[int] | None = None, **others: Any) -> Any:
+    def wrapper(
+        compiled_fn: Callable[..., Any], *metas: Any, act_input_indices: Sequence[int] | None = None, **others: Any
+    ) -> Any:
         if threading.get_ident() != owner or not act_input_indices:
             return stock_wrapper(compiled_fn, *metas, act_input_indices=act_input_indices, **others)
         return _waiting(stock_wrapper(compiled_fn, *metas, **others), tuple(act_input_indices))

@@ -75,13 +75,17 @@ def functions_built(
 def _right_strides(meta: SubclassCreationMeta, all_args: Sequence[Any], *, curr_start_idx: int) -> tuple[Any, Any]:
     """torch 2.11 takes symbolic strides of a tensor that a graph returns from where its sizes are."""
     given = iter(all_args[curr_start_idx:])
-    size, stride = (tuple(next(given) if s is None else s for s in outer) for outer in (meta.outer_size, meta.outer_stride))
+    size, stride = (
+        tuple(next(given) if s is None else s for s in outer) for outer in (meta.outer_size, meta.outer_stride)
+    )
     return size, stride
 
 
 @contextlib.contextmanager
 def strides_of_results() -> Iterator[None]:
-    """While it is entered, what this thread notes of the DTensors that go in and out of a graph gives them their strides."""
+    """While it is entered, what this thread notes of the DTensors that go in and out of a graph gives them their
+    strides.
+    """
     if IS_GENERATED:
         yield
         return

@@ -1,8 +1,9 @@
-"""Runs of a compiled backward pass: who is told of the first, and what a pass gets that retains the graph for another one.
+"""Runs of a compiled backward pass: who is told of the first, and what a pass gets that retains the graph for another
+one.
 
-A backward pass of Inductor's uses tensors that its forward pass made and no one else sees ("donated buffers") for its own results.
-torch refuses ``backward(retain_graph=True)`` then. Which tensors there are depends on the graph, and with it on the rank, so that
-one rank could refuse while the others wait in a collective.
+A backward pass of Inductor's uses tensors that its forward pass made and no one else sees ("donated buffers") for its
+own results. torch refuses ``backward(retain_graph=True)`` then. Which tensors there are depends on the graph, and with
+it on the rank, so that one rank could refuse while the others wait in a collective.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from dtensor_compile.compat.hooks import hook, needs
 def backward_runs(
     begin: Callable[[], None], failed: Callable[[Exception], None], ended: Callable[[Exception | None], None]
 ) -> Iterator[None]:
-    """While it is entered, functions built on this thread give a backward pass that retains the graph copies to write over.
+    """While it is entered, functions built on this thread give a backward pass that retains the graph copies to write
+    over.
 
     Args:
-        begin: called before a backward pass that is compiled already runs for the first time; an error of its own ends that run,
-            and the next one calls it again.
+        begin: called before a backward pass that is compiled already runs for the first time; an error of its own ends
+            that run, and the next one calls it again.
         failed: told of the error where a backward pass is compiled when it first runs, and cannot be.
         ended: called after the first run of a backward pass, with the error if it raised.
     """
@@ -56,7 +58,9 @@ def _watch(
 
     def run(ctx: Any, values: list[Any]) -> Any:
         nonlocal began, ran
-        if compiled.compiled_bw is not None:  # else it is compiled now, and where it retains the graph, to write over nothing
+        if (
+            compiled.compiled_bw is not None
+        ):  # else it is compiled now, and where it retains the graph, to write over nothing
             if not began:
                 begin()
                 began = True

@@ -17,8 +17,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.dtensor.sharding import forget_decisions
+from dtensor_compile.compat.hooks import hook, needs
 
 
 @needs(
@@ -34,9 +34,9 @@ from dtensor_compile.compat.dtensor.sharding import forget_decisions
 def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[None]:
     """While it is entered, ``tell(local, spec)`` hears of DTensors that this thread hands to operators or takes apart.
 
-    Of the arguments of an operator it hears where torch decides on a sharding, which it does once for equal specs: the first time
-    after a trace begins, as torch's cache of decisions is empty then. So all ranks hear the same, whatever ran before on each.
-    """
+    Of the arguments of an operator it hears where torch decides on a sharding, which it does once for equal specs: the
+    first time after a trace begins, as torch's cache of decisions is empty then. So all ranks hear the same, whatever
+    ran before on each."""
     owner, unwrap, flatten = threading.get_ident(), OpDispatcher.unwrap_to_op_info, DTensor.__tensor_flatten__
     unflatten = DTensor.__tensor_unflatten__
     to_local, enter = _ToTorchTensor.forward, ProxyTorchDispatchMode.__enter__

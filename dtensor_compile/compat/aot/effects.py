@@ -1,4 +1,6 @@
-"""Tokens that order operators with effects (``linalg.inv`` checks its result), where AOTAutograd makes graphs for Inductor."""
+"""Tokens that order operators with effects (``linalg.inv`` checks its result), where AOTAutograd makes graphs for
+Inductor.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ from dtensor_compile.compat.hooks import hook, needs
 )
 @contextlib.contextmanager
 def tokens_from_inputs() -> Iterator[None]:
-    """While it is entered, graphs that AOTAutograd makes on this thread begin a chain of effects with the token they are given.
+    """While it is entered, graphs that AOTAutograd makes on this thread begin a chain of effects with the token they
+    are given.
 
-    Inside a DTensor operator the tracer does not see that token and leaves a fake tensor in its place, as a constant; the token stays
-    an input without a use, and AOTAutograd, which takes tokens out again for Inductor, refuses the graph.
-    """
+    Inside a DTensor operator the tracer does not see that token and leaves a fake tensor in its place, as a constant;
+    the token stays an input without a use, and AOTAutograd, which takes tokens out again for Inductor, refuses the
+    graph."""
     owner, stock = threading.get_ident(), graph_capture.unlift_tokens
 
     def unlift(fw_module: torch.fx.GraphModule, fw_metadata: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,12 +39,17 @@ def tokens_from_inputs() -> Iterator[None]:
             _begin_with_inputs(fw_module, list(fw_metadata.tokens))
         stock(fw_module, fw_metadata, *args, **kwargs)
 
-    with mock.patch.object(graph_capture, "unlift_tokens", unlift), mock.patch.object(graph_compile, "unlift_tokens", unlift):
+    with (
+        mock.patch.object(graph_capture, "unlift_tokens", unlift),
+        mock.patch.object(graph_compile, "unlift_tokens", unlift),
+    ):
         yield
 
 
 def _begin_with_inputs(module: torch.fx.GraphModule, effects: list[Any]) -> None:
-    """Puts the token of its effect, the first inputs of `module` in the order of `effects`, where a chain begins with a constant."""
+    """Puts the token of its effect, the first inputs of `module` in the order of `effects`, where a chain begins with a
+    constant.
+    """
     tokens = dict(zip(effects, module.graph.find_nodes(op="placeholder")))
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
         token, operator = node.args[:2]

@@ -1,4 +1,6 @@
-"""Tracing a program over DTensors to the operators on local tensors, with the sizes symbolic that ``torch.export`` shall vary."""
+"""Tracing a program over DTensors to the operators on local tensors, with the sizes symbolic that ``torch.export``
+shall vary.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def dynamic_dims(
 
     def note(_path: Any, leaf: Any, spec: Any = None) -> Any:
         entries = spec.items() if isinstance(spec, dict) else enumerate(spec or ())
-        found.append(frozenset(dim for dim, size in entries if _varies(size)) if isinstance(leaf, torch.Tensor) else frozenset())
+        found.append(
+            frozenset(dim for dim, size in entries if _varies(size)) if isinstance(leaf, torch.Tensor) else frozenset()
+        )
         return leaf
 
     combined = _combine_args(function, tuple(args), dict(kwargs))
@@ -42,7 +46,8 @@ def _varies(size: Any) -> bool:
 def trace_to_local(
     function: Callable[..., Any], inputs: Sequence[Any], dims: Sequence[frozenset[int]]
 ) -> torch.fx.GraphModule:
-    """The graph of aten operators that ``function(*inputs)`` runs on local tensors; DTensors exist while it is traced only.
+    """The graph of aten operators that ``function(*inputs)`` runs on local tensors; DTensors exist while it is traced
+    only.
 
     Args:
         inputs: plain tensors and other values.

@@ -1,9 +1,9 @@
 """Sizes that a graph returns with its DTensors, and that become numbers while it is traced.
 
-AOTAutograd plans the results of a graph before it traces the backward pass. A DTensor of symbolic sizes is several: its local tensor,
-its mesh, and an integer per symbol. Where how a gradient is cut needs to know that a size is even, or less than the number of ranks,
-the symbol can be left with one value (``2 <= s < 3``): the traced graph returns no integer for it, and every later result is taken for
-the one before.
+AOTAutograd plans the results of a graph before it traces the backward pass. A DTensor of symbolic sizes is several: its
+local tensor, its mesh, and an integer per symbol. Where how a gradient is cut needs to know that a size is even, or
+less than the number of ranks, the symbol can be left with one value (``2 <= s < 3``): the traced graph returns no
+integer for it, and every later result is taken for the one before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class _PlannedTooEarly(Exception):
 
 
 def plan_until_sizes_stay(compile: Callable[[], T]) -> T:
-    """What `compile`, which calls AOTAutograd, returns; it is called again where a size became a number after the plan was made.
+    """What `compile`, which calls AOTAutograd, returns; it is called again where a size became a number after the plan
+    was made.
 
     It ends: a size that is a number is none of the symbols of the next plan.
     """
@@ -42,14 +43,19 @@ def plan_until_sizes_stay(compile: Callable[[], T]) -> T:
 
 @needs(
     "results whose sizes become numbers in the backward pass",
-    hook("torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass", "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only"),
+    hook(
+        "torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass",
+        "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only",
+    ),
     hook("torch._functorch._aot_autograd.graph_capture:_create_graph", "f args ..."),
     without="such a graph returns too little",
     essential=True,
 )
 @contextlib.contextmanager
 def _plans_checked() -> Iterator[None]:
-    """While it is entered, a graph traced on this thread that returns fewer integers than planned is an error, before any pass sees it."""
+    """While it is entered, a graph traced on this thread that returns fewer integers than planned is an error, before
+    any pass sees it.
+    """
     owner, unwrap, create = threading.get_ident(), graph_capture.aot_dispatch_subclass, graph_capture._create_graph
     planned: list[torch.SymInt] = []
 

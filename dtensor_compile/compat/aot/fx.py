@@ -40,7 +40,9 @@ def copy_of_graph(graph: torch.fx.Graph) -> SavedGraph:
 
 
 def put_back(graph: torch.fx.Graph, saved: SavedGraph) -> None:
-    """Makes `graph` what it was, with the same node names, whatever state it is in. Nodes of `graph` held elsewhere are void."""
+    """Makes `graph` what it was, with the same node names, whatever state it is in. Nodes of `graph` held elsewhere are
+    void.
+    """
     copy, made = torch.fx.Graph(), {}
     for was in saved:
         args, kwargs = map_arg((was.args, was.kwargs), made.__getitem__)
@@ -77,7 +79,9 @@ def is_fake(value: object) -> bool:
 
 @contextlib.contextmanager
 def recomputed_in_backward(wanted: bool) -> Iterator[None]:
-    """Nodes that are traced while it is entered run again in the backward instead of keeping their results, if `wanted`."""
+    """Nodes that are traced while it is entered run again in the backward instead of keeping their results, if
+    `wanted`.
+    """
     before = fx_traceback.current_meta.get("recompute")
     if wanted:
         fx_traceback.current_meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -91,10 +95,11 @@ def recomputed_in_backward(wanted: bool) -> Iterator[None]:
 
 
 class BoxedCode(CodeGen):
-    """Python code of a graph that takes its inputs as one list and empties it, so that each is freed after its last use.
+    """Python code of a graph that takes its inputs as one list and empties it, so that each is freed after its last
+    use.
 
-        before   def forward(self, x, w):            the caller holds x and w until it returns
-        after    def forward(self, inputs): x, w, = inputs; inputs.clear()
+    before   def forward(self, x, w):            the caller holds x and w until it returns
+    after    def forward(self, inputs): x, w, = inputs; inputs.clear()
     """
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:

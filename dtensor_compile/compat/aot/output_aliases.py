@@ -1,5 +1,5 @@
-"""Results that are views of an input or of another result, as AOTAutograd makes them anew when the graph has run; and those that torch
-takes for views of an input and that are none.
+"""Results that are views of an input or of another result, as AOTAutograd makes them anew when the graph has run; and
+those that torch takes for views of an input and that are none.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.aot.autograd_functions import BUILD, IS_GENERATED, functions_built, strides_of_results
-from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.aot.tangents import expected_placements
+from dtensor_compile.compat.hooks import hook, needs
 
 
 @needs(
@@ -31,25 +31,31 @@ from dtensor_compile.compat.aot.tangents import expected_placements
     hook("torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper"),
     BUILD,
     hook("torch._functorch.aot_autograd:run_functionalized_fw_and_collect_metadata", "f ..."),
-    hook("torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass", "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only"),
+    hook(
+        "torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass",
+        "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only",
+    ),
     without="values of views could be wrong",
     essential=True,
 )
 @contextlib.contextmanager
 def views_of_dtensors() -> Iterator[None]:
-    """While it is entered, code that AOTAutograd builds on this thread can return a view of a DTensor whose sizes are symbolic.
+    """While it is entered, code that AOTAutograd builds on this thread can return a view of a DTensor whose sizes are
+    symbolic.
 
-    Where sizes are numbers torch runs the view again on the base; otherwise it asks for ``as_strided`` of the base, which DTensor
-    does not have. The function stays with the compiled code; torch's own is as it was.
+    Where sizes are numbers torch runs the view again on the base; otherwise it asks for ``as_strided`` of the base,
+    which DTensor does not have. The function stays with the compiled code; torch's own is as it was.
 
-    And a result of a view operator for which DTensor redistributed the argument (``x.narrow(1, 2, 1)`` of `x` in shards of dim 1) is one of
-    the graph: its values are not in the memory of `x`, an input or another result, though DTensor gives both one storage.
+    And a result of a view operator for which DTensor redistributed the argument (``x.narrow(1, 2, 1)`` of `x` in shards
+    of dim 1) is one of the graph: its values are not in the memory of `x`, an input or another result, though DTensor
+    gives both one storage.
 
-    A result that is the only view of its base comes out of the graph as it is. torch calls ``_unsafe_view`` on it first, so that autograd
-    does not take it for a view: a DTensor that was just made is none, and an empty one has no view in shards.
+    A result that is the only view of its base comes out of the graph as it is. torch calls ``_unsafe_view`` on it
+    first, so that autograd does not take it for a view: a DTensor that was just made is none, and an empty one has no
+    view in shards.
 
-    And the graph returns the bases that the DTensors need. torch counts those that local tensors alone would need: DTensors that were made
-    of one tensor are views of nothing, and their local tensors are of it.
+    And the graph returns the bases that the DTensors need. torch counts those that local tensors alone would need:
+    DTensors that were made of one tensor are views of nothing, and their local tensors are of it.
     """
     owner, build = threading.get_ident(), runtime_wrappers._create_runtime_wrapper
     analyze, unwrap = aot_autograd.run_functionalized_fw_and_collect_metadata, graph_capture.aot_dispatch_subclass
@@ -69,12 +75,16 @@ def views_of_dtensors() -> Iterator[None]:
         if threading.get_ident() == owner and unwrapped.maybe_subclass_meta is not None:
             results = meta.subclass_fw_graph_out_meta
             bases = results[len(results) - meta.num_intermediate_bases :]
-            unwrapped.maybe_subclass_meta.fw_metadata.num_intermediate_bases = sum(getattr(base, "arg_count", 1) for base in bases)
+            unwrapped.maybe_subclass_meta.fw_metadata.num_intermediate_bases = sum(
+                getattr(base, "arg_count", 1) for base in bases
+            )
         return unwrapped
 
     def keep_views(metadata: Any) -> None:
         kinds = metadata.output_info
-        metadata.unsafe_view_out_indices = [i for i in metadata.unsafe_view_out_indices if kinds[i].raw_type is not DTensor]
+        metadata.unsafe_view_out_indices = [
+            i for i in metadata.unsafe_view_out_indices if kinds[i].raw_type is not DTensor
+        ]
         metadata.num_unsafe_view_outputs = len(metadata.unsafe_view_out_indices)
 
     with (
@@ -89,31 +99,40 @@ def views_of_dtensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers_that_call(alias: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """While it is entered, objects that make views anew are made to call `alias`. As of 2.13 code does that which is generated, and keeps
-    the function that it finds.
+    """While it is entered, objects that make views anew are made to call `alias`. As of 2.13 code does that which is
+    generated, and keeps the function that it finds.
     """
     handlers = {} if IS_GENERATED else runtime_wrappers._HANDLER_MAP
     ours = {}
     for kind, handler in handlers.items():
         names = {**handler.__call__.__globals__, "gen_alias_from_base": alias}
-        ours[kind] = type(handler.__name__, (handler,), {"__call__": types.FunctionType(handler.__call__.__code__, names)})
+        ours[kind] = type(
+            handler.__name__, (handler,), {"__call__": types.FunctionType(handler.__call__.__code__, names)}
+        )
     with mock.patch.dict(handlers, ours):
         yield
 
 
 def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose results share a storage only with arguments, bases and results whose local tensors share one with theirs.
+    """`function`, whose results share a storage only with arguments, bases and results whose local tensors share one
+    with theirs.
 
-    And results that share one share that of the argument in whose memory they are: what `split` makes of an argument has a storage of its
-    own, and torch refuses two results there.
+    And results that share one share that of the argument in whose memory they are: what `split` makes of an argument
+    has a storage of its own, and torch refuses two results there.
     """
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         results = function(*args)
         placed = [x for x in pytree.tree_leaves(results) if isinstance(x, DTensor)]
-        owners = [*(x for x in args if isinstance(x, DTensor)), *(x._base for x in placed if x._base is not None), *placed]
-        locals_of: dict[StorageWeakRef, torch.Tensor] = {}  # of who is first: an argument, else what others are views of
+        owners = [
+            *(x for x in args if isinstance(x, DTensor)),
+            *(x._base for x in placed if x._base is not None),
+            *placed,
+        ]
+        locals_of: dict[
+            StorageWeakRef, torch.Tensor
+        ] = {}  # of who is first: an argument, else what others are views of
         for x in owners:
             locals_of.setdefault(StorageWeakRef(x.untyped_storage()), x._local_tensor)
         for x in placed:
@@ -124,7 +143,10 @@ def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
         known = {StorageWeakRef(x.untyped_storage()) for x in inputs.values()}
         shared = collections.Counter(StorageWeakRef(x.untyped_storage()) for x in placed)
         for x in placed:
-            own, source = StorageWeakRef(x.untyped_storage()), inputs.get(StorageWeakRef(x._local_tensor.untyped_storage()))
+            own, source = (
+                StorageWeakRef(x.untyped_storage()),
+                inputs.get(StorageWeakRef(x._local_tensor.untyped_storage())),
+            )
             if shared[own] > 1 and own not in known and source is not None:
                 torch._functionalize_unsafe_set(x, source)
         return results
@@ -146,8 +168,9 @@ def _alias(
     if again or result._base is not None or not (isinstance(base, DTensor) and isinstance(result, DTensor)):
         return stock(base, result, requires_grad, views, replay_views=replay_views)
     like = result._local_tensor
-    # Where one rank has all of a dim, the gradient has the placement of the view, as in eager. That of a partial input is replicated:
-    # `to_local` believes what it is told, and as partial each rank's copy would count as one term of a sum.
+    # Where one rank has all of a dim, the gradient has the placement of the view, as in eager. That of a partial input
+    # is replicated: `to_local` believes what it is told, and as partial each rank's copy would count as one term of a
+    # sum.
     gradient = expected_placements([p if p.is_replicate() else q for p, q in zip(result.placements, base.placements)])
     local = base.to_local(grad_placements=gradient) if requires_grad else base._local_tensor
     view = _laid_out_like(local, like)
@@ -157,10 +180,11 @@ def _alias(
 
 
 def _laid_out_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The view of the memory of `base`, a plain tensor, that has the dtype, sizes, strides and offset of `like`, which is in that memory.
+    """The view of the memory of `base`, a plain tensor, that has the dtype, sizes, strides and offset of `like`, which
+    is in that memory.
 
-    Autograd knows the view, but for one that takes the same bits for another kind of number, which has no gradient. Inductor copies a
-    slice to take its bits so: then it is `like`, with the right values and memory of its own.
+    Autograd knows the view, but for one that takes the same bits for another kind of number, which has no gradient.
+    Inductor copies a slice to take its bits so: then it is `like`, with the right values and memory of its own.
     """
     stored = base.conj() if base.is_conj() else base
     stored = torch._neg_view(stored) if stored.is_neg() else stored
@@ -170,7 +194,9 @@ def _laid_out_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _stored_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`_laid_out_like`, of numbers as they are stored: without the bits that say that they are to be conjugated or negated."""
+    """`_laid_out_like`, of numbers as they are stored: without the bits that say that they are to be conjugated or
+    negated.
+    """
     sizes, strides, offset = like.size(), like.stride(), like.storage_offset()
     if like.dtype == base.dtype:
         return base.as_strided(sizes, strides, offset)
@@ -182,15 +208,17 @@ def _stored_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
         return like
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides)) if like.numel() else -1
-    used = (offset + last + 1) * like.itemsize if like.numel() else 0  # bytes of the memory, up to the last one of `like`
+    used = (
+        (offset + last + 1) * like.itemsize if like.numel() else 0
+    )  # bytes of the memory, up to the last one of `like`
     flat = base.detach().as_strided((-(-used // base.itemsize),), (1,), 0)
     return flat.view(like.dtype).as_strided(sizes, strides, offset)
 
 
 def _refusing_writes(x: torch.Tensor) -> torch.Tensor:
-    """`x`, into which the program cannot write in place: autograd, which does not know that it is a view of an argument, would give the
-    argument and its other views the gradients of before the write. torch says so in its error for views out of custom functions.
-    """
+    """`x`, into which the program cannot write in place: autograd, which does not know that it is a view of an
+    argument, would give the argument and its other views the gradients of before the write. torch says so in its error
+    for views out of custom functions."""
     with torch.enable_grad():
         x = torch.ops.aten.alias.default(x)
     torch._C._autograd._set_creation_meta(x, torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION)

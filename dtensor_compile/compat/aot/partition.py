@@ -24,12 +24,13 @@ from dtensor_compile.compat.hooks import hook, needs
 )
 @contextlib.contextmanager
 def bind_shard_sizes() -> Iterator[None]:
-    """While it is entered, partitioning on this thread hands the size of a local tensor to the backward graph where it needs it.
+    """While it is entered, partitioning on this thread hands the size of a local tensor to the backward graph where it
+    needs it.
 
-    A DTensor input brings its global sizes as integers of the graph, but not those of its local tensor, whose symbols are its own
-    (how a global size is cut depends on the rank). Where a saved tensor's shape has such a symbol, ``3*s3``, nothing in the backward
-    graph says what ``s3`` is, and Inductor refuses the graph. The size becomes a node of the joint graph, to be saved like others.
-    """
+    A DTensor input brings its global sizes as integers of the graph, but not those of its local tensor, whose symbols
+    are its own (how a global size is cut depends on the rank). Where a saved tensor's shape has such a symbol,
+    ``3*s3``, nothing in the backward graph says what ``s3`` is, and Inductor refuses the graph. The size becomes a node
+    of the joint graph, to be saved like others."""
     owner, stock = threading.get_ident(), partitioners.find_symbol_binding_fx_nodes
 
     def find(graph: torch.fx.Graph) -> dict[sympy.Symbol, torch.fx.Node]:
@@ -50,8 +51,9 @@ def bind_shard_sizes() -> Iterator[None]:
 def place_random_states() -> Iterator[None]:
     """While it is entered, partitioning on this thread saves the states of generators among the tensors.
 
-    Where a region that is recomputed draws random numbers, the forward graph saves the generator's state. torch puts it behind the
-    opaque objects that are saved, such as the mesh of a DTensor, whereas AOTAutograd takes saved tensors first and those next.
+    Where a region that is recomputed draws random numbers, the forward graph saves the generator's state. torch puts it
+    behind the opaque objects that are saved, such as the mesh of a DTensor, whereas AOTAutograd takes saved tensors
+    first and those next.
 
         before   return (out, saved, mesh, state)      def backward(saved, mesh, state, tangent)
         after    return (out, saved, state, mesh)      def backward(saved, state, mesh, tangent)
@@ -77,17 +79,23 @@ def place_random_states() -> Iterator[None]:
 class HeldNodes:
     """Where nodes of the joint graph have to run, forward or backward, kept over Inductor's own passes on it.
 
-    Inductor leaves out a multiplication by one, on 2.14 also by the number 1, and writes over what the node before says of itself,
-    with what the multiplication said. The partitioner would move such a node from backward to forward where it needs no gradient, as
-    what a rank receives that is not part of the mesh of the gradient; ranks of that mesh do not.
-    """
+    Inductor leaves out a multiplication by one, on 2.14 also by the number 1, and writes over what the node before says
+    of itself, with what the multiplication said. The partitioner would move such a node from backward to forward where
+    it needs no gradient, as what a rank receives that is not part of the mesh of the gradient; ranks of that mesh do
+    not."""
 
     def __init__(self) -> None:
         self._tags: dict[torch.fx.Node, dict[str, Any]] = {}
 
     def remember(self, graph: torch.fx.Graph) -> None:
-        held = [node for node in graph.nodes if node.meta.get("partitioner_tag") in ("must_be_in_backward", "must_be_in_forward")]
-        self._tags = {node: {key: node.meta[key] for key in ("partitioner_tag", "recompute") if key in node.meta} for node in held}
+        held = [
+            node
+            for node in graph.nodes
+            if node.meta.get("partitioner_tag") in ("must_be_in_backward", "must_be_in_forward")
+        ]
+        self._tags = {
+            node: {key: node.meta[key] for key in ("partitioner_tag", "recompute") if key in node.meta} for node in held
+        }
 
     def restore(self, graph: torch.fx.Graph) -> None:
         for node in graph.nodes:
@@ -104,8 +112,8 @@ def _copy_but_groups(self: torch.fx.GraphModule, memo: dict[int, Any]) -> torch.
 def share_groups() -> Iterator[None]:
     """While it is entered, copies of a backward graph that is partitioned on this thread have its process groups.
 
-    torch compiles a copy of it. Before 2.13 groups that messages of a convolution go through are attributes of the graph, which
-    cannot be copied.
+    torch compiles a copy of it. Before 2.13 groups that messages of a convolution go through are attributes of the
+    graph, which cannot be copied.
     """
     if OPAQUE:
         yield
@@ -133,7 +141,11 @@ def _sizes_of_inputs(graph: torch.fx.Graph, bound: set[sympy.Symbol]) -> dict[sy
                 continue
             for dim, size in enumerate(value.shape):
                 symbols = free_symbols(size)
-                if len(symbols) == 1 and (symbol := next(iter(symbols))) == size.node.expr and symbol not in {*bound, *made}:
+                if (
+                    len(symbols) == 1
+                    and (symbol := next(iter(symbols))) == size.node.expr
+                    and symbol not in {*bound, *made}
+                ):
                     made[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
                     made[symbol].meta["val"] = size
     return made

@@ -19,13 +19,15 @@ from torch.utils._sympy.functions import Max, Min
 
 from dtensor_compile.compat.hooks import hook, if_there, needs
 
-#: Stands for a size that only the data decides, so that a plan can be made for it at all. (A size that equals what it is known to be
-#: a multiple of would read as fixed.)
+#: Stands for a size that only the data decides, so that a plan can be made for it at all. (A size that equals what it
+#: is known to be a multiple of would read as fixed.)
 UNKNOWN_SIZE = 1024
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size seen while tracing; where there is none that many times what it is known to be a multiple of: `UNKNOWN_SIZE`."""
+    """The size seen while tracing; where there is none that many times what it is known to be a multiple of:
+    `UNKNOWN_SIZE`.
+    """
     if isinstance(size, int):
         return size
     return size.node.hint if has_hint(size) else UNKNOWN_SIZE * _divisor(size.node.expr)
@@ -42,21 +44,25 @@ def size_hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 
 
 def divisors(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
-    """What each size is known to be a multiple of, whatever its symbols are: itself where it is a number, 4 for ``4*s0``."""
+    """What each size is known to be a multiple of, whatever its symbols are: itself where it is a number, 4 for
+    ``4*s0``.
+    """
     return tuple(size if isinstance(size, int) else _divisor(size.node.expr) for size in shape)
 
 
 def is_multiple(size: int | torch.SymInt, n: int) -> bool:
     """Whether a size is a multiple of `n`, with a guard where a size was seen while tracing.
 
-    A size that only the data decides cannot be guarded on: it is no multiple unless its expression is one for every value, so that the
-    caller goes the way of uneven shards, which even ones go as well.
+    A size that only the data decides cannot be guarded on: it is no multiple unless its expression is one for every
+    value, so that the caller goes the way of uneven shards, which even ones go as well.
     """
     return guard_or_false(size % n == 0)
 
 
 class Symbol(NamedTuple):
-    """A symbol of sizes, its value while tracing, and the values that it may have; `high` is None where they have no end."""
+    """A symbol of sizes, its value while tracing, and the values that it may have; `high` is None where they have no
+    end.
+    """
 
     symbol: sympy.Symbol
     hint: int
@@ -107,7 +113,8 @@ def _nary_add(*sizes: Any) -> Any:
     return torch.sym_sum(sizes)
 
 
-#: What torch writes down where it finds a smallest, a largest or a sum of several sizes in an expression; as 2.13 does, where it does not.
+#: What torch writes down where it finds a smallest, a largest or a sum of several sizes in an expression; as 2.13 does,
+#: where it does not.
 _SYM_MIN = if_there("torch.fx.experimental.proxy_tensor:_nary_sym_min") or _nary_min
 _SYM_MAX = if_there("torch.fx.experimental.proxy_tensor:_nary_sym_max") or _nary_max
 _OLDER = {Min: _nary_min, Max: _nary_max, sympy.Min: _nary_min, sympy.Max: _nary_max, sympy.Add: _nary_add}
@@ -130,14 +137,18 @@ def _nary_mul(*sizes: Any) -> Any:
 def sizes_from_expressions() -> Iterator[None]:
     """While it is entered, torch can trace where any symbolic size came from.
 
-    Sizes that DTensor's sharding propagation computes are not traced, and torch rebuilds their expressions from the sizes that are:
+    Sizes that DTensor's sharding propagation computes are not traced, and torch rebuilds their expressions from the
+    sizes that are:
 
     - It knows no powers, so that the strides of ``(x @ x.t()).unsqueeze(0)`` ended the compilation.
-    - It writes a product of three as ``operator.mul(a, b, c)``, of which the text of a graph keeps ``a * b``: strides were wrong.
-    - It rebuilds a size when a node first needs it, from a node with the same expression where there is one. That one may have been
-      computed from the size itself (``1 + (x - 1)``), and tracing never ended. Here a size is rebuilt before anything is computed from it.
-    - It notes of each node in which format its value is contiguous, with guards. ``s - 2`` rows are contiguous in any format where `s` is 3,
-      and `s` became 3 in a graph that torch had already planned to return `s`. Here the note is made without guards.
+    - It writes a product of three as ``operator.mul(a, b, c)``, of which the text of a graph keeps ``a * b``: strides
+      were wrong.
+    - It rebuilds a size when a node first needs it, from a node with the same expression where there is one. That one
+      may have been computed from the size itself (``1 + (x - 1)``), and tracing never ended. Here a size is rebuilt
+      before anything is computed from it.
+    - It notes of each node in which format its value is contiguous, with guards. ``s - 2`` rows are contiguous in any
+      format where `s` is 3, and `s` became 3 in a graph that torch had already planned to return `s`. Here the note is
+      made without guards.
     """
     stock = proxy_tensor._sym_register
 
@@ -169,8 +180,8 @@ def sizes_from_expressions() -> Iterator[None]:
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-#: Smallest, largest and product of any number of sizes, as they are written down where a graph is traced, and of two, as Inductor reads
-#: them.
+#: Smallest, largest and product of any number of sizes, as they are written down where a graph is traced, and of two,
+#: as Inductor reads them.
 _NARY = {_SYM_MIN: torch.sym_min, _SYM_MAX: torch.sym_max, _nary_mul: operator.mul, _nary_add: operator.add}
 
 

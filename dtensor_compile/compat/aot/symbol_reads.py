@@ -1,8 +1,8 @@
 """The expression of a symbolic size, read in less time.
 
-Whatever is computed from a size reads its expression, a million times in the compilation of three layers. torch asks first whether it
-is a number, which sympy finds out from all its parts each time, and looks then whether anything is to be replaced in it. Here it looks
-first whether it has replaced before what is to be replaced now.
+Whatever is computed from a size reads its expression, a million times in the compilation of three layers. torch asks
+first whether it is a number, which sympy finds out from all its parts each time, and looks then whether anything is to
+be replaced in it. Here it looks first whether it has replaced before what is to be replaced now.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from dtensor_compile.compat.hooks import hook, needs
 )
 @contextlib.contextmanager
 def quick_expressions() -> Iterator[None]:
-    """While it is entered, a symbolic size keeps its expression until something in it may be replaced. The expressions are torch's."""
+    """While it is entered, a symbolic size keeps its expression until something in it may be replaced. The expressions
+    are torch's.
+    """
     stock = SymNode.expr.fget
 
     def read(self: Any) -> sympy.Basic:

@@ -1,14 +1,15 @@
 """What is computed from symbolic sizes, computed once.
 
-Every fake tensor of symbolic sizes has its number of elements, its bytes and its contiguity computed from them, and asks whether they are
-positive: 250,000 operations in the compilation of three layers, of which 1,300 differ. torch builds and simplifies a sympy expression for
-each. Here the result of one is kept until torch learns more about the symbols:
+Every fake tensor of symbolic sizes has its number of elements, its bytes and its contiguity computed from them, and
+asks whether they are positive: 250,000 operations in the compilation of three layers, of which 1,300 differ. torch
+builds and simplifies a sympy expression for each. Here the result of one is kept until torch learns more about the
+symbols:
 
     result(operation, a, b) = result(operation, a', b')    where expression, hint and type of a and a', b and b' are equal
 
-Each call still gives a node of its own: a graph that is traced tells sizes apart by their nodes. Nothing is kept where a tracer sees the
-operation, where torch validates or records what it does, and of sizes that only the data decides; an answer that torch has guarded on is
-kept apart from the same answer without a guard.
+Each call still gives a node of its own: a graph that is traced tells sizes apart by their nodes. Nothing is kept where
+a tracer sees the operation, where torch validates or records what it does, and of sizes that only the data decides; an
+answer that torch has guarded on is kept apart from the same answer without a guard.
 """
 
 from __future__ import annotations
@@ -29,7 +30,23 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dtensor_compile.compat.hooks import hook, needs
 
-_OPERATIONS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "mod", "int_floordiv", "and_", "or_")
+_OPERATIONS = (
+    "add",
+    "sub",
+    "mul",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "sym_max",
+    "sym_min",
+    "mod",
+    "int_floordiv",
+    "and_",
+    "or_",
+)
 
 _MISSING: Any = object()
 
@@ -114,7 +131,10 @@ class _Kept:
     hook("torch.fx.experimental.sym_node:SymNode.wrap_int", "self num"),
     hook("torch.fx.experimental.sym_node:SymNode.maybe_as_int", "self"),
     hook("torch.fx.experimental.sym_node:SymNode.str", "self"),
-    hook("torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_sym_node", "self sym_node size_oblivious fallback_value"),
+    hook(
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_sym_node",
+        "self sym_node size_oblivious fallback_value",
+    ),
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._suppress_guards_tls"),
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._update_version_counter"),
     hook("torch.fx.experimental.symbolic_shapes:uninteresting_files", ""),
@@ -123,7 +143,9 @@ class _Kept:
 )
 @contextlib.contextmanager
 def results_computed_once() -> Iterator[None]:
-    """While it is entered, operations on symbolic sizes give what they gave for equal ones before. Results and guards are torch's."""
+    """While it is entered, operations on symbolic sizes give what they gave for equal ones before. Results and guards
+    are torch's.
+    """
     if sym_node.sym_node_log.isEnabledFor(10) or torch._logging._internal.GET_DTRACE_STRUCTURED:
         yield  # each operation is to be seen
         return
@@ -195,7 +217,9 @@ def results_computed_once() -> Iterator[None]:
 
     evaluate = ShapeEnv.evaluate_sym_node
 
-    def evaluate_sym_node(self: Any, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
+    def evaluate_sym_node(
+        self: Any, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None
+    ) -> Any:
         size = sym_node._dtensor_size
         if size is None or size.version != self._version_counter:
             size = size_of(sym_node)

@@ -1,15 +1,15 @@
 """Placements of the gradients that come into a compiled graph.
 
-AOTAutograd traces the backward with the forward, for gradients that are placed as the results are (replicated where those are
-partial), and redistributes what comes otherwise. The values are right then, but ``.grad`` is placed otherwise than in eager,
-where every rule follows the placement that came. So a gradient that comes otherwise is dealt with here:
+AOTAutograd traces the backward with the forward, for gradients that are placed as the results are (replicated where
+those are partial), and redistributes what comes otherwise. The values are right then, but ``.grad`` is placed otherwise
+than in eager, where every rule follows the placement that came. So a gradient that comes otherwise is dealt with here:
 
-- The backward of that call is eager's: the traced program, which Dynamo left, runs once more, and its gradients are taken.
-  That asks for a program that gives the same again: one that writes to nothing, draws no random numbers and sends no messages
-  of its own. For others, and where the arguments are gone, torch's redistribution stands. (Calls hold their arguments until
-  gradients have come as expected.) Either is a decision, the first time.
-- When it has happened twice, the graph is compiled again for such gradients, at the next call; a guard holds it until then.
-  The graph that is compiled so is not given up again.
+- The backward of that call is eager's: the traced program, which Dynamo left, runs once more, and its gradients are
+  taken. That asks for a program that gives the same again: one that writes to nothing, draws no random numbers and
+  sends no messages of its own. For others, and where the arguments are gone, torch's redistribution stands. (Calls hold
+  their arguments until gradients have come as expected.) Either is a decision, the first time.
+- When it has happened twice, the graph is compiled again for such gradients, at the next call; a guard holds it until
+  then. The graph that is compiled so is not given up again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
-from dtensor_compile.compat.dynamo.tracing import constant_source, fact_guard, leave_frames_to_python, of_compilation_on_stack
-from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
+from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
+from dtensor_compile.compat.dtensor.specs import spec_of_parts
+from dtensor_compile.compat.dynamo.tracing import (
+    constant_source,
+    fact_guard,
+    leave_frames_to_python,
+    of_compilation_on_stack,
+)
 from dtensor_compile.native.loader import native
 
 #: Placements of the gradients of all results that are DTensors and require a gradient, in order.
@@ -99,8 +104,8 @@ class Tangents:
         missed: how often which other gradients came.
         learned: what the graph should be compiled for instead.
         matched: whether gradients came as expected so far; calls hold their arguments until then.
-        places: which argument of the graph each input of its autograd function is (None for what is no tensor); empty before the
-            first call, None where a tensor is no argument.
+        places: which argument of the graph each input of its autograd function is (None for what is no tensor); empty
+            before the first call, None where a tensor is no argument.
         sends: operators by which a program sends messages of its own.
         told: is told of gradients that come otherwise, the first time.
         said: what was told already.
@@ -131,10 +136,11 @@ class Tangents:
         _as_learned(constant_source(tx, "tangents", self))
 
     def come_otherwise(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> bool:
-        """Whether `values`, gradients of the results that have these placements, are not placed as the graph was compiled for.
+        """Whether `values`, gradients of the results that have these placements, are not placed as the graph was
+        compiled for.
 
-        None where the loss does not use a result. A compiled graph takes zeros for it, which are placed somehow, so that none is
-        compiled for such gradients.
+        None where the loss does not use a result. A compiled graph takes zeros for it, which are placed somehow, so
+        that none is compiled for such gradients.
         """
         if not self.results or compiled_autograd.in_compiled_autograd_region or torch.is_grad_enabled():
             return False  # in a backward of a backward torch says itself that it cannot
@@ -150,11 +156,14 @@ class Tangents:
         """How the gradients `values` are placed, and how the graph was compiled for them to be."""
         expected = self.assumed or tuple(expected_placements(placements[i] or ()) for i in self.results)
         placed = tuple(
-            tuple(values[i].placements) if isinstance(values[i], DTensor) else usual for i, usual in zip(self.results, expected)
+            tuple(values[i].placements) if isinstance(values[i], DTensor) else usual
+            for i, usual in zip(self.results, expected)
         )
         return placed, expected
 
-    def say_otherwise(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None], in_eager: bool) -> None:
+    def say_otherwise(
+        self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None], in_eager: bool
+    ) -> None:
         """Tells, the first time, what becomes of gradients that come otherwise.
 
         Args:
@@ -177,7 +186,9 @@ _as_learned = fact_guard("GRADIENTS_COME_AS_COMPILED_FOR", lambda tangents: tang
 
 
 class _Current(threading.local):
-    """The call that this thread is in: of which graph, what gives its arguments, and these until inputs were found among them."""
+    """The call that this thread is in: of which graph, what gives its arguments, and these until inputs were found
+    among them.
+    """
 
     call: tuple[Tangents | None, Callable[[], list[Any] | None] | None, tuple[Any, ...]] = (None, None, ())
 
@@ -241,10 +252,10 @@ def results_with_tangents(metadata: Any) -> tuple[int, ...]:
 def assumed_tangents(tangents: Tangents) -> Iterator[None]:
     """While it is entered, AOTAutograd traces backward passes on this thread for the gradients that are assumed.
 
-    Where nothing is, those of sums not yet added up are for replicas. torch redistributes for that, and takes strided shards of the
-    result for an order of shards, for which operators have other rules: eager's gradient is like the result in that too. And it makes
-    the gradient of an expanded result contiguous first, for which DTensor shards what is not added up yet.
-    """
+    Where nothing is, those of sums not yet added up are for replicas. torch redistributes for that, and takes strided
+    shards of the result for an order of shards, for which operators have other rules: eager's gradient is like the
+    result in that too. And it makes the gradient of an expanded result contiguous first, for which DTensor shards what
+    is not added up yet."""
     owner, stock, asked = threading.get_ident(), DTensor.__coerce_tangent_metadata__, 0
     suggest = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
 
@@ -276,9 +287,9 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
 
 
 def _like_in_replicas(tensor: DTensor) -> DTensor | None:
-    """A tensor placed as this one is, and as replicas where it is sums not yet added up; without values. None where torch's does: where
-    strided shards are an order of shards, and for a lookup, whose mask torch takes out of its placement.
-    """
+    """A tensor placed as this one is, and as replicas where it is sums not yet added up; without values. None where
+    torch's does: where strided shards are an order of shards, and for a lookup, whose mask torch takes out of its
+    placement."""
     spec = tensor._spec
     sums = [placement for placement in spec.placements if isinstance(placement, Partial)]
     if spec.shard_order is None or not sums or any(type(placement) is not Partial for placement in sums):
@@ -293,7 +304,8 @@ class _NotRepeatable(Exception):
 
 
 class _Repeatable(TorchDispatchMode):
-    """With the operators by which programs send messages of their own. Raises `_NotRepeatable` before the first operator that does not give the same again.
+    """With the operators by which programs send messages of their own. Raises `_NotRepeatable` before the first
+    operator that does not give the same again.
 
     A graph that comes from a cache was not looked at when it was compiled.
     """
@@ -315,7 +327,8 @@ def gradients_in_eager(
     tangents: Sequence[torch.Tensor | None],
     sends: Collection[Any],
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """Gradients of the arguments at `places` for gradients of the results of the program, which sends messages by operators of `sends`.
+    """Gradients of the arguments at `places` for gradients of the results of the program, which sends messages by
+    operators of `sends`.
 
     None where the arguments are not what they were any more, or where the program turns out not to give the same again.
     """
@@ -323,7 +336,9 @@ def gradients_in_eager(
     if args is None:
         return None
     with torch.enable_grad(), contextlib.suppress(_NotRepeatable), _Repeatable(sends):
-        leaves = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        leaves = [
+            arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg for arg in args
+        ]
         pairs = [(result, tangent) for result, tangent in zip(program(*leaves), tangents) if tangent is not None]
         wanted = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
         results, gradients = map(list, zip(*pairs))

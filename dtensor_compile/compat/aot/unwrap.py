@@ -1,6 +1,8 @@
-"""What AOTAutograd puts around a compiled graph for DTensors, in C++ (`native.loader`) in place of the Python that it generates.
+"""What AOTAutograd puts around a compiled graph for DTensors, in C++ (`native.loader`) in place of the Python that it
+generates.
 
-    torch:  one append per local tensor and per mesh; per result and per gradient a new spec and a DTensor by its constructor
+    torch:  one append per local tensor and per mesh; per result and per gradient a new spec and a DTensor by its
+    constructor
     here:   one call that unwraps all arguments, one that wraps all results; gradients go right into ``.grad``
     torch:  a few Python instructions for each argument, and for each tensor that is saved for the backward pass
     here:   one call for all of each
@@ -24,10 +26,10 @@ from torch._functorch._aot_autograd.schemas import PlainTensorMeta, SubclassCrea
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _MaskPartial
 
+from dtensor_compile.compat.dtensor.sharding import unflatten
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
 from dtensor_compile.compat.hooks import hook, if_there, needs
-from dtensor_compile.compat.dtensor.sharding import unflatten
 from dtensor_compile.native.loader import native
 
 #: Before 2.13 there is neither, and the feature of this module is missing.
@@ -62,7 +64,10 @@ class _NotPlain(Exception):
 def native_calls() -> Iterator[None]:
     """While it is entered, code that AOTAutograd puts around graphs on this thread is the one of this module."""
     owner, factory = threading.get_ident(), runtime_wrappers._AOTDispatchAutogradFunctionFactory
-    stock_wrapper, stock_backward = subclass_codegen.codegen_subclass_wrapper, subclass_codegen.codegen_backward_subclass_fns
+    stock_wrapper, stock_backward = (
+        subclass_codegen.codegen_subclass_wrapper,
+        subclass_codegen.codegen_backward_subclass_fns,
+    )
     stock_build, stock_versions = factory.build, runtime_wrappers._codegen_increment_mutation_versions
 
     def serves() -> bool:
@@ -116,13 +121,18 @@ def native_calls() -> Iterator[None]:
 
 
 class _DTensorFromParts:
-    """In code that torch writes, in the place of ``DTensor``: makes them as in C++, also with shards that views left strided."""
+    """In code that torch writes, in the place of ``DTensor``: makes them as in C++, also with shards that views left
+    strided.
+    """
 
     __tensor_unflatten__ = staticmethod(functools.partial(unflatten, DTensor.__tensor_unflatten__))
 
 
 def _from_parts(meta: Meta) -> Meta:
-    if not isinstance(meta, SubclassCreationMeta) or (meta.original_subclass_type or type(meta.original_subclass)) is not DTensor:
+    if (
+        not isinstance(meta, SubclassCreationMeta)
+        or (meta.original_subclass_type or type(meta.original_subclass)) is not DTensor
+    ):
         return meta
     changed = copy.copy(meta)
     changed.original_subclass_type = _DTensorFromParts
@@ -130,7 +140,9 @@ def _from_parts(meta: Meta) -> Meta:
 
 
 def _apart(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch wraps gradients with, where a tensor that is the gradient of two DTensors is not the memory of both."""
+    """What torch wraps gradients with, where a tensor that is the gradient of two DTensors is not the memory of
+    both.
+    """
 
     def wrap_apart(results: Sequence[Any]) -> Any:
         times = collections.Counter(id(result) for result in results if isinstance(result, torch.Tensor))
@@ -140,7 +152,9 @@ def _apart(wrap: Callable[..., Any]) -> Callable[..., Any]:
     return wrap_apart
 
 
-def _around(compiled: Callable[..., Any], inputs: Sequence[Meta], outputs: Sequence[Meta], saves: bool) -> Callable[..., Any]:
+def _around(
+    compiled: Callable[..., Any], inputs: Sequence[Meta], outputs: Sequence[Meta], saves: bool
+) -> Callable[..., Any]:
     """`compiled`, a boxed function of local tensors and meshes, as one of DTensors.
 
     Args:
@@ -204,7 +218,9 @@ def _save(compiled: Any, metadata: Any) -> None:
 
 
 def _apply(compiled: Any) -> None:
-    """Lets arguments of a compiled ``torch.autograd.Function`` be looked through in C++ for tensors that ``torch.func`` wraps."""
+    """Lets arguments of a compiled ``torch.autograd.Function`` be looked through in C++ for tensors that ``torch.func``
+    wraps.
+    """
     stock, call = compiled.apply, super(torch.autograd.Function, compiled).apply
 
     def apply(*arguments: Any) -> Any:
@@ -240,18 +256,22 @@ def _check_sizes(meta: PlainTensorMeta) -> None:
 
 
 def _argument(meta: Meta) -> tuple[list[int], list[int]] | None:
-    """For ``Unwrap``: None for what is no DTensor; otherwise the dims whose sizes, and those whose strides, are inputs."""
+    """For ``Unwrap``: None for what is no DTensor; otherwise the dims whose sizes, and those whose strides, are
+    inputs.
+    """
     if isinstance(meta, PlainTensorMeta):
         _check_sizes(meta)
         return None
     _check_plain(meta)
-    sizes, strides = ([dim for dim, is_one in enumerate(_symbolic(e)) if is_one] for e in (meta.outer_size, meta.outer_stride))
+    sizes, strides = (
+        [dim for dim, is_one in enumerate(_symbolic(e)) if is_one] for e in (meta.outer_size, meta.outer_stride)
+    )
     return sizes, strides
 
 
 def _results(metas: Sequence[Meta]) -> tuple[list[Any], int]:
-    """For ``Wrap``: per output its place in the results, or ``(place, sizes, strides, make_spec, requires_grad)`` of a DTensor,
-    with sizes as ``(False, size)`` or ``(True, place)``. And how many results that takes.
+    """For ``Wrap``: per output its place in the results, or ``(place, sizes, strides, make_spec, requires_grad)`` of a
+    DTensor, with sizes as ``(False, size)`` or ``(True, place)``. And how many results that takes.
     """
     plan: list[Any] = []
     place = used = 0

@@ -1,4 +1,5 @@
-"""The state of ``DistributedDataParallel`` and of ``replicate``, which is built on it: what it says, and what it leaves to eager.
+"""The state of ``DistributedDataParallel`` and of ``replicate``, which is built on it: what it says, and what it leaves
+to eager.
 
 Nothing here knows of Dynamo.
 """
@@ -36,13 +37,18 @@ _OBSTACLES: tuple[tuple[Callable[[DDP], bool], str], ...] = (
     (lambda m: m._join_config.enable, "the join context"),
     (lambda m: hasattr(m, "buffer_hook"), "a communication hook for buffers"),
     (lambda m: bool(m._delay_all_reduce_params), "delay_all_reduce_named_params"),
-    (lambda m: any(hasattr(p, "_in_backward_optimizers") for p in m._module_parameters), "optimizers in the backward pass"),
+    (
+        lambda m: any(hasattr(p, "_in_backward_optimizers") for p in m._module_parameters),
+        "optimizers in the backward pass",
+    ),
     (lambda m: m.find_unused_parameters and not m.static_graph, "find_unused_parameters"),
 )
 
 
 def facts(module: DDP) -> tuple[Any, ...]:
-    """All that the meaning of the module depends on, besides its parameters and the attributes that the program sees."""
+    """All that the meaning of the module depends on, besides its parameters and the attributes that the program
+    sees.
+    """
     return (
         tuple(test(module) for test, _ in _OBSTACLES),
         group_name(module),
@@ -74,7 +80,9 @@ def prepare(module: DDP) -> None:
 
 
 def prepare_replicate(state: _ReplicateState) -> DDP:
-    """What eager does before the first forward: makes the module that replicates, with which all ranks agree on parameters."""
+    """What eager does before the first forward: makes the module that replicates, with which all ranks agree on
+    parameters.
+    """
     if state._init_args or state._init_kwargs:
         state.lazy_init()
     prepare(state._ddp)
@@ -98,8 +106,8 @@ def buffers(module: DDP) -> list[str]:
 
 
 def bucket_limits(module: DDP) -> tuple[int, ...]:
-    """Bytes of gradients at which a bucket is full, of the first one and of those after it, as torch's reducer has them from the
-    second step on: the first is small by default, so that something is sent early."""
+    """Bytes of gradients at which a bucket is full, of the first one and of those after it, as torch's reducer has them
+    from the second step on: the first is small by default, so that something is sent early."""
     own = getattr(module, "bucket_bytes_cap_list", None)  # since 2.13
     if own:
         return tuple(own)
@@ -122,7 +130,8 @@ def device_of_inputs(module: DDP) -> torch.device | None:
     return torch.device(module.device_type, module.device_ids[0]) if module.device_ids else None
 
 
-# ---- gradients that torch's reducer averages -----------------------------------------------------------------------------------
+# ---- gradients that torch's reducer averages
+# -----------------------------------------------------------------------------------
 
 #: Modules whose gradients were left as they are by compiled code, and may wait to be averaged.
 _left: weakref.WeakSet[DDP] = weakref.WeakSet()
@@ -145,7 +154,9 @@ def _has_hooks(parameter: torch.nn.Parameter) -> bool:
 
 
 def needs_reducer(module: DDP) -> bool:
-    """Whether averaging is more than the mean of one gradient: gradients wait, or hooks see them before they are averaged."""
+    """Whether averaging is more than the mean of one gradient: gradients wait, or hooks see them before they are
+    averaged.
+    """
     return bool(module._comm_hooks) or any(map(_has_hooks, module._module_parameters)) or gradients_wait(module)
 
 

@@ -75,7 +75,9 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, global ranks (in the order of the group) and backend of every process group that this rank is in, in order of creation."""
+    """Name, global ranks (in the order of the group) and backend of every process group that this rank is in, in order
+    of creation.
+    """
     return [
         (str(_get_process_group_name(group)), tuple(distributed_c10d._world.pg_group_ranks[group]), str(backend))
         for group, (backend, _) in distributed_c10d._world.pg_map.items()
@@ -109,7 +111,8 @@ def my_rank() -> int:
 
 @contextlib.contextmanager
 def seen_by(rank: int, coordinates: Sequence[tuple[DeviceMesh, tuple[int, ...]]]) -> Iterator[None]:
-    """While it is entered, shapes of local tensors are on this thread what they are on another rank. Nothing may be sent meanwhile.
+    """While it is entered, shapes of local tensors are on this thread what they are on another rank. Nothing may be
+    sent meanwhile.
 
     Args:
         coordinates: the meshes that matter, and where that rank is in each.
@@ -128,7 +131,8 @@ def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
     """Name of a process group with exactly these global ranks, in this order.
 
     Args:
-        make: where this process has none, one of this description is made, together with the other ranks of the group and nobody else.
+        make: where this process has none, one of this description is made, together with the other ranks of the group
+            and nobody else.
 
     Raises:
         NoProcessGroupError: this process has none, and none is to be made.
@@ -138,9 +142,8 @@ def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
         if members == wanted:
             return name
     if make is not None:
-        with unset_fake_temporarily(), disable_proxy_modes_tracing():
-            with _named_by_members():
-                new_group_in_order(wanted, use_local_synchronization=True, group_desc=make)
+        with unset_fake_temporarily(), disable_proxy_modes_tracing(), _named_by_members():
+            new_group_in_order(wanted, use_local_synchronization=True, group_desc=make)
         return group_of_ranks(ranks)
     raise NoProcessGroupError(
         f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the graph "
@@ -183,12 +186,17 @@ class _Made:
 )
 @contextlib.contextmanager
 def _named_by_members() -> Iterator[None]:
-    """While it is entered, a group that its members make alone is named by them and by how many groups they made together.
+    """While it is entered, a group that its members make alone is named by them and by how many groups they made
+    together.
 
-    Stock counts all groups of the process in the name: ranks of which one has made more of them would wait for each other for ever.
-    And 2.14 counts such a group among those that all ranks make, by whose number it names the next of these: here it does not count.
-    """
-    owner, stock, before = threading.get_ident(), distributed_c10d._hash_ranks_to_str, distributed_c10d._world.group_count
+    Stock counts all groups of the process in the name: ranks of which one has made more of them would wait for each
+    other for ever. And 2.14 counts such a group among those that all ranks make, by whose number it names the next of
+    these: here it does not count."""
+    owner, stock, before = (
+        threading.get_ident(),
+        distributed_c10d._hash_ranks_to_str,
+        distributed_c10d._world.group_count,
+    )
 
     def name(ranks: list[int]) -> str:
         if threading.get_ident() != owner:

@@ -1,4 +1,6 @@
-"""A job whose other ranks are not there: torch's fake process group, whose collectives return at once and move nothing."""
+"""A job whose other ranks are not there: torch's fake process group, whose collectives return at once and move
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 def simulated_job(world: int, rank: int) -> Iterator[None]:
     """While it is entered, this process is `rank` of a job of `world` ranks that exist in name only.
 
-    The default process group is there, the environment is that of ``torchrun``, and a program that makes process groups itself
-    gets such ones, whatever backend it asks for. Values that come from other ranks mean nothing; shapes are right.
-    """
+    The default process group is there, the environment is that of ``torchrun``, and a program that makes process groups
+    itself gets such ones, whatever backend it asks for. Values that come from other ranks mean nothing; shapes are
+    right."""
     stock_init, stock_new, stock_hook = dist.init_process_group, dist.new_group, sys.excepthook
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,5 @@
-"""The state of ``fully_shard``, and of ``replicate`` in its newer form: what it says of parameters, and what it leaves to eager.
+"""The state of ``fully_shard``, and of ``replicate`` in its newer form: what it says of parameters, and what it leaves
+to eager.
 
 Nothing here knows of Dynamo. A *group* holds the parameters that eager gathers together.
 """
@@ -31,7 +32,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from dtensor_compile.compat.dtensor.specs import Spec, with_local
 
 PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
-#: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the methods.
+#: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the
+#: methods.
 _WRAPPER = PRE_FORWARD.__code__
 
 #: Methods by which a program changes the state of its modules.
@@ -73,7 +75,8 @@ def path_to_state(owner: Any) -> tuple[str, ...]:
     return tuple(path)
 
 
-# ---- what is fixed while the compiled code holds -----------------------------------------------------------------------------
+# ---- what is fixed while the compiled code holds
+# -----------------------------------------------------------------------------
 
 
 def facts(state: FSDPState) -> tuple[Any, ...]:
@@ -122,7 +125,9 @@ def _holds(group: FSDPParamGroup) -> bool:
 
 
 def _has_hooks(group: FSDPParamGroup) -> bool:
-    """Whether hooks wait for gradients of sharded parameters: eager, which sets these gradients itself, never calls them."""
+    """Whether hooks wait for gradients of sharded parameters: eager, which sets these gradients itself, never calls
+    them.
+    """
     return any(param.sharded_param._backward_hooks for param in group.fsdp_params)
 
 
@@ -144,10 +149,19 @@ def _own_comm(comm: Any) -> bool:
 _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
     (lambda g: isinstance(g.offload_policy, CPUOffloadPolicy), "parameters are offloaded to the CPU"),
     (lambda g: g._all_reduce_hook is not None, "set_all_reduce_hook"),
-    (lambda g: _own_comm(g._all_gather_comm) or _own_comm(g._reduce_scatter_comm), "a custom all-gather or reduce-scatter"),
-    (lambda g: any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in g.fsdp_params), "fsdp_pre_all_gather"),
+    (
+        lambda g: _own_comm(g._all_gather_comm) or _own_comm(g._reduce_scatter_comm),
+        "a custom all-gather or reduce-scatter",
+    ),
+    (
+        lambda g: any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in g.fsdp_params),
+        "fsdp_pre_all_gather",
+    ),
     (_reduces_unused, "gradients for unused parameters"),
-    (lambda g: g._training_state is TrainingState.PRE_BACKWARD, "the forward runs again inside of a backward pass of eager's"),
+    (
+        lambda g: g._training_state is TrainingState.PRE_BACKWARD,
+        "the forward runs again inside of a backward pass of eager's",
+    ),
     (lambda g: not all(map(_is_plain, g.fsdp_params)), "a module with a __setattr__ of its own"),
 )
 #: The same, where gradients are wanted.
@@ -180,8 +194,8 @@ def _at_rest(group: FSDPParamGroup) -> bool:
 def is_at_rest(state: FSDPState) -> bool:
     """Whether the modules have their sharded parameters.
 
-    Not so after an eager forward without a backward, which may keep them whole, nor after the program called ``unshard()``.
-    """
+    Not so after an eager forward without a backward, which may keep them whole, nor after the program called
+    ``unshard()``."""
     return all(map(_at_rest, _groups(state)))
 
 
@@ -197,14 +211,16 @@ def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
         group._to_sharded()
 
 
-# ---- parameters --------------------------------------------------------------------------------------------------------------
+# ---- parameters
+# --------------------------------------------------------------------------------------------------------------
 
 
 class HeldGradient(NamedTuple):
-    """What becomes of a gradient at two places on its way: as it comes, and reduced over shards and not yet over replicas.
+    """What becomes of a gradient at two places on its way: as it comes, and reduced over shards and not yet over
+    replicas.
 
-    At each: "hold", it is kept for a later pass; "release", what is kept is added to it before it is reduced further; "", neither.
-    """
+    At each: "hold", it is kept for a later pass; "release", what is kept is added to it before it is reduced further;
+    "", neither."""
 
     whole: str = ""
     shard: str = ""
@@ -220,7 +236,8 @@ class Sharded:
         places: module and name, several where it is tied.
         mesh, placements: how the ranks share it: a mesh of one dim, or of two of which the first replicates.
         outer_mesh, outer_placements: of the DTensor that the module uses; None and () where it uses a plain tensor.
-        data_parallel: the dims of `outer_mesh` over which `mesh` shares the parameter (``dp_mesh_dims``); none where these are two meshes.
+        data_parallel: the dims of `outer_mesh` over which `mesh` shares the parameter (``dp_mesh_dims``); none where
+            these are two meshes.
         size: of what the ranks share.
         dtype, reduce_dtype: of what the module uses, and in which gradients are reduced; None leaves them as they are.
         divide: reduction op, divisors of gradients before and after it.
@@ -290,7 +307,9 @@ def _held(group: FSDPParamGroup) -> HeldGradient:
 
 
 def _data_parallel_dims(param: FSDPParam) -> tuple[int, ...]:
-    """The dims that ``dp_mesh_dims`` names of the mesh on which the parameter is a DTensor; none where it is not given."""
+    """The dims that ``dp_mesh_dims`` names of the mesh on which the parameter is a DTensor; none where it is not
+    given.
+    """
     return tuple(sorted(getattr(param, "_dp_dim_indices", ())))
 
 
@@ -316,7 +335,8 @@ def _divide(group: FSDPParamGroup, param: FSDPParam) -> tuple[str, float, float]
     return op, before or 1, after or 1
 
 
-# ---- gradients that wait to be reduced ------------------------------------------------------------------------------------------
+# ---- gradients that wait to be reduced
+# ------------------------------------------------------------------------------------------
 
 #: Groups by the number in their holder.
 _HOLDERS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
@@ -340,7 +360,8 @@ def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placemen
     Args:
         number, index: of the group and of the parameter.
         grad: of the local tensor; copied.
-        placements: of the gradient, where the parameter is a DTensor. Over data-parallel dims of its mesh it may be partial.
+        placements: of the gradient, where the parameter is a DTensor. Over data-parallel dims of its mesh it may be
+            partial.
     """
     group = _HOLDERS[number]
     param = group.fsdp_params[index]
@@ -353,7 +374,9 @@ def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placemen
     else:
         before.add_(grad)
     spec = _unsharded_spec(param)
-    param.unsharded_accumulated_grad = before if spec is None else with_local(before, dataclasses.replace(spec, placements=placements))
+    param.unsharded_accumulated_grad = (
+        before if spec is None else with_local(before, dataclasses.replace(spec, placements=placements))
+    )
 
 
 def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -366,7 +389,9 @@ def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
 
 def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
     """What is held of a parameter, as a local tensor; it is held no longer."""
-    return next(_taken(p) for group in _groups(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter)
+    return next(
+        _taken(p) for group in _groups(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter
+    )
 
 
 def _taken(param: FSDPParam) -> torch.Tensor | None:
@@ -380,18 +405,26 @@ def _taken(param: FSDPParam) -> torch.Tensor | None:
         held, whole.grad = whole.grad, None
     if held is not None and (spec := _unsharded_spec(param)) is not None:
         assert isinstance(held, DTensor)
-        return held.redistribute(placements=reduced_placements(held.placements, spec.placements, _data_parallel_dims(param))).to_local()
+        return held.redistribute(
+            placements=reduced_placements(held.placements, spec.placements, _data_parallel_dims(param))
+        ).to_local()
     return held
 
 
 def reduced_placements(
     grad: Sequence[Placement], parameter: Sequence[Placement], data_parallel: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Placements of a gradient before the wrapper reduces it: those of the parameter, but over data-parallel dims its own."""
-    return tuple(of if dim in data_parallel else placement for dim, (of, placement) in enumerate(zip(grad, parameter, strict=True)))
+    """Placements of a gradient before the wrapper reduces it: those of the parameter, but over data-parallel dims its
+    own.
+    """
+    return tuple(
+        of if dim in data_parallel else placement
+        for dim, (of, placement) in enumerate(zip(grad, parameter, strict=True))
+    )
 
 
-#: The attribute of a group with the flat tensor of held shards that compiled code made, and the indices of those that are in it.
+#: The attribute of a group with the flat tensor of held shards that compiled code made, and the indices of those that
+#: are in it.
 _SHARDS = "_dtensor_compile_held_shards"
 
 
@@ -404,15 +437,20 @@ def _held_shards(group: FSDPParamGroup) -> set[int]:
 
 
 def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
-    """The place of a shard in the flat tensor in which eager keeps those of a group: one after the other, each padded."""
+    """The place of a shard in the flat tensor in which eager keeps those of a group: one after the other, each
+    padded.
+    """
     params = group.fsdp_params
-    offset = sum(param.padded_sharded_param_size.numel() for param in params[:index] if param.sharded_param.requires_grad)
+    offset = sum(
+        param.padded_sharded_param_size.numel() for param in params[:index] if param.sharded_param.requires_grad
+    )
     of = params[index]
     return group._partial_reduce_output.as_strided(of.sharded_size, of.contiguous_sharded_stride, offset)
 
 
 def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
-    """Adds a gradient that is reduced over shards to what waits to be reduced over replicas, where eager's next backward finds it too.
+    """Adds a gradient that is reduced over shards to what waits to be reduced over replicas, where eager's next
+    backward finds it too.
 
     Args:
         number, index: of the group and of the parameter.
@@ -420,7 +458,9 @@ def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
     """
     group = _HOLDERS[number]
     if group._partial_reduce_output is None:
-        sizes = (param.padded_sharded_param_size.numel() for param in group.fsdp_params if param.sharded_param.requires_grad)
+        sizes = (
+            param.padded_sharded_param_size.numel() for param in group.fsdp_params if param.sharded_param.requires_grad
+        )
         group._partial_reduce_output = grad.new_zeros(sum(sizes))
         setattr(group, _SHARDS, (group._partial_reduce_output, set()))
     _held_shard(group, index).add_(grad)
@@ -428,7 +468,9 @@ def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
 
 
 def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
-    """A new, contiguous tensor: `grad`, reduced over shards, and what is held of the same parameter, which is held no longer."""
+    """A new, contiguous tensor: `grad`, reduced over shards, and what is held of the same parameter, which is held no
+    longer.
+    """
     group = _HOLDERS[number]
     if group._partial_reduce_output is None:
         return grad.clone(memory_format=torch.contiguous_format)
@@ -445,7 +487,12 @@ def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
 
 def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
     """The tensor with the number of the group that has a parameter."""
-    return next(getattr(group, _HOLDER) for group in _groups(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter)
+    return next(
+        getattr(group, _HOLDER)
+        for group in _groups(state)
+        for p in group.fsdp_params
+        if p.sharded_param is sharded.parameter
+    )
 
 
 def _unsharded_spec(param: FSDPParam) -> Spec | None:

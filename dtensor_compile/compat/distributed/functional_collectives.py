@@ -1,7 +1,7 @@
 """What the collectives of ``torch.distributed`` are made of: functional operators, works in flight, reductions by name.
 
-Also the hooks through which an operator of ours fits in: what it means to functionalization, that nobody may drop it, and that
-Inductor keeps it in order with torch's collectives.
+Also the hooks through which an operator of ours fits in: what it means to functionalization, that nobody may drop it,
+and that Inductor keeps it in order with torch's collectives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ functional_collectives = torch.distributed._functional_collectives
 
 
 #: A list of tensors as one flat tensor, and back: how gradients go into the buckets of a collective.
-flatten_dense_tensors, unflatten_dense_tensors = torch._utils._flatten_dense_tensors, torch._utils._unflatten_dense_tensors
+flatten_dense_tensors, unflatten_dense_tensors = (
+    torch._utils._flatten_dense_tensors,
+    torch._utils._unflatten_dense_tensors,
+)
 
 
 def reduction_name(value: Any) -> str | None:
@@ -96,7 +99,9 @@ class _Messages(Work):
 
 
 def wait_for_messages(tensor: torch.Tensor, works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
-    """Whoever calls `wait_tensor` on `tensor` waits for messages over a group of gloo's, and raises where its time-out is over."""
+    """Whoever calls `wait_tensor` on `tensor` waits for messages over a group of gloo's, and raises where its time-out
+    is over.
+    """
     if works:
         _register_work(tensor, _Messages(works, group))
 
@@ -107,7 +112,8 @@ def keep_in_place(op: torch._ops.OpOverload) -> None:
 
 
 def run_once(node: torch.fx.Node, backward: bool) -> None:
-    """The partitioner leaves a node of the joint graph where it was traced, forward or backward, and saves what it returns.
+    """The partitioner leaves a node of the joint graph where it was traced, forward or backward, and saves what it
+    returns.
 
     A second run would be a message that no other rank expects. `backward`: it uses a gradient that comes in.
     """
@@ -118,7 +124,9 @@ def run_once(node: torch.fx.Node, backward: bool) -> None:
 
 
 def stay_where_traced(node: torch.fx.Node) -> None:
-    """The partitioner leaves a node in forward or in backward, as it was traced, but for what a user's checkpoint runs again."""
+    """The partitioner leaves a node in forward or in backward, as it was traced, but for what a user's checkpoint runs
+    again.
+    """
     if node.meta.get("recompute") is None:
         node.meta["partitioner_tag"] = "must_be_in_backward" if traced_in_backward(node) else "must_be_in_forward"
 
@@ -147,8 +155,8 @@ def traced_in_backward(node: torch.fx.Node) -> bool:
 def hide_mutation_from_autograd(op: torch._ops.OpOverload) -> None:
     """Functionalization of ``op(Tensor(a!) x, Tensor value)``: from here on `x` is `value`, and autograd does not know.
 
-    As with a kernel that writes into the memory of `x`: its ``grad_fn`` and version stay, and a tensor that autograd has saved
-    earlier holds what was written.
+    As with a kernel that writes into the memory of `x`: its ``grad_fn`` and version stay, and a tensor that autograd
+    has saved earlier holds what was written.
     """
 
     @op.py_functionalize_impl
@@ -197,8 +205,12 @@ _HAS_SWITCH = "enable_p2p_compilation" in dynamo_config._config
 
 
 class P2POpClassVariable(UserDefinedClassVariable):
-    """``torch.distributed.P2POp``: torch makes its objects while it traces, where its switch for messages between ranks is on."""
+    """``torch.distributed.P2POp``: torch makes its objects while it traces, where its switch for messages between ranks
+    is on.
+    """
 
-    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+    def call_function(
+        self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
         with dynamo_config.patch(enable_p2p_compilation=True) if _HAS_SWITCH else contextlib.nullcontext():
             return super().call_function(tx, args, kwargs)

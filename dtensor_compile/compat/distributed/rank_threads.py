@@ -1,10 +1,10 @@
 """The ranks of a job as threads of this process, of which one runs at a time.
 
-A rank runs until a collective has to wait for another rank; then the next one that can go on does. So nothing runs beside
-anything else: what a compilation changes in torch while it lasts is not seen by another rank, and where no rank can go on, ranks
-wait for each other for ever, which is an error at once and no time-out. What a process has once (the state of torch's generator,
-what Dynamo remembers of sizes, the environment, and whatever else the caller names) is kept for each rank and put back when its
-turn comes.
+A rank runs until a collective has to wait for another rank; then the next one that can go on does. So nothing runs
+beside anything else: what a compilation changes in torch while it lasts is not seen by another rank, and where no rank
+can go on, ranks wait for each other for ever, which is an error at once and no time-out. What a process has once (the
+state of torch's generator, what Dynamo remembers of sizes, the environment, and whatever else the caller names) is kept
+for each rank and put back when its turn comes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class _Turns:
                 self.stopped = error
             self._pass_on(rank)
 
-    def meet(self, rank: int, key: Any, place: int, size: int, data: Any, work: Callable[[list[Any]], None], what: str) -> None:
+    def meet(
+        self, rank: int, key: Any, place: int, size: int, data: Any, work: Callable[[list[Any]], None], what: str
+    ) -> None:
         """A collective of `size` ranks, of which this is the one at `place`; the last that comes does the work."""
         with self.changed:
             number = self.met[key, place] = self.met.get((key, place), 0) + 1
@@ -139,7 +141,9 @@ class _Turns:
                 raise _Stopped
 
     def _pass_on(self, rank: int) -> None:
-        ready = [r for r in (*range(rank + 1, self.world), *range(rank + 1)) if r not in self.over and r not in self.waits]
+        ready = [
+            r for r in (*range(rank + 1, self.world), *range(rank + 1)) if r not in self.over and r not in self.waits
+        ]
         if not ready and self.stopped is None and self.waits:
             told = "; ".join(f"rank {r} waits in {what}" for r, what in sorted(self.waits.items()))
             gone = f"; ranks {sorted(self.over)} have ended" if self.over else ""
@@ -183,7 +187,9 @@ class _Collective:
 
 
 class _Reduce:
-    """Reductions, of which torch's threads lack some where the result is scattered. Terms are added in the order of ranks."""
+    """Reductions, of which torch's threads lack some where the result is scattered. Terms are added in the order of
+    ranks.
+    """
 
     def __init__(self, op: Any) -> None:
         self.op = getattr(op, "op", op)
@@ -217,10 +223,11 @@ class _ReduceScatter(_Reduce):
 def run_in_threads(
     world: int, function: Callable[[int], Any], states: Iterable[tuple[Any, str, Callable[[], Any]]] = ()
 ) -> list[Any]:
-    """Runs ``function(rank)`` for each rank of a job of `world` ranks, in this process; returns the results in order of rank.
+    """Runs ``function(rank)`` for each rank of a job of `world` ranks, in this process; returns the results in order of
+    rank.
 
-    Each has the default process group of its rank; groups that it makes are of such threads too, whatever backend it asks for.
-    Collectives move what they would; messages from one rank to another (``send``, ``isend``) are not there.
+    Each has the default process group of its rank; groups that it makes are of such threads too, whatever backend it
+    asks for. Collectives move what they would; messages from one rank to another (``send``, ``isend``) are not there.
 
     Args:
         states: modules, names of what is theirs, and a function that makes its first value: kept for each rank.
@@ -250,7 +257,8 @@ def run_in_threads(
         error: BaseException | None = None
         try:
             turns.begin(rank)
-            # Values of shards depend on the rank, and so do sizes; a rank of the job is none of the sizes that Dynamo has seen.
+            # Values of shards depend on the rank, and so do sizes; a rank of the job is none of the sizes that Dynamo
+            # has seen.
             limits = {"recompile_limit": world * dynamo_config.recompile_limit, "fake_tensor_cache_enabled": False}
             limits["accumulated_recompile_limit"] = world * dynamo_config.accumulated_recompile_limit
             with dynamo_config.patch(**limits), torch.autograd.set_multithreading_enabled(False):
@@ -280,7 +288,9 @@ def run_in_threads(
         for module in (dist, distributed_c10d):
             stack.enter_context(put(module, "init_process_group", init_process_group))
             stack.enter_context(put(module, "new_group", new_group))
-        stack.enter_context(put(sys, "excepthook", sys.excepthook))  # each default process group wraps one more around it
+        stack.enter_context(
+            put(sys, "excepthook", sys.excepthook)
+        )  # each default process group wraps one more around it
         worlds = threaded.ThreadLocalWorld()
         if not hasattr(worlds, "comms"):
             worlds.comms = []  # on 2.11 it lacks what the end of a group looks through
@@ -296,7 +306,9 @@ def run_in_threads(
         _turns = turns = _Turns(world, states)
         try:
             threads = [
-                threading.Thread(target=contextvars.copy_context().run, args=(run, rank, turns), name=f"rank {rank}", daemon=True)
+                threading.Thread(
+                    target=contextvars.copy_context().run, args=(run, rank, turns), name=f"rank {rank}", daemon=True
+                )
                 for rank in range(world)
             ]
             for thread in threads:

@@ -1,8 +1,9 @@
 """How an operator carries a sharding from one tensor to the others, read off DTensor's own rules.
 
-A *factor* of an operator is a loop that it runs over: rows, columns and the summed dim of a matrix product are three. Cutting a
-factor cuts one dim of each tensor that has it. To find them, one argument at a time is given as sharded along one dim, all others as
-replicated, over a mesh of one dim, and DTensor says what it would make of that: the argument stays sharded (a factor) or not (none).
+A *factor* of an operator is a loop that it runs over: rows, columns and the summed dim of a matrix product are three.
+Cutting a factor cuts one dim of each tensor that has it. To find them, one argument at a time is given as sharded along
+one dim, all others as replicated, over a mesh of one dim, and DTensor says what it would make of that: the argument
+stays sharded (a factor) or not (none).
 
     mm(x[i,k], w[k,j]) -> y[i,j]     ask x: S(0)  ->  x: S(0), w: R,    y: S(0)       the factor i
                                      ask x: S(1)  ->  x: S(1), w: S(0), y: P          the factor k, summed
@@ -42,7 +43,11 @@ def tensor_leaves(value: Any) -> list[torch.Tensor]:
 
 
 def operator_factors(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[torch.Tensor], mesh: DeviceMesh
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    results: Sequence[torch.Tensor],
+    mesh: DeviceMesh,
 ) -> list[Factor]:
     """The factors of one call that can be cut over `mesh`, of one dim; its tensors are plain ones of global shape."""
     tensors = tensor_leaves((args, kwargs))
@@ -83,7 +88,11 @@ def _ask(
     except (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError):
         return None  # DTensor refuses it: nothing is carried
     used = decision.redistribute_schema if decision.needs_redistribute else schema
-    inputs = [leaf for leaf in tree_leaves((used.args_schema, used.kwargs_schema or schema.kwargs_schema)) if isinstance(leaf, DTensorSpec)]
+    inputs = [
+        leaf
+        for leaf in tree_leaves((used.args_schema, used.kwargs_schema or schema.kwargs_schema))
+        if isinstance(leaf, DTensorSpec)
+    ]
     outputs = [leaf for leaf in tree_leaves(decision.output_spec) if isinstance(leaf, DTensorSpec)]
     if len(inputs) != len(tensors) or len(outputs) != len(results):
         return None

@@ -1,9 +1,9 @@
 """A size of a DTensor's local tensor is symbolic where that of the DTensor is, and nowhere else.
 
-Dynamo makes a size symbolic once it has changed, and judges the DTensor and its local tensor each by itself. Of 7 rows on 3 ranks
-and then 9, the shard of the last rank grows from 1 to 3 and those of the others stay 3: the one rank would trace with a symbol and
-the others with a number, passes and plans would find other collectives, and the ranks would wait for each other.
-"""
+Dynamo makes a size symbolic once it has changed, and judges the DTensor and its local tensor each by itself. Of 7 rows
+on 3 ranks and then 9, the shard of the last rank grows from 1 to 3 and those of the others stay 3: the one rank would
+trace with a symbol and the others with a number, passes and plans would find other collectives, and the ranks would
+wait for each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def local_sizes_follow_global_ones() -> Iterator[None]:
 
     def decide(e: Any, tx: Any, source: Any, static_shapes: bool, *args: Any, **kwargs: Any) -> Any:
         found = stock(e, tx, source, static_shapes, *args, **kwargs)
-        local = getattr(found, "inner_contexts", {}).get("_local_tensor") if isinstance(e, DTensor) and traces_for_us(tx) else None
+        local = (
+            getattr(found, "inner_contexts", {}).get("_local_tensor")
+            if isinstance(e, DTensor) and traces_for_us(tx)
+            else None
+        )
         if local is not None and len(local.dynamic_sizes) == len(found.dynamic_sizes):
             for dim, size in enumerate(found.dynamic_sizes):
                 if (size is DimDynamic.STATIC) != (local.dynamic_sizes[dim] is DimDynamic.STATIC):

@@ -1,4 +1,6 @@
-"""torch's ``LocalTensor``: a tensor that holds what all ranks of a job have of it, and runs each operator for each rank."""
+"""torch's ``LocalTensor``: a tensor that holds what all ranks of a job have of it, and runs each operator for each
+rank.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from dtensor_compile.compat.distributed.fake_group import simulated_job
 
 @contextlib.contextmanager
 def local_tensors(world: int) -> Iterator[LocalTensorMode]:
-    """While it is entered, tensors that are made hold those of all ranks of a job of `world`, and collectives run among them."""
+    """While it is entered, tensors that are made hold those of all ranks of a job of `world`, and collectives run among
+    them.
+    """
     with simulated_job(world, 0), _Mode(world) as mode:
         yield mode
 
@@ -28,7 +32,11 @@ class _Mode(LocalTensorMode):
         kwargs = kwargs or {}
         leaves, structure = pytree.tree_flatten((args, kwargs))
         generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
-        if generator is None or self._disable or any(isinstance(x, torch.Tensor) and type(x) is not LocalTensor for x in leaves):
+        if (
+            generator is None
+            or self._disable
+            or any(isinstance(x, torch.Tensor) and type(x) is not LocalTensor for x in leaves)
+        ):
             return super().__torch_dispatch__(func, types, args, kwargs)
         before, drawn = generator.get_state(), {}
         with self.disable():
@@ -60,7 +68,9 @@ def of_rank(value: Any, rank: int, mesh_of: Any) -> Any:
             shape, stride = torch.Size(map(int, x.shape)), tuple(map(int, x.stride()))
             placements: tuple[Placement, ...] = x.placements
             local = _own(x._local_tensor, rank)
-            made = DTensor.from_local(local, mesh_of(x.device_mesh), placements, run_check=False, shape=shape, stride=stride)
+            made = DTensor.from_local(
+                local, mesh_of(x.device_mesh), placements, run_check=False, shape=shape, stride=stride
+            )
             return made.requires_grad_(x.requires_grad)
         return _own(x, rank).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 

@@ -16,8 +16,8 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from dtensor_compile.compat.dtensor.specs import with_local
 from dtensor_compile.compat.dtensor.factors import tensor_leaves
+from dtensor_compile.compat.dtensor.specs import with_local
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,10 @@ def record_module(
         given: told of each tensor of the module and each input, with its fake.
     """
     mode, fakes = fake_mode(), {}
-    state = {**dict(module.named_parameters(remove_duplicate=True)), **dict(module.named_buffers(remove_duplicate=True))}
+    state = {
+        **dict(module.named_parameters(remove_duplicate=True)),
+        **dict(module.named_buffers(remove_duplicate=True)),
+    }
 
     def fake(value: Any) -> Any:
         made = global_fake(mode, value)
@@ -128,7 +131,9 @@ def fake_like(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def checkpointed(node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """The graph that a node of a Dynamo graph runs as a checkpointed region, on ``node.args[1:]``; None for other nodes."""
+    """The graph that a node of a Dynamo graph runs as a checkpointed region, on ``node.args[1:]``; None for other
+    nodes.
+    """
     if node.op != "call_function" or node.target is not tag_activation_checkpoint:
         return None
     held, owner = node.args[0], node.graph.owning_module
@@ -151,7 +156,9 @@ class DrawsOnShards(Exception):
 
 class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and any(isinstance(x, DTensor) for x in tensor_leaves((args, kwargs))):
+        if torch.Tag.nondeterministic_seeded in func.tags and any(
+            isinstance(x, DTensor) for x in tensor_leaves((args, kwargs))
+        ):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args)) | (kwargs or {})
             if "dropout_p" not in names or given.get("dropout_p", 0.0) > 0:  # attention without dropout draws nothing

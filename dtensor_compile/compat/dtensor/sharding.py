@@ -1,23 +1,27 @@
-"""DTensor's rules for operators, while our backend traces: those that torch lacks, and those that cannot be traced as they are.
+"""DTensor's rules for operators, while our backend traces: those that torch lacks, and those that cannot be traced as
+they are.
 
-`sharding_rules` is entered by the scope in which Dynamo traces for our backend (`compat.dynamo.tracing`), and left with it. Inside:
+`sharding_rules` is entered by the scope in which Dynamo traces for our backend (`compat.dynamo.tracing`), and left with
+it. Inside:
 
-- The offset of a shard comes from integers, where torch reads it out of a tensor, which has no values while tracing; that of a
-  strided shard out of a tensor that has.
-- A slice that takes all of a dim is one also where the size of the dim is symbolic (`x[:, 1:3]` slices dim 0 up to ``sys.maxsize``).
+- The offset of a shard comes from integers, where torch reads it out of a tensor, which has no values while tracing;
+  that of a strided shard out of a tensor that has.
+- A slice that takes all of a dim is one also where the size of the dim is symbolic (`x[:, 1:3]` slices dim 0 up to
+  ``sys.maxsize``).
 - A flattened sharded dim fixes the sizes before it, as its strided shard needs a number.
 - A symbolic number stays symbolic when an operator looks for its rule.
-- A spec of which a stride alone is symbolic (some columns of a matrix, the number of which varies) is looked up by what object it is.
+- A spec of which a stride alone is symbolic (some columns of a matrix, the number of which varies) is looked up by what
+  object it is.
 - ``one_hot`` compares with numbers that are the same on every rank.
 - An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
 - A row-wise lookup has a mask of its own.
 - A view with strided shards can be taken apart and put together.
-- A rank outside of a mesh decides as the ranks in it do: to torch all redistributions cost nothing there, so that it would take the
-  first placements that an operator can have.
+- A rank outside of a mesh decides as the ranks in it do: to torch all redistributions cost nothing there, so that it
+  would take the first placements that an operator can have.
 
-torch keeps decisions in a cache, which traced and eager calls share. A decision by a rule of ours must not reach an eager call:
-after one, the cache is emptied where the scope ends. Nor must the objects that stand for meshes while AOTAutograd traces: decisions
-name the meshes themselves.
+torch keeps decisions in a cache, which traced and eager calls share. A decision by a rule of ours must not reach an
+eager call: after one, the cache is emptied where the scope ends. Nor must the objects that stand for meshes while
+AOTAutograd traces: decisions name the meshes themselves.
 """
 
 from __future__ import annotations
@@ -53,12 +57,12 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
+from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map, real_mesh
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
+from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
+from dtensor_compile.compat.dynamo.settings import implicit_replication
 from dtensor_compile.compat.dynamo.tracing import STANDS_FOR
 from dtensor_compile.compat.hooks import hook, if_there, needs
-from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map, real_mesh
-from dtensor_compile.compat.dynamo.settings import implicit_replication
 
 aten = torch.ops.aten
 
@@ -72,7 +76,9 @@ def _on_dims(outputs: int, inputs: int, dims: Sequence[int]) -> Layouts:
 
 
 def _attention(outputs: int, inputs: int, schema: OpSchema) -> Layouts:
-    """Attention by batch and by head. A mask that has that dim is cut with it, one that has not, or of size 1, is whole."""
+    """Attention by batch and by head. A mask that has that dim is cut with it, one that has not, or of size 1, is
+    whole.
+    """
     layouts = _on_dims(outputs, inputs, (0, 1))
     for mask in schema.kwargs_strategy:
         for layout in layouts:
@@ -97,8 +103,8 @@ RULES |= {
 
 
 class _Thread(threading.local):
-    """Of this thread: who is told of an operator without a rule, and whether torch's cache may hold decisions by our rules, or some
-    that are never found there again."""
+    """Of this thread: who is told of an operator without a rule, and whether torch's cache may hold decisions by our
+    rules, or some that are never found there again."""
 
     told: Callable[[str], None] | None = None
     decided: bool = False
@@ -108,9 +114,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-#: What torch calls between a look into its cache and the entry that it makes there, in C++, into the cache that it looked into.
+#: What torch calls between a look into its cache and the entry that it makes there, in C++, into the cache that it
+#: looked into.
 _BETWEEN_LOOK_AND_ENTRY = {
-    method.__code__ for method in (OpDispatcher.unwrap_to_op_info, OpDispatcher._propagate_op_sharding_dispatch_slow_path)
+    method.__code__
+    for method in (OpDispatcher.unwrap_to_op_info, OpDispatcher._propagate_op_sharding_dispatch_slow_path)
 }
 
 
@@ -137,7 +145,9 @@ def _forget_our_decisions() -> None:
 
 @contextlib.contextmanager
 def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``told(operator)`` whenever, meanwhile and on this thread, an operator runs on replicated tensors for lack of a rule."""
+    """Calls ``told(operator)`` whenever, meanwhile and on this thread, an operator runs on replicated tensors for lack
+    of a rule.
+    """
     _forget_our_decisions()  # what is found in the cache is decided without a word
     before, _thread.told = _thread.told, told
     try:
@@ -165,10 +175,14 @@ def _strategy(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpStr
     strategy = expand_to_full_mesh_op_strategy(mesh, schema, layouts(schema), input_index=outputs, inplace_op=inplace)
     keywords = [value.strategies[0].output_spec.placements for value in schema.kwargs_strategy]
     if keywords:  # torch redistributes positional arguments alone
-        fits = [s for s in strategy.strategies if [spec.placements for spec in s.input_specs[-len(keywords) :]] == keywords]
+        fits = [
+            s for s in strategy.strategies if [spec.placements for spec in s.input_specs[-len(keywords) :]] == keywords
+        ]
         if not fits:
             given = ", ".join(str(tuple(placements)) for placements in keywords)
-            raise RuntimeError(f"{schema.op} cannot run with keyword tensors placed {given}: redistribute them to Replicate")
+            raise RuntimeError(
+                f"{schema.op} cannot run with keyword tensors placed {given}: redistribute them to Replicate"
+            )
         strategy = OpStrategy(fits)
     return strategy
 
@@ -216,8 +230,8 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
 
 
 def _at(decision: Any, symbolic: Sequence[Any]) -> Any:
-    """A copy of a decision with the symbolic numbers of the arguments at hand for equal ones of its own, which are nodes of another place
-    in the graph, or of another graph; None where one of its own is none of theirs."""
+    """A copy of a decision with the symbolic numbers of the arguments at hand for equal ones of its own, which are
+    nodes of another place in the graph, or of another graph; None where one of its own is none of theirs."""
     found, given = copy.copy(decision), {_expression(number): number for number in symbolic}
     if not given:
         return found
@@ -246,11 +260,12 @@ def _at(decision: Any, symbolic: Sequence[Any]) -> Any:
 
 
 def _decisions_for(symbolic: Sequence[Any]) -> dict[Any, Any] | None:
-    """Where the decision for arguments with these symbolic numbers is looked up and kept; None where it is made each time.
+    """Where the decision for arguments with these symbolic numbers is looked up and kept; None where it is made each
+    time.
 
-    One with symbols adds guards to what knows the symbols, which holds for the next decision like it as long as that does. So it is
-    made again where guards are not kept, and for numbers that only the data decides, which have checks in the graph instead.
-    """
+    One with symbols adds guards to what knows the symbols, which holds for the next decision like it as long as that
+    does. So it is made again where guards are not kept, and for numbers that only the data decides, which have checks
+    in the graph instead."""
     if not symbolic:
         return _known
     env = symbolic[0].node.shape_env
@@ -270,8 +285,9 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _key(value: Any) -> Any:
-    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the result, a symbolic
-    one by its expression; a spec with the mesh that stands behind it and no equal one, which may have lost its groups."""
+    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the
+    result, a symbolic one by its expression; a spec with the mesh that stands behind it and no equal one, which may
+    have lost its groups."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, dict):
@@ -315,7 +331,9 @@ def _decide(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any,
         try:
             return stock(self, op_schema)
         except NotImplementedError:
-            composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+                op.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+            )
             if composite or not can_replicate(op) or not replicate():
                 raise
         layouts = _replicated
@@ -347,14 +365,18 @@ def _is_whole_slice_backward(schema: OpSchema) -> bool:
 
 
 def _gradient_of_convolution(stock: Callable[..., Any], self: Any, schema: OpSchema) -> Any:
-    """The decision with 2.14's rule, which places gradients that nobody asked for, where its layout of whole tensors places none.
+    """The decision with 2.14's rule, which places gradients that nobody asked for, where its layout of whole tensors
+    places none.
 
-    Of a mesh of more than one dim, where one dim takes the batch and another nothing, such a gradient would have half a placement.
-    """
+    Of a mesh of more than one dim, where one dim takes the batch and another nothing, such a gradient would have half a
+    placement."""
     rule, asked = self.op_single_dim_strategy_funcs[schema.op], schema.args_schema[10]
 
     def layouts(*args: Any) -> list[list[Any]]:
-        return [[None if i < len(asked) and not asked[i] else p for i, p in enumerate(layout)] for layout in rule.func(*args)]
+        return [
+            [None if i < len(asked) and not asked[i] else p for i, p in enumerate(layout)]
+            for layout in rule.func(*args)
+        ]
 
     with mock.patch.dict(self.op_single_dim_strategy_funcs, {schema.op: dataclasses.replace(rule, func=layouts)}):
         return stock(self, schema)
@@ -371,7 +393,9 @@ def _hash(stock: Callable[..., int], self: OpSchema) -> int:
 
     Asked for its hash, a symbolic float would be fixed to its value, or raise where it has none.
     """
-    if any(isinstance(arg, (torch.SymFloat, torch.SymBool)) for arg in tree_leaves((self.args_schema, self.kwargs_schema))):
+    if any(
+        isinstance(arg, (torch.SymFloat, torch.SymBool)) for arg in tree_leaves((self.args_schema, self.kwargs_schema))
+    ):
         raise TypeError("a symbolic number has no hash")
     return stock(self)
 
@@ -379,8 +403,8 @@ def _hash(stock: Callable[..., int], self: OpSchema) -> int:
 def _spec_hash(stock: Callable[..., int], self: DTensorSpec) -> int:
     """The hash of a spec, of one with a symbolic stride by its identity.
 
-    Where a size is symbolic torch does not look into its cache; of strides it does not ask, and a symbolic number has no hash. What is
-    decided for such a spec is then in the cache and never found again, until the scope ends.
+    Where a size is symbolic torch does not look into its cache; of strides it does not ask, and a symbolic number has
+    no hash. What is decided for such a spec is then in the cache and never found again, until the scope ends.
     """
     try:
         return stock(self)
@@ -392,9 +416,9 @@ def _spec_hash(stock: Callable[..., int], self: DTensorSpec) -> int:
 def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_values: bool) -> Any:
     """The arguments of a row-wise lookup are cut with a mask of its own.
 
-    torch keeps the mask in the placement of its decision, which all lookups like it share: it compares masks then, which cannot
-    be traced. Here the decision gets a new mask before the lookup runs; results of earlier lookups keep theirs.
-    """
+    torch keeps the mask in the placement of its decision, which all lookups like it share: it compares masks then,
+    which cannot be traced. Here the decision gets a new mask before the lookup runs; results of earlier lookups keep
+    theirs."""
     have = {p for spec in info.flat_args_schema if isinstance(spec, DTensorSpec) for p in spec.placements}
     want = {p for spec in schema.args_spec for p in spec.placements if isinstance(p, _MaskPartial)}
     if want and not want & have:
@@ -429,8 +453,8 @@ def _is_part_of_mesh(stock: Callable[[DeviceMesh], bool], self: DeviceMesh) -> b
     return True
 
 
-#: What redistributions cost torch, by meshes and specs: a search for the cheapest path, which torch repeats for each pair of
-#: placements that an operator could have, and remembers in eager alone.
+#: What redistributions cost torch, by meshes and specs: a search for the cheapest path, which torch repeats for each
+#: pair of placements that an operator could have, and remembers in eager alone.
 _costs: dict[Any, float] = {}
 _MOST_COSTS = 1 << 16
 #: Where they are kept on what traces.
@@ -445,8 +469,14 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
     metas, mesh = (current.tensor_meta, target.tensor_meta), real_mesh(current.mesh)
     if None in metas or current.mesh != target.mesh or mesh.get_coordinate() is None:
         return stock(current, target)
-    symbolic = next((size for meta in metas for size in (*meta.shape, *meta.stride) if isinstance(size, torch.SymInt)), None)
-    known = _costs if symbolic is None else vars(get_proxy_mode() or symbolic.node.shape_env).setdefault(_COSTS_OF_TRACE, {})
+    symbolic = next(
+        (size for meta in metas for size in (*meta.shape, *meta.stride) if isinstance(size, torch.SymInt)), None
+    )
+    known = (
+        _costs
+        if symbolic is None
+        else vars(get_proxy_mode() or symbolic.node.shape_env).setdefault(_COSTS_OF_TRACE, {})
+    )
     sizes = [(*map(_expression, meta.shape), *map(_expression, meta.stride), meta.dtype) for meta in metas]
     layout = mesh.device_type, rank_map(mesh), *mesh_dims(mesh)
     key = str(layout), *sizes, *((s.placements, s.shard_order) for s in (current, target))
@@ -473,7 +503,9 @@ def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwarg
 
 
 @contextlib.contextmanager
-def _kernel_replaced(op: torch._ops.OpOverload, replacement: Callable[..., Any], ours: Callable[[], bool]) -> Iterator[None]:
+def _kernel_replaced(
+    op: torch._ops.OpOverload, replacement: Callable[..., Any], ours: Callable[[], bool]
+) -> Iterator[None]:
     """While it is entered, the Python kernel of a composite operator is ``replacement(stock, ...)`` for frames of ours.
 
     Before 2.13 there may be none.
@@ -524,10 +556,11 @@ _OFFSETS: Any = if_there("torch.distributed.tensor.placement_types:_StridedShard
 
 
 def _strided_shard_size(stock: Callable[..., Any], self: _StridedShard, size: Any, *args: Any, **kwargs: Any) -> Any:
-    """Size and offsets of a strided shard, which torch reads out of a tensor: one with values, where the dim has a size.
+    """Size and offsets of a strided shard, which torch reads out of a tensor: one with values, where the dim has a
+    size.
 
-    Where it has none a shard's first offset, which is asked for by default and mostly thrown away, would have to be read out of a
-    tensor without values. It is known where shards are even; else it is None.
+    Where it has none a shard's first offset, which is asked for by default and mostly thrown away, would have to be
+    read out of a tensor without values. It is known where shards are even; else it is None.
     """
     if isinstance(size, int):
         with unset_fake_temporarily(), disable_proxy_modes_tracing():
@@ -542,19 +575,36 @@ def _strided_shard_size(stock: Callable[..., Any], self: _StridedShard, size: An
 
 
 def _fix_flattened_sizes(
-    stock: Callable[..., Any], self: Any, p: Shard, mesh_dim: int, placements: Any, claimed: Any, local_shapes: list[Any], *rest: Any
+    stock: Callable[..., Any],
+    self: Any,
+    p: Shard,
+    mesh_dim: int,
+    placements: Any,
+    claimed: Any,
+    local_shapes: list[Any],
+    *rest: Any,
 ) -> Any:
-    """Sizes before a sharded dim that is flattened with them become numbers, under a guard: they are its split factor."""
+    """Sizes before a sharded dim that is flattened with them become numbers, under a guard: they are its split
+    factor.
+    """
     for dim in self.rule:
-        flat = [d.input_dim for d in dim.input_dims if isinstance(d, _view_ops.InputDim)] if isinstance(dim, _view_ops.Flatten) else []
+        flat = (
+            [d.input_dim for d in dim.input_dims if isinstance(d, _view_ops.InputDim)]
+            if isinstance(dim, _view_ops.Flatten)
+            else []
+        )
         if p.dim in flat[1:]:
             for before in range(flat[0], p.dim):
                 local_shapes[before] = int(local_shapes[before])
     return stock(self, p, mesh_dim, placements, claimed, local_shapes, *rest)
 
 
-def unflatten(stock: Callable[..., DTensor], inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DTensor:
-    """A DTensor with strided shards from its parts. Views make specs of them that name a shard order too, which torch refuses here."""
+def unflatten(
+    stock: Callable[..., DTensor], inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+) -> DTensor:
+    """A DTensor with strided shards from its parts. Views make specs of them that name a shard order too, which torch
+    refuses here.
+    """
     placements, meta, order, requires_grad = flatten_spec
     if order is None or not any(isinstance(p, _StridedShard) for p in placements):
         return stock(inner_tensors, flatten_spec, outer_size, outer_stride)
@@ -574,13 +624,17 @@ _STRIDED_VIEWS = () if _VIEWS is None else (
 
 
 def _meta_untraced(stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
-    """Sizes of a result are found by running the operator on tensors without values; before 2.13 that is traced, and draws once more."""
+    """Sizes of a result are found by running the operator on tensors without values; before 2.13 that is traced, and
+    draws once more.
+    """
     with disable_proxy_modes_tracing():
         return stock(self, op_schema)
 
 
 def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Callable[[], bool]) -> Any:
-    """A context manager: ``owner.name`` is ``replacement(stock, ...)`` for frames of ours, and torch's own for all others."""
+    """A context manager: ``owner.name`` is ``replacement(stock, ...)`` for frames of ours, and torch's own for all
+    others.
+    """
     stock = getattr(owner, name)
 
     @functools.wraps(stock)
@@ -588,7 +642,9 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
         return replacement(stock, *args, **kwargs) if ours() else stock(*args, **kwargs)
 
     setattr(replaced, STANDS_FOR, stock)
-    return mock.patch.object(owner, name, staticmethod(replaced) if isinstance(vars(owner)[name], staticmethod) else replaced)
+    return mock.patch.object(
+        owner, name, staticmethod(replaced) if isinstance(vars(owner)[name], staticmethod) else replaced
+    )
 
 
 @needs(
@@ -611,7 +667,9 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Call
     ),
     *_STRIDED_VIEWS,
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._suppress_guards_tls"),
-    hook("torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached", "self op_schema"),
+    hook(
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached", "self op_schema"
+    ),
     without="ranks could decide differently",
     essential=True,
 )
@@ -641,7 +699,10 @@ def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) ->
     if not OPAQUE:
         changes += ((ShardingPropagator, "_propagate_tensor_meta_non_cached", _meta_untraced),)
     if _VIEWS is not None:
-        changes += ((DTensor, "__tensor_unflatten__", unflatten), (_VIEWS, "_rewrite_plain_shard", _fix_flattened_sizes))
+        changes += (
+            (DTensor, "__tensor_unflatten__", unflatten),
+            (_VIEWS, "_rewrite_plain_shard", _fix_flattened_sizes),
+        )
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_our_decisions)
         for place, name, replacement in changes:

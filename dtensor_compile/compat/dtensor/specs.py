@@ -52,7 +52,9 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence
 
 
 def redistribute_local(local: torch.Tensor, source: Spec, target: Spec) -> torch.Tensor:
-    """The local tensor in the target spec, by the function through which every redistribution goes (see `redistribute_hook`)."""
+    """The local tensor in the target spec, by the function through which every redistribution goes (see
+    `redistribute_hook`).
+    """
     return _redistribute.redistribute_local_tensor(local, source, target)
 
 
@@ -67,7 +69,9 @@ def with_local(local: torch.Tensor, spec: Spec) -> DTensor:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with memory of its own that requires no gradient, placed as the tensor is (``clone`` adds up partial sums)."""
+    """A copy with memory of its own that requires no gradient, placed as the tensor is (``clone`` adds up partial
+    sums).
+    """
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     with torch.no_grad():
@@ -90,7 +94,12 @@ def canonical_placements(spec: Spec) -> tuple[Placement, ...]:
 
 
 def spec_of_parts(
-    placements: tuple[Placement, ...], dtype: torch.dtype, order: Any, mesh: DeviceMesh, shape: Sequence[int], stride: tuple[int, ...]
+    placements: tuple[Placement, ...],
+    dtype: torch.dtype,
+    order: Any,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    stride: tuple[int, ...],
 ) -> DTensorSpec:
     """The spec that AOTAutograd took apart to these; `order` is its shard order."""
     meta = TensorMeta(torch.Size(shape), stride, dtype)
@@ -101,8 +110,8 @@ def spec_of_parts(
 def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
     """What a row-wise embedding owes before it is summed: rows that this rank does not hold become zero.
 
-    Releases the mask that the lookup left in the placement, as torch does when it reduces. Functional: `local` keeps its
-    values, because the graph may still need them.
+    Releases the mask that the lookup left in the placement, as torch does when it reduces. Functional: `local` keeps
+    its values, because the graph may still need them.
     """
     buffer = placement.mask_buffer
     mask = buffer.data
@@ -110,14 +119,18 @@ def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a masked partial placement is reduced before its lookup made the mask")
     buffer.release_mask()
     if isinstance(mask, FunctionalTensor) and not isinstance(local, FunctionalTensor):
-        mask = torch._from_functional_tensor(mask.elem)  # AOTAutograd guesses a gradient after it has traced the forward
+        mask = torch._from_functional_tensor(
+            mask.elem
+        )  # AOTAutograd guesses a gradient after it has traced the forward
     if mask.ndim < local.ndim:
         mask = mask.unsqueeze(-1)
     return torch.where(mask, torch.zeros((), dtype=local.dtype, device=local.device), local)
 
 
 class Memory(NamedTuple):
-    """Where the values of a tensor lie: storage, first byte and end in it, and whether another tensor holds it, as a DTensor does."""
+    """Where the values of a tensor lie: storage, first byte and end in it, and whether another tensor holds it, as a
+    DTensor does.
+    """
 
     storage: int
     start: int
@@ -131,7 +144,9 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """The memory of a tensor, of the local tensor of a DTensor or of the tensor that a collective writes; None where it has none of its own."""
+    """The memory of a tensor, of the local tensor of a DTensor or of the tensor that a collective writes; None where it
+    has none of its own.
+    """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     local = local.elem if isinstance(local, AsyncCollectiveTensor) else local
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
@@ -143,10 +158,14 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
 
 
 def in_storages_of_their_own(values: tuple[Any, ...]) -> bool:
-    """Whether surely no two of `values` share memory: cheaper than to ask where the memory of each is, which False leaves open."""
+    """Whether surely no two of `values` share memory: cheaper than to ask where the memory of each is, which False
+    leaves open.
+    """
     if native() is not None:
         return native().own_storages(values)
-    tensors = [value._local_tensor if type(value) is DTensor else value for value in values if isinstance(value, torch.Tensor)]
+    tensors = [
+        value._local_tensor if type(value) is DTensor else value for value in values if isinstance(value, torch.Tensor)
+    ]
     try:
         return len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
     except (NotImplementedError, RuntimeError):  # a tensor without a storage
@@ -161,7 +180,9 @@ def writes_to_arguments(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 @needs(
     "redistributions as nodes of the graph",
-    hook("torch.distributed.tensor._redistribute:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
+    hook(
+        "torch.distributed.tensor._redistribute:redistribute_local_tensor", "local_tensor current_spec target_spec ..."
+    ),
     hook("torch.distributed.tensor._dispatch:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
     hook("torch.distributed.tensor._api:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
     without="there is nothing to compile",
@@ -171,10 +192,10 @@ def writes_to_arguments(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
     """While it is entered, redistributions made by this thread go to `hook`.
 
-    ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is what torch
-    would have done. torch calls one function for explicit and implicit redistributions, forward and backward, but imports
-    it by name into three modules, so three names change, and change back. Other threads keep torch's own behaviour.
-    """
+    ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is what
+    torch would have done. torch calls one function for explicit and implicit redistributions, forward and backward, but
+    imports it by name into three modules, so three names change, and change back. Other threads keep torch's own
+    behaviour."""
     owner = threading.get_ident()
 
     def redistribute_local_tensor(

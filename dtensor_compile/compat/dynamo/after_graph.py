@@ -17,7 +17,13 @@ from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVaria
 from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
-from dtensor_compile.compat.dynamo.tracing import OpaqueVariable, Translator, build_unguarded, constant_source, traces_for_us
+from dtensor_compile.compat.dynamo.tracing import (
+    OpaqueVariable,
+    Translator,
+    build_unguarded,
+    constant_source,
+    traces_for_us,
+)
 from dtensor_compile.compat.hooks import hook, needs
 
 #: Trackers of dicts: of any class before 2.14, from there on one for each class.
@@ -45,7 +51,8 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
     """A tracker of the value that `variable` has now, which Python can make again when the graph has run.
 
     Raises:
-        NotImplementedError: not a tensor, a constant, a mesh, a group, a placement or a list of those; or inside of a region of
+        NotImplementedError: not a tensor, a constant, a mesh, a group, a placement or a list of those; or inside of a
+            region of
         its own
             (activation checkpointing), whose tensors do not come out.
     """
@@ -56,7 +63,9 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
         return variable.call_method(tx, "detach", [], {}).call_method(tx, "clone", [], {})
     if isinstance(variable, StringFormatVariable):
         args = [snapshot(tx, arg) for arg in variable.sym_args]
-        return StringFormatVariable(variable.format_string, args, {k: snapshot(tx, v) for k, v in variable.sym_kwargs.items()})
+        return StringFormatVariable(
+            variable.format_string, args, {k: snapshot(tx, v) for k, v in variable.sym_kwargs.items()}
+        )
     if isinstance(variable, ConstantVariable) or (isinstance(variable, OpaqueVariable) and variable.source is not None):
         return variable
     if isinstance(variable, SymNodeVariable) and tx.output.current_tracer.parent is None:
@@ -74,7 +83,9 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
     raise NotImplementedError(str(variable))
 
 
-def call_after_graph(tx: Translator, function: Callable[..., Any], args: Sequence[VariableTracker]) -> list[VariableTracker]:
+def call_after_graph(
+    tx: Translator, function: Callable[..., Any], args: Sequence[VariableTracker]
+) -> list[VariableTracker]:
     """Calls ``function(*args)`` when the graph has run, after the calls that were asked for before.
 
     Args:
@@ -83,7 +94,6 @@ def call_after_graph(tx: Translator, function: Callable[..., Any], args: Sequenc
     Returns:
         The arguments of that call; what is put there while the frame is traced counts.
     """
-
 
     @torch.compiler.disable
     def call(*values: Any) -> None:  # Python's own frame: Dynamo would hold the calls in it back, too
@@ -117,7 +127,11 @@ def handle_loggers(call: LogCall) -> Iterator[None]:
     stock = LoggingLoggerVariable.call_method
 
     def call_method(
-        self: LoggingLoggerVariable, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+        self: LoggingLoggerVariable,
+        tx: Translator,
+        name: str,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
         result = call(tx, self, name, list(args), dict(kwargs)) if traces_for_us(tx) else None
         return stock(self, tx, name, args, kwargs) if result is None else result
@@ -133,7 +147,9 @@ def handle_loggers(call: LogCall) -> Iterator[None]:
 )
 @contextlib.contextmanager
 def format_values_of_now() -> Iterator[None]:
-    """While it is entered, a string in which a tensor is formatted holds the values that the tensor has when it is formatted."""
+    """While it is entered, a string in which a tensor is formatted holds the values that the tensor has when it is
+    formatted.
+    """
     stock = vars(StringFormatVariable)["create"]
     make = StringFormatVariable.create
 

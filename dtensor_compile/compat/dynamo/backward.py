@@ -1,8 +1,8 @@
 """A backward pass inside a region, as Dynamo sees it while it traces for our backend.
 
-torch can trace ``tensor.backward()`` (as ``torch.autograd.grad``, and an accumulation per leaf) and leaves it off. It does not
-run the hooks of leaf tensors then, it gives gradients the placements of their leaves, and it refuses where compiled autograd is on, which
-has nothing to do in a backward pass that is part of the graph already.
+torch can trace ``tensor.backward()`` (as ``torch.autograd.grad``, and an accumulation per leaf) and leaves it off. It
+does not run the hooks of leaf tensors then, it gives gradients the placements of their leaves, and it refuses where
+compiled autograd is on, which has nothing to do in a backward pass that is part of the graph already.
 """
 
 from __future__ import annotations
@@ -22,12 +22,20 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.dynamo.tracing import READ, Translator, fact_guard, graph_break, tensor_methods, traces_for_us
+from dtensor_compile.compat.dynamo.tracing import (
+    READ,
+    Translator,
+    fact_guard,
+    graph_break,
+    tensor_methods,
+    traces_for_us,
+)
 from dtensor_compile.compat.hooks import hook, needs
 
 _stock_accumulate_grad = polyfills.accumulate_grad
 
-#: Key of the ``meta`` of a detached value that stands for a result whose autograd graph is used up (`fixups.freed_autograd_graphs`).
+#: Key of the ``meta`` of a detached value that stands for a result whose autograd graph is used up
+#: (`fixups.freed_autograd_graphs`).
 USED_UP = "dtensor_compile_spent"
 
 
@@ -40,7 +48,9 @@ _same_hooks = fact_guard("LEAF_HOOKS_MATCH", _hooks)
 
 
 def leaves_of_a_reducer(tx: Translator) -> dict[int, torch.Tensor]:
-    """Leaves, by identity, whose gradients torch's reducer of data-parallel modules averages when autograd accumulates them."""
+    """Leaves, by identity, whose gradients torch's reducer of data-parallel modules averages when autograd accumulates
+    them.
+    """
     return vars(tx.output).setdefault("dtensor_compile_reducer", {})
 
 
@@ -63,16 +73,21 @@ def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
 
 
 def _attributes() -> Iterator[VariableTracker]:
-    """Tensors that are attributes of the graph: another backend marks parameters so when it compiles a step of an optimizer."""
+    """Tensors that are attributes of the graph: another backend marks parameters so when it compiles a step of an
+    optimizer.
+    """
     for variable in InstructionTranslator.current_tx().output.side_effects.id_to_variable.values():
         if isinstance(variable, TensorVariable) and variable.as_proxy().node.op == "get_attr":
             yield variable
 
 
-def _accumulate_grad(x: torch.Tensor, variable_grad: torch.Tensor | None, new_grad: torch.Tensor | None) -> torch.Tensor | None:
+def _accumulate_grad(
+    x: torch.Tensor, variable_grad: torch.Tensor | None, new_grad: torch.Tensor | None
+) -> torch.Tensor | None:
     """``.grad`` of a leaf after a backward pass, which is traced, as autograd's AccumulateGrad makes it of a DTensor.
 
-    torch copies the gradient into a tensor like the leaf: a partial gradient would be reduced, which eager leaves to the program.
+    torch copies the gradient into a tensor like the leaf: a partial gradient would be reduced, which eager leaves to
+    the program.
 
     Args:
         x: the leaf.
@@ -92,7 +107,12 @@ def _accumulate_grad(x: torch.Tensor, variable_grad: torch.Tensor | None, new_gr
         return new_grad.clone()
     local = new_grad.to_local().clone()  # `clone` of the DTensor would reduce it
     return DTensor.from_local(
-        local, new_grad.device_mesh, new_grad.placements, run_check=False, shape=new_grad.shape, stride=new_grad.stride()
+        local,
+        new_grad.device_mesh,
+        new_grad.placements,
+        run_check=False,
+        shape=new_grad.shape,
+        stride=new_grad.stride(),
     )
 
 
@@ -128,8 +148,8 @@ class TracedGrad(TorchInGraphFunctionVariable):
 def backward_in_the_region() -> Iterator[None]:
     """While it is entered, frames that are compiled for our backend trace ``tensor.backward()``.
 
-    And a gradient that it made stays what it is when the program reads it: torch would take it for the one that was there before,
-    and lose it at the end of the region.
+    And a gradient that it made stays what it is when the program reads it: torch would take it for the one that was
+    there before, and lose it at the end of the region.
     """
 
     def method_backward(self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any) -> VariableTracker | None:

@@ -1,7 +1,8 @@
-"""Dynamo: trackers of functions and classes whose calls we handle, constants with data in them, and calls after the graph.
+"""Dynamo: trackers of functions and classes whose calls we handle, constants with data in them, and calls after the
+graph.
 
-Built on ``compat/dynamo/tracing.py``; in place only while Dynamo traces for our backend, because entries of a table are.
-"""
+Built on ``compat/dynamo/tracing.py``; in place only while Dynamo traces for our backend, because entries of a table
+are."""
 
 from __future__ import annotations
 
@@ -126,7 +127,11 @@ class _PlainClass(UserDefinedClassVariable):
         return type(self).make(tx, self, list(args), dict(kwargs))
 
 
-_CLASSES = ((TensorSubclassVariable, _TensorClass), (OpaqueClassVariable, _OpaqueClass), (UserDefinedClassVariable, _PlainClass))
+_CLASSES = (
+    (TensorSubclassVariable, _TensorClass),
+    (OpaqueClassVariable, _OpaqueClass),
+    (UserDefinedClassVariable, _PlainClass),
+)
 
 
 def handle_construction(make: Call) -> Retrack:
@@ -145,7 +150,9 @@ def handle_construction(make: Call) -> Retrack:
 
 
 def emit_call(tx: Translator, function: Callable[..., Any], *args: Any) -> VariableTracker:
-    """A node of the graph that calls `function`; trackers among `args` (and in tuples among them) count with their proxies."""
+    """A node of the graph that calls `function`; trackers among `args` (and in tuples among them) count with their
+    proxies.
+    """
 
     def proxy(arg: Any) -> Any:
         if isinstance(arg, (tuple, list)):
@@ -160,7 +167,8 @@ def is_used(variable: VariableTracker) -> bool:
     return bool(variable.as_proxy().node.users)
 
 
-# ---- contexts --------------------------------------------------------------------------------------------------------------
+# ---- contexts
+# --------------------------------------------------------------------------------------------------------------
 
 
 class ContextVariable(GenericContextWrappingVariable):
@@ -195,22 +203,142 @@ class ContextVariable(GenericContextWrappingVariable):
 _leave: weakref.WeakKeyDictionary[ContextVariable, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
-# ---- tensors that are constants ----------------------------------------------------------------------------------------------
+# ---- tensors that are constants
+# ----------------------------------------------------------------------------------------------
 
 #: Their result follows from their arguments alone and they change none of them.
 _PURE = frozenset(
-    """
-    tensor arange full zeros ones zeros_like ones_like full_like view reshape flatten unflatten ravel squeeze unsqueeze permute
-    transpose t clone contiguous to long int short float double bool cpu detach getitem select narrow index_select gather take
-    movedim swapaxes expand repeat cat stack concat hstack vstack split chunk unbind tile flip roll sort argsort topk sum prod
-    min max amin amax argmin argmax mean any all cumsum cumprod count_nonzero numel add sub mul truediv floordiv mod neg pow
-    div remainder floor_divide eq ne lt le gt ge and_ or_ xor invert logical_and logical_or logical_not isin nonzero unique
-    where equal item tolist diff searchsorted bucketize abs sign clamp minimum maximum constant_tensor
-    """.split()
+    [
+        "tensor",
+        "arange",
+        "full",
+        "zeros",
+        "ones",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "ravel",
+        "squeeze",
+        "unsqueeze",
+        "permute",
+        "transpose",
+        "t",
+        "clone",
+        "contiguous",
+        "to",
+        "long",
+        "int",
+        "short",
+        "float",
+        "double",
+        "bool",
+        "cpu",
+        "detach",
+        "getitem",
+        "select",
+        "narrow",
+        "index_select",
+        "gather",
+        "take",
+        "movedim",
+        "swapaxes",
+        "expand",
+        "repeat",
+        "cat",
+        "stack",
+        "concat",
+        "hstack",
+        "vstack",
+        "split",
+        "chunk",
+        "unbind",
+        "tile",
+        "flip",
+        "roll",
+        "sort",
+        "argsort",
+        "topk",
+        "sum",
+        "prod",
+        "min",
+        "max",
+        "amin",
+        "amax",
+        "argmin",
+        "argmax",
+        "mean",
+        "any",
+        "all",
+        "cumsum",
+        "cumprod",
+        "count_nonzero",
+        "numel",
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "neg",
+        "pow",
+        "div",
+        "remainder",
+        "floor_divide",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and_",
+        "or_",
+        "xor",
+        "invert",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "isin",
+        "nonzero",
+        "unique",
+        "where",
+        "equal",
+        "item",
+        "tolist",
+        "diff",
+        "searchsorted",
+        "bucketize",
+        "abs",
+        "sign",
+        "clamp",
+        "minimum",
+        "maximum",
+        "constant_tensor",
+    ]
 )
 
 
-_IN_PLACE = frozenset("setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift set_data".split())
+_IN_PLACE = frozenset(
+    [
+        "setitem",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "set_data",
+    ]
+)
 #: Longer chains are left to run time.
 _MOST_NODES = 256
 
@@ -256,8 +384,8 @@ def _is_pure(node: torch.fx.Node) -> bool:
         return False
     owners = (torch, operator, torch.Tensor)
     return node.op == "call_method" or (
-        node.op == "call_function" and (node.target is constant_tensor or any(getattr(o, name, None) is node.target for o in
-        owners))
+        node.op == "call_function"
+        and (node.target is constant_tensor or any(getattr(o, name, None) is node.target for o in owners))
     )
 
 
@@ -276,7 +404,9 @@ def _written(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
     if _is_pure(node) or not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
         return ()
     of_tensor = node.op == "call_method" or node.target is getattr(operator, name, None)
-    return node.all_input_nodes[:1] if of_tensor else node.all_input_nodes  # a function of lists writes to what is in them
+    return (
+        node.all_input_nodes[:1] if of_tensor else node.all_input_nodes
+    )  # a function of lists writes to what is in them
 
 
 def _storages(node: torch.fx.Node) -> set[int]:
@@ -298,7 +428,9 @@ def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
 )
 @contextlib.contextmanager
 def read_constant_tensors() -> Iterator[None]:
-    """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the program."""
+    """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the
+    program.
+    """
     stock = TensorVariable.call_method
 
     def call_method(
@@ -337,7 +469,8 @@ def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[Non
         yield
 
 
-# ---- small things that handlers need -----------------------------------------------------------------------------------------
+# ---- small things that handlers need
+# -----------------------------------------------------------------------------------------
 
 
 class ObjectVariable(CallVariable):
@@ -420,7 +553,9 @@ _met: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary
 
 
 def call_site(tx: Translator) -> tuple[Any, ...]:
-    """The place of the program that is being traced: code and offset of every frame, and how often tracing was here before."""
+    """The place of the program that is being traced: code and offset of every frame, and how often tracing was here
+    before.
+    """
     frames, at = [], tx
     while at is not None:
         frames.append((at.f_code, at.current_instruction.offset))
@@ -431,7 +566,8 @@ def call_site(tx: Translator) -> tuple[Any, ...]:
     return *place, counts[place]
 
 
-# ---- leaves made in the program ----------------------------------------------------------------------------------------------
+# ---- leaves made in the program
+# ----------------------------------------------------------------------------------------------
 
 
 _LEAVES = "leaves that a program makes"
@@ -451,7 +587,9 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
 
     torch asks which results are computed from it at all; what is detached carries no gradient on.
     """
-    reached = {v.as_proxy().node for v in output.leaf_var_creation_order if isinstance(v, TensorVariable) and not v.source}
+    reached = {
+        v.as_proxy().node for v in output.leaf_var_creation_order if isinstance(v, TensorVariable) and not v.source
+    }
     for node in output.graph.nodes:
         if _name(node) != "detach" and any(arg in reached for arg in node.all_input_nodes):
             reached.add(node)
@@ -465,10 +603,11 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
 )
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
-    """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break there.
+    """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break
+    there.
 
-    What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient outside.
-    """
+    What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient
+    outside."""
     stock = OutputGraph._check_requires_grad_intermediate_outputs
 
     def check(self: OutputGraph, returned: list[VariableTracker], tx: Translator) -> None:
@@ -494,4 +633,6 @@ def is_ignored(function: Any) -> bool:
     if isinstance(function, IgnoredFunctionVariable):
         return True
     ignored = torch._dynamo.config.ignore_logging_functions
-    return not isinstance(function, VariableTracker) and (function in ignored or getattr(function, "__func__", None) in ignored)
+    return not isinstance(function, VariableTracker) and (
+        function in ignored or getattr(function, "__func__", None) in ignored
+    )

@@ -1,8 +1,8 @@
 """``CommDebugMode`` inside of a program, as Dynamo sees it while it traces for our backend.
 
-The mode counts the collectives of the operators that run while it is entered, which is what eager sends there. When Dynamo traces
-an operator it runs it on fake tensors, collectives included; there the mode's own code counts them, once per compilation.
-"""
+The mode counts the collectives of the operators that run while it is entered, which is what eager sends there. When
+Dynamo traces an operator it runs it on fake tensors, collectives included; there the mode's own code counts them, once
+per compilation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo.tracing import Translator, build, build_unguarded, constant_source, graph_break, read_attribute
 from dtensor_compile.compat.dynamo.calls import ContextVariable
+from dtensor_compile.compat.dynamo.tracing import (
+    Translator,
+    build,
+    build_unguarded,
+    constant_source,
+    graph_break,
+    read_attribute,
+)
 
 #: Operator packet -> how often.
 Counts = dict[Any, int]

@@ -1,10 +1,10 @@
 """Meshes, process groups and placements where torch carries none of them in a graph, as on 2.11.
 
-As of 2.13 they are *opaque objects*: meshes and groups are inputs of the graph, placements constants of it. On 2.11 torch tracks them
-by classes that know a few of their members, and none can be an argument of a node. While our backend traces, trackers of ours
-take their place there too: to these each is a constant, and what a node is given of one is an attribute of the graph's module. Guards
-are those of 2.13: all that makes two meshes or placements equal, and the type of a group (`variables.process_group` adds the rest).
-"""
+As of 2.13 they are *opaque objects*: meshes and groups are inputs of the graph, placements constants of it. On 2.11
+torch tracks them by classes that know a few of their members, and none can be an argument of a node. While our backend
+traces, trackers of ours take their place there too: to these each is a constant, and what a node is given of one is an
+attribute of the graph's module. Guards are those of 2.13: all that makes two meshes or placements equal, and the type
+of a group (`variables.process_group` adds the rest)."""
 
 from __future__ import annotations
 
@@ -66,8 +66,13 @@ class ConstantObjectVariable(UserDefinedObjectVariable):
 class ConstantClassVariable(UserDefinedClassVariable):
     """Tracks the class of such objects, whose instances are made while tracing."""
 
-    def call_function(self, tx: Any, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        real = [arg.as_python_constant() for arg in args], {name: arg.as_python_constant() for name, arg in kwargs.items()}
+    def call_function(
+        self, tx: Any, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        real = (
+            [arg.as_python_constant() for arg in args],
+            {name: arg.as_python_constant() for name, arg in kwargs.items()},
+        )
         return VariableTracker.build(tx, self.value(*real[0], **real[1]))
 
 
@@ -79,7 +84,9 @@ STOCK_CLASSES: tuple[type, ...] = (
 
 
 def _attribute(output: Any, value: Any) -> Any:
-    """The proxy of an object in the graph that is being traced (a branch or a checkpointed region has its own): one for each graph."""
+    """The proxy of an object in the graph that is being traced (a branch or a checkpointed region has its own): one for
+    each graph.
+    """
     names = vars(output).setdefault("dtensor_compile_names", {})
     if id(value) not in names:
         names[id(value)] = f"dtensor_compile_{type(value).__name__}_{len(names)}"

@@ -1,19 +1,20 @@
 """Numbers that only the data decides, as Dynamo sees them while it traces for our backend.
 
-``item()``, ``tolist()`` and operators whose result has a size of its own (``bincount``, ``nonzero``) end a graph in torch, unless a
-switch is on. Here they are part of the graph: numbers without a value while it is traced. Nothing can depend on what they are, so
-that ranks whose data differ have the same graph.
+``item()``, ``tolist()`` and operators whose result has a size of its own (``bincount``, ``nonzero``) end a graph in
+torch, unless a switch is on. Here they are part of the graph: numbers without a value while it is traced. Nothing can
+depend on what they are, so that ranks whose data differ have the same graph.
 
-What a collective gives is decided by other ranks' data, also where each rank gives it a constant, which may be another one on each.
-torch computes what follows from constants while it traces, and would send there: a rank that is compiling alone would wait for ever, and
-what came would be a constant of the graph. So to a collective nothing is a constant.
+What a collective gives is decided by other ranks' data, also where each rank gives it a constant, which may be another
+one on each. torch computes what follows from constants while it traces, and would send there: a rank that is compiling
+alone would wait for ever, and what came would be a constant of the graph. So to a collective nothing is a constant.
 
-A program that counts with ``bincount(minlength=n)`` and reads the counts into Python (``tolist()``, a loop over them) counts n
-things. Where it asks for the length, it is n, and the compiled program checks it each time (``fixups/check_counts.py``).
+A program that counts with ``bincount(minlength=n)`` and reads the counts into Python (``tolist()``, a loop over them)
+counts n things. Where it asks for the length, it is n, and the compiled program checks it each time
+(``fixups/check_counts.py``).
 
-Where a program cannot do without the value (a loop over such a number, an operator that needs a size), tracing or the backend
-raises. Eager would not, so the frame is traced once more as torch does it, with a graph break where the number is read.
-"""
+Where a program cannot do without the value (a loop over such a number, an operator that needs a size), tracing or the
+backend raises. Eager would not, so the frame is traced once more as torch does it, with a graph break where the number
+is read."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dtensor_compile.causes import cause
-from dtensor_compile.compat.dynamo.tracing import backend_on_stack, compiles_for_us, graph_break, tensor_methods, traces_for_us
+from dtensor_compile.compat.dynamo.tracing import (
+    backend_on_stack,
+    compiles_for_us,
+    graph_break,
+    tensor_methods,
+    traces_for_us,
+)
 from dtensor_compile.compat.hooks import hook, needs
 
 #: What is switched on in the first attempt to trace a frame, in the second, and in the last.
@@ -78,9 +85,13 @@ def _first_lines(error: Exception) -> str:
 )
 @contextlib.contextmanager
 def numbers_in_the_graph() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend keep numbers that only the data decides in their graph."""
+    """While it is entered, frames that are compiled for our backend keep numbers that only the data decides in their
+    graph.
+    """
     stock, signature = convert_frame.trace_frame, inspect.signature(convert_frame.trace_frame)
-    failed: list[tuple[Any, str]] = []  # the log of a frame and what was said, for each attempt that needed to know a number
+    failed: list[
+        tuple[Any, str]
+    ] = []  # the log of a frame and what was said, for each attempt that needed to know a number
 
     def said_of(log: Any) -> list[str]:
         return [said for other, said in failed if other is log]
@@ -117,8 +128,8 @@ def numbers_in_the_graph() -> Iterator[None]:
 def backward_in_time() -> AbstractContextManager[Any]:
     """Lets a backward that cannot be compiled say so while the frame can still be traced another way.
 
-    torch compiles a backward with symbolic sizes together with its forward, but keeps an error back until the backward runs.
-    """
+    torch compiles a backward with symbolic sizes together with its forward, but keeps an error back until the backward
+    runs."""
     tx = getattr(tls, "current_tx", None)
     if tx is None or tx.one_graph or not _has_numbers(tx.output.shape_env):
         return contextlib.nullcontext()
@@ -128,15 +139,18 @@ def backward_in_time() -> AbstractContextManager[Any]:
 @needs(
     "bincount with minlength",
     hook("torch._subclasses.fake_impls:op_implementations_dict"),
-    hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._log_real_tensor_propagation", "self orig_expr unsound_result"),
+    hook(
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv._log_real_tensor_propagation", "self orig_expr unsound_result"
+    ),
     without="a program that needs its length breaks the graph, as in torch",
 )
 @contextlib.contextmanager
 def lengths_of_counts() -> Iterator[None]:
-    """While it is entered, and on this thread, ``bincount(minlength=n)`` has n counts for frames of ours that need to know.
+    """While it is entered, and on this thread, ``bincount(minlength=n)`` has n counts for frames of ours that need to
+    know.
 
-    torch has a value of last resort for a number without a value; asked for, it becomes a condition that the graph checks.
-    """
+    torch has a value of last resort for a number without a value; asked for, it becomes a condition that the graph
+    checks."""
     bincount = torch.ops.aten.bincount.default
     stock, stock_log = op_implementations_dict[bincount], ShapeEnv._log_real_tensor_propagation
     ours: weakref.WeakSet[ShapeEnv] = weakref.WeakSet()
@@ -173,7 +187,9 @@ def _sends(op: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """While it is entered, what ``holders(tensor)`` notes of constants is forgotten; for good where `op` writes to its arguments."""
+    """While it is entered, what ``holders(tensor)`` notes of constants is forgotten; for good where `op` writes to its
+    arguments.
+    """
     found = [holder for x in tree_leaves(given) if isinstance(x, torch.Tensor) and (holder := holders(x)) is not None]
     constants = [holder.constant for holder in found]
     for holder in found:

@@ -26,8 +26,8 @@ from dtensor_compile.compat.hooks import hook, needs
 #: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.
 trunc_normal_function: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_
 
-#: Whether eager's ``trunc_normal_`` of shards draws on every rank until all ranks have what they need. As of 2.14 DTensor gathers a
-#: tensor before it asks for ``any`` of it; up to 2.13 each rank asks its own shard.
+#: Whether eager's ``trunc_normal_`` of shards draws on every rank until all ranks have what they need. As of 2.14
+#: DTensor gathers a tensor before it asks for ``any`` of it; up to 2.13 each rank asks its own shard.
 DRAWS_TOGETHER = hasattr(_math_ops, "NON_LINEAR_BOOL_REDUCTION_OPS")
 
 
@@ -39,7 +39,8 @@ def generator_of_state(state: torch.Tensor) -> torch.Generator:
 
 
 class GeneratorVariable(UserDefinedObjectVariable):
-    """A generator whose state is a tensor of the graph; one that the program was given gets its new state when the graph has run.
+    """A generator whose state is a tensor of the graph; one that the program was given gets its new state when the
+    graph has run.
 
     Attributes:
         state: None until it is asked for.
@@ -125,7 +126,9 @@ DrawCall = Callable[
 )
 @contextlib.contextmanager
 def handle_draws(call: DrawCall) -> Iterator[None]:
-    """While it is entered, methods of tensors that are called with a generator go to `call`; None leaves the call to torch."""
+    """While it is entered, methods of tensors that are called with a generator go to `call`; None leaves the call to
+    torch.
+    """
     stock = TensorVariable.call_method
 
     def call_method(

@@ -1,12 +1,13 @@
 """Guards of DTensors: one each, in C++ (`native.loader`), in place of eight or more, of which two are in Python.
 
-torch guards a DTensor by its type, its spec (compared without shapes), ``requires_grad``, its local tensor, and for its mesh that
-it is the object that others have too. The one guard compares all that, sizes and strides as far as they are constants of the
-graph, and instead of the identity of the mesh that it is equal to the one that was traced, as all others then are.
+torch guards a DTensor by its type, its spec (compared without shapes), ``requires_grad``, its local tensor, and for its
+mesh that it is the object that others have too. The one guard compares all that, sizes and strides as far as they are
+constants of the graph, and instead of the identity of the mesh that it is equal to the one that was traced, as all
+others then are.
 
 Where an object holds many tensors, as an optimizer does, they have one guard together, which walks over them once
-(`guarded_together`). That none of them is another one is left to `fixups.aliased_inputs`, which asks of all inputs of a graph
-that writes.
+(`guarded_together`). That none of them is another one is left to `fixups.aliased_inputs`, which asks of all inputs of a
+graph that writes.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from torch._guards import Guard, GuardsContext, GuardsSet, Source, TracingContex
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dynamo.tracing import guard_sizes
-from dtensor_compile.compat.inductor.input_fetch_codegen import Plan, without_wrappers
+from dtensor_compile.compat.inductor.input_fetch_codegen import Plan
 from dtensor_compile.native.loader import native
 
 #: How a program marks sizes as dynamic or static: attributes of the tensor.
-_MARKS = tuple(f"_dynamo_{kind}_indices" for kind in ("dynamic", "weak_dynamic", "unbacked", "strict_unbacked", "static"))
+_MARKS = tuple(
+    f"_dynamo_{kind}_indices" for kind in ("dynamic", "weak_dynamic", "unbacked", "strict_unbacked", "static")
+)
 
 
 def track_and_guard(track: Callable[[], VariableTracker], source: Source, value: DTensor) -> VariableTracker:
-    """The tracker that ``track()`` makes of `value`, an input of the graph, with one guard in place of those that it installs."""
+    """The tracker that ``track()`` makes of `value`, an input of the graph, with one guard in place of those that it
+    installs.
+    """
     if not _one_will_do(value):
         variable = track()
         guard_sizes(source, value)
@@ -103,14 +108,18 @@ class Together:
         """Whether `guard` says what the one guard says."""
         kind = guard.create_fn_name()
         if guard.originating_source in self.tensors:
-            has_gradient = kind == "HASATTR" and guard.create_fn.keywords == {"attr": "grad"}  # every tensor has that attribute
+            has_gradient = kind == "HASATTR" and guard.create_fn.keywords == {
+                "attr": "grad"
+            }  # every tensor has that attribute
             return has_gradient or kind in ("TENSOR_MATCH", "DTENSOR_MATCH")
         return guard.originating_source in self.types and kind == "TYPE_MATCH"
 
 
 @contextlib.contextmanager
 def guarded_together(root: Source) -> Iterator[Together]:
-    """What is put in the result while this is entered is guarded by one guard of `root`, in place of guards of its own."""
+    """What is put in the result while this is entered is guarded by one guard of `root`, in place of guards of its
+    own.
+    """
     context, together = TracingContext.get().guards_context, Together(native() is not None)
     if _skips_guards(context) or not together.guards:
         yield together
@@ -167,7 +176,9 @@ _dtensor_match.__name__ = "DTENSOR_MATCH"
 
 
 def _guard_of(builder: Any, source: Source, value: torch.Tensor) -> tuple[Any, Sequence[Sequence[int | None]]]:
-    """The ``Guard`` of a tensor, and the sizes and strides that it asks for: its own, then those of a DTensor's local tensor."""
+    """The ``Guard`` of a tensor, and the sizes and strides that it asks for: its own, then those of a DTensor's local
+    tensor.
+    """
     sizes, strides = _extents(builder, source, value)
     local: tuple[Sequence[int | None], ...] = ([], [])
     if type(value) is DTensor:

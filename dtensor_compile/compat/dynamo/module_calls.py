@@ -22,12 +22,14 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 from torch._guards import GuardSource
 
-from dtensor_compile.compat.dynamo.tracing import Source, Translator, traces_for_us
 from dtensor_compile.compat.dynamo.calls import Call, attribute
+from dtensor_compile.compat.dynamo.tracing import Source, Translator, traces_for_us
 from dtensor_compile.compat.hooks import hook, if_there, needs
 
 #: A tracker as a key of a dict.
-_HashableTracker: Any = if_there("torch._dynamo.variables.hashable:HashableTracker") or ConstDictVariable._HashableTracker
+_HashableTracker: Any = (
+    if_there("torch._dynamo.variables.hashable:HashableTracker") or ConstDictVariable._HashableTracker
+)
 #: What a call of a Python function becomes, or None for one that is traced as usual.
 FindCall = Callable[[UserFunctionVariable], "Call | None"]
 
@@ -67,8 +69,8 @@ def handle_functions(find: FindCall) -> Iterator[None]:
 def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[None]:
     """While it is entered, frames whose code `leave` says so of are not compiled for our backend: they run as they are.
 
-    What such a function does is traced where it is called from a frame that is compiled; called from Python, it stays there.
-    """
+    What such a function does is traced where it is called from a frame that is compiled; called from Python, it stays
+    there."""
 
     stock = InstructionTranslatorBase.run
 
@@ -92,9 +94,9 @@ def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[
 def attributes_are_static() -> Iterator[None]:
     """While it is entered, ints and buffers of modules under ``fully_shard`` are static in frames for our backend.
 
-    Dynamo takes the ints of every module for constants, and the sizes of its buffers, whatever ``dynamic`` says; those of a module
-    that is marked as sharded it forgets. A head size that is a symbol makes quotients of all sizes that depend on it.
-    """
+    Dynamo takes the ints of every module for constants, and the sizes of its buffers, whatever ``dynamic`` says; those
+    of a module that is marked as sharded it forgets. A head size that is a symbol makes quotients of all sizes that
+    depend on it."""
     stock = GuardSource.is_unspecialized_nn_module
 
     def is_of_module(self: GuardSource) -> bool:
@@ -150,7 +152,8 @@ def submodule(tx: Translator, module: VariableTracker, path: str) -> VariableTra
     return module
 
 
-# ---- parameters in place of others ---------------------------------------------------------------------------------------------
+# ---- parameters in place of others
+# ---------------------------------------------------------------------------------------------
 
 
 def notes(tx: Translator, name: str) -> dict[Any, Any]:
@@ -178,10 +181,11 @@ def _before(tx: Translator, module: VariableTracker, name: str) -> list[Variable
 def replace_parameter(
     tx: Translator, module: VariableTracker, name: str, make: Callable[[VariableTracker], VariableTracker]
 ) -> None:
-    """From here on the program finds ``make(parameter)`` where it reads a parameter of a module, until `restore_parameter`.
+    """From here on the program finds ``make(parameter)`` where it reads a parameter of a module, until
+    `restore_parameter`.
 
-    The module itself never changes, so there is nothing that the compiled code would have to do: a replacement ends in the frame
-    in which it began. A parameter that is replaced already stays as it is.
+    The module itself never changes, so there is nothing that the compiled code would have to do: a replacement ends in
+    the frame in which it began. A parameter that is replaced already stays as it is.
     """
     items, key = _parameters(tx, module), _key(name)
     before = _before(tx, module, name)

@@ -1,10 +1,11 @@
-"""Floats that modules keep (``eps``, ``p``, ``norm_type``) are numbers until they have changed, also under ``dynamic=True``.
+"""Floats that modules keep (``eps``, ``p``, ``norm_type``) are numbers until they have changed, also under
+``dynamic=True``.
 
-torch takes integers of modules so. With ``dynamic=True`` it makes a symbol of a float wherever it comes from: an input of the graph.
-What is left of it, once AOTAutograd has traced forward and backward, can become a tensor where it is added or multiplied, and nowhere
-else; of any other, torch begins anew, Dynamo first, to have a number in its place. An operator with such a float has no hash
-either, so that its placements are decided again in each layer. A float that does change costs one compilation, and is a symbol then,
-as it is without ``dynamic=True``.
+torch takes integers of modules so. With ``dynamic=True`` it makes a symbol of a float wherever it comes from: an input
+of the graph. What is left of it, once AOTAutograd has traced forward and backward, can become a tensor where it is
+added or multiplied, and nowhere else; of any other, torch begins anew, Dynamo first, to have a number in its place. An
+operator with such a float has no hash either, so that its placements are decided again in each layer. A float that does
+change costs one compilation, and is a symbol then, as it is without ``dynamic=True``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def _of_module(builder: VariableBuilder) -> bool:
 )
 @contextlib.contextmanager
 def floats_of_modules_are_numbers() -> Iterator[None]:
-    """While it is entered, a float that a module keeps is a constant of the graph, under a guard, if it has not changed before."""
+    """While it is entered, a float that a module keeps is a constant of the graph, under a guard, if it has not changed
+    before.
+    """
     stock = VariableBuilder.wrap_symfloat
 
     def wrap(self: VariableBuilder, value: float) -> VariableTracker:

@@ -1,14 +1,14 @@
 """Backward hooks of modules and tensors, as Dynamo sees them while it traces for our backend.
 
-A hook of ``register_full_backward_hook`` or ``register_full_backward_pre_hook`` is a function of gradients. torch traces it
-under compiled autograd only, where the backward pass comes by again as a program. Our backend traces forward and backward at
-once, so it belongs there: Dynamo traces the code of the hooks into a graph of its own, and a node of the forward registers
-that graph with the class that eager uses, ``torch.utils.hooks.BackwardHook``. It runs when the backward is traced, and
-becomes part of it.
+A hook of ``register_full_backward_hook`` or ``register_full_backward_pre_hook`` is a function of gradients. torch
+traces it under compiled autograd only, where the backward pass comes by again as a program. Our backend traces forward
+and backward at once, so it belongs there: Dynamo traces the code of the hooks into a graph of its own, and a node of
+the forward registers that graph with the class that eager uses, ``torch.utils.hooks.BackwardHook``. It runs when the
+backward is traced, and becomes part of it.
 
-What a hook does may depend on what its gradients are: which of them are None, which are DTensors, and how those are placed.
-Dynamo traces it for gradients that are to be expected. Where others come while the backward is traced, the frame is traced
-again, for those.
+What a hook does may depend on what its gradients are: which of them are None, which are DTensors, and how those are
+placed. Dynamo traces it for gradients that are to be expected. Where others come while the backward is traced, the
+frame is traced again, for those.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import BackwardHook
 
 from dtensor_compile.causes import cause
-from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
-from dtensor_compile.compat.dynamo.tracing import Translator, graph_break, traces_for_us
-from dtensor_compile.compat.dynamo.calls import call_site
-from dtensor_compile.compat.hooks import hook, needs
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
+from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
+from dtensor_compile.compat.dynamo.calls import call_site
+from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
+from dtensor_compile.compat.dynamo.tracing import Translator, graph_break, traces_for_us
+from dtensor_compile.compat.hooks import hook, needs
 
-#: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of a DTensor.
+#: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of
+#: a DTensor.
 Facts = tuple[Any, ...] | None
 
 
@@ -114,7 +115,8 @@ def _gradient_like(value: torch.Tensor, facts: Facts) -> torch.Tensor:
     return DTensor.from_local(local, mesh, facts, run_check=False, shape=value.shape, stride=value.stride())
 
 
-# ---- what the graph runs -------------------------------------------------------------------------------------------------------
+# ---- what the graph runs
+# -------------------------------------------------------------------------------------------------------
 
 
 def _open() -> BackwardHook:
@@ -130,7 +132,8 @@ def _spread(tensors: Sequence[torch.Tensor], where: Sequence[int], count: int) -
     return tuple(arguments)
 
 
-# ---- what Dynamo traces in place of torch's loops over hooks -------------------------------------------------------------------
+# ---- what Dynamo traces in place of torch's loops over hooks
+# -------------------------------------------------------------------
 
 
 def _run_hooks(module: Any, hooks: Sequence[Any], grad_inputs: Any, grad_outputs: Any) -> Any:
@@ -163,7 +166,8 @@ def _run_hook(hook: Any, gradients: Any) -> Any:
     return gradients if result is None else (result,)
 
 
-# ---- the code of hooks as graphs -----------------------------------------------------------------------------------------------
+# ---- the code of hooks as graphs
+# -----------------------------------------------------------------------------------------------
 
 
 class _Values:
@@ -197,13 +201,19 @@ class _Body:
     """Code of hooks as a graph.
 
     Attributes:
-        facts: of the gradients that it is traced for, per group (of the inputs, of the outputs of a module) and gradient.
+        facts: of the gradients that it is traced for, per group (of the inputs, of the outputs of a module) and
+            gradient.
         kept: which results are tensors; the others are None.
         proxies: the graph, and the tensors that the hooks use besides their gradients.
     """
 
     def __init__(
-        self, tx: Translator, kind: str, call: Callable[..., VariableTracker], groups: Sequence[_Values], tracer: Any = None
+        self,
+        tx: Translator,
+        kind: str,
+        call: Callable[..., VariableTracker],
+        groups: Sequence[_Values],
+        tracer: Any = None,
     ) -> None:
         """Traces ``call(*groups)``, where a group is a tuple of gradients; the result is one, too."""
         self.attempts, self.place = _Attempts(tx), (kind, *call_site(tx))
@@ -255,7 +265,8 @@ def _input(tx: Translator, example: torch.Tensor | None) -> VariableTracker:
     return wrap_fx_proxy_cls(TensorVariable, tx, proxy, example_value=example)
 
 
-# ---- hooks of modules ----------------------------------------------------------------------------------------------------------
+# ---- hooks of modules
+# ----------------------------------------------------------------------------------------------------------
 
 
 class TracedModuleHooks(BackwardHookVariable):
@@ -288,12 +299,21 @@ class TracedModuleHooks(BackwardHookVariable):
         return super().call_method(tx, name, args, kwargs)
 
     def _emit(
-        self, tx: Translator, method: str, values: _Values, prepare: Callable[..., None] | None = None, free: Sequence[Any] = ()
+        self,
+        tx: Translator,
+        method: str,
+        values: _Values,
+        prepare: Callable[..., None] | None = None,
+        free: Sequence[Any] = (),
     ) -> list[VariableTracker]:
-        """A node that calls a method of the hooks with `values`, after ``prepare(hooks, free)``; returns its tensors."""
+        """A node that calls a method of the hooks with `values`, after ``prepare(hooks, free)``; returns its
+        tensors.
+        """
         where, count = tuple(values.where), len(values.items)
 
-        def call(hooks: BackwardHook, tensors: tuple[torch.Tensor, ...], free: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        def call(
+            hooks: BackwardHook, tensors: tuple[torch.Tensor, ...], free: tuple[Any, ...]
+        ) -> tuple[torch.Tensor, ...]:
             if prepare is not None:
                 prepare(hooks, free)
             results = getattr(hooks, method)(_spread(tensors, where, count))
@@ -321,11 +341,14 @@ class TracedModuleHooks(BackwardHookVariable):
 
         return prepare, [body.proxies for body in bodies.values()]
 
-    def _call(self, tx: Translator, run: Callable[..., Any], hooks: VariableTracker, *groups: VariableTracker) -> VariableTracker:
+    def _call(
+        self, tx: Translator, run: Callable[..., Any], hooks: VariableTracker, *groups: VariableTracker
+    ) -> VariableTracker:
         return UserFunctionVariable(run).call_function(tx, [self.module, hooks, *groups], {})
 
 
-# ---- hooks of tensors ----------------------------------------------------------------------------------------------------------
+# ---- hooks of tensors
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _register_on(tx: Translator, tensor: TensorVariable, hook: VariableTracker) -> VariableTracker:
@@ -358,8 +381,8 @@ def _register_on(tx: Translator, tensor: TensorVariable, hook: VariableTracker) 
 def hooks_in_the_graph() -> Iterator[None]:
     """While it is entered, hooks of tensors that frames for our backend compute are traced into the graph.
 
-    torch does so unless compiled autograd is on; then it waits for that to see the hook, which the joint graph has taken in.
-    And it takes the gradient of a DTensor to be placed as the tensor is.
+    torch does so unless compiled autograd is on; then it waits for that to see the hook, which the joint graph has
+    taken in. And it takes the gradient of a DTensor to be placed as the tensor is.
     """
     stock = TensorVariable._method_register_hook
 

@@ -1,7 +1,7 @@
 """Watching Dynamo while it compiles: compilations and their cost, graph breaks, the graphs of other backends.
 
-`watch_dynamo` and `watch_graphs_of_others` hold for the time of a recording and take themselves out again; they change nothing of
-what is compiled. Everything is told to the watcher in the thread that compiles.
+`watch_dynamo` and `watch_graphs_of_others` hold for the time of a recording and take themselves out again; they change
+nothing of what is compiled. Everything is told to the watcher in the thread that compiles.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompil
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from dtensor_compile.compat.dynamo.module_names import root_names
 from dtensor_compile.compat.hooks import feature, hook, needs
 from dtensor_compile.compat.inductor.compile import GraphPass
-from dtensor_compile.compat.dynamo.module_names import root_names
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>\w+)_at_\d+")
 
@@ -38,8 +38,8 @@ class FrameCompilation:
 
     Attributes:
         number: counts the compilations of a recording.
-        function, file, line: name of the function as it was written, and its first line; the rest of a function behind a graph
-            break carries the name of the function.
+        function, file, line: name of the function as it was written, and its first line; the rest of a function behind
+            a graph break carries the name of the function.
         reason: the guard that did not hold, where the function was compiled before; else empty.
         seconds: measured, nested compilations included; 0 until it has ended.
         outermost: whether no other compilation contains it.
@@ -188,7 +188,9 @@ def watch_dynamo(watcher: Watcher) -> Iterator[None]:
 
 
 def _ends_compilation(error: Exception) -> bool:
-    """Whether an exception out of a compilation is more than Dynamo's way to leave a frame to Python, or to start over."""
+    """Whether an exception out of a compilation is more than Dynamo's way to leave a frame to Python, or to start
+    over.
+    """
     return not isinstance(error, (exc.SkipFrame, exc.RestartAnalysis)) and not getattr(error, "logged", False)
 
 
@@ -205,7 +207,8 @@ def _break(event: Exception, compilation: FrameCompilation | None, *, error: boo
     return Break(str(kind), str(getattr(event, "msg", None) or event), frames, compilation, error)
 
 
-# ---- redistributions ---------------------------------------------------------------------------------------------------------
+# ---- redistributions
+# ---------------------------------------------------------------------------------------------------------
 
 
 _FORCING = feature(
@@ -219,7 +222,9 @@ _FORCING = feature(
 
 
 def forcing_operator() -> str:
-    """The operator whose inputs DTensor redistributes on this thread right now (``aten.add.Tensor``); empty where none does."""
+    """The operator whose inputs DTensor redistributes on this thread right now (``aten.add.Tensor``); empty where none
+    does.
+    """
     frame = sys._getframe(1) if _FORCING.works() else None
     while frame is not None:
         if frame.f_code.co_name == "redistribute_local_args" and frame.f_globals is vars(_dispatch):
@@ -237,7 +242,9 @@ def newest_node() -> torch.fx.Node | None:
 
 
 def nodes_since(before: torch.fx.Node | None) -> list[torch.fx.Node]:
-    """The nodes behind `before` (all of them for None) of the graph that this thread traces with proxies; none where it traces none."""
+    """The nodes behind `before` (all of them for None) of the graph that this thread traces with proxies; none where it
+    traces none.
+    """
     mode = get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else ()
     return list(itertools.takewhile(lambda node: node is not before, nodes))
@@ -254,7 +261,8 @@ def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-# ---- graphs ------------------------------------------------------------------------------------------------------------------
+# ---- graphs
+# ------------------------------------------------------------------------------------------------------------------
 
 Graphs = Callable[[torch.fx.Graph], None]
 
@@ -267,10 +275,11 @@ Graphs = Callable[[torch.fx.Graph], None]
 )
 @contextlib.contextmanager
 def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
-    """While it is entered, `tell` sees every forward and backward graph that another backend than ours gets from AOTAutograd.
+    """While it is entered, `tell` sees every forward and backward graph that another backend than ours gets from
+    AOTAutograd.
 
-    From Inductor after its post-grad passes, from other backends as AOTAutograd made it; not changed in either case. Inductor
-    takes no graph out of its caches meanwhile.
+    From Inductor after its post-grad passes, from other backends as AOTAutograd made it; not changed in either case.
+    Inductor takes no graph out of its caches meanwhile.
     """
     from torch._inductor import config
 

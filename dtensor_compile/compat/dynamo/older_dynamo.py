@@ -1,7 +1,8 @@
 """Calls that Dynamo traces as of 2.13, traced before as well while our backend traces.
 
-- ``DTensor.from_local``, ``to_local`` and ``redistribute`` are nodes of the graph with the mesh and the placements as arguments. Older
-  releases bake these into a function of their own, which takes no keyword for the local tensor, and which no cache keeps.
+- ``DTensor.from_local``, ``to_local`` and ``redistribute`` are nodes of the graph with the mesh and the placements as
+  arguments. Older releases bake these into a function of their own, which takes no keyword for the local tensor, and
+  which no cache keeps.
 - Functions of sizes that are numbers give numbers.
 - ``torch.autograd.grad`` takes DTensors, and a gather along another dim than the first is traced.
 """
@@ -26,9 +27,9 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._utils import _maybe_view_chunk_cat
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, build, tensor_methods, traces_for_us
-from dtensor_compile.compat.dynamo.calls import handle_calls
 
 
 def _of_numbers(function: Callable[..., Any]) -> tuple[Any, Retrack]:
@@ -61,8 +62,12 @@ def _as_a_node(stock: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-def _tensors_with_sources(stock: Callable[..., Any], variable: VariableTracker) -> list[tuple[torch.Tensor, str | None]]:
-    """The tensors that ``torch.autograd.grad`` is given, and where each comes from; torch asks that they are no subclass."""
+def _tensors_with_sources(
+    stock: Callable[..., Any], variable: VariableTracker
+) -> list[tuple[torch.Tensor, str | None]]:
+    """The tensors that ``torch.autograd.grad`` is given, and where each comes from; torch asks that they are no
+    subclass.
+    """
     variable = variable.realize()
     if not traces_for_us():
         return stock(variable)

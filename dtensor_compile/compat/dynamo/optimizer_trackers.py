@@ -1,9 +1,9 @@
 """Optimizers, as Dynamo sees them while it traces for our backend.
 
-torch breaks the graph before and after every ``step()`` on purpose, and prepares a step (`_init_group` makes state, and collects
-parameters, gradients and state in lists) by running it for real while it traces. Both assume that a step is a region of its own.
-Inside a larger region they are wrong: the gradients that count are those that the program has at that point, which a backward
-pass further up in the same region may just have computed.
+torch breaks the graph before and after every ``step()`` on purpose, and prepares a step (`_init_group` makes state, and
+collects parameters, gradients and state in lists) by running it for real while it traces. Both assume that a step is a
+region of its own. Inside a larger region they are wrong: the gradients that count are those that the program has at
+that point, which a backward pass further up in the same region may just have computed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 import torch.optim.optimizer as _optimizer
-from torch._dynamo import graph_break as break_function
 from torch._dynamo import config, trace_rules
+from torch._dynamo import graph_break as break_function  # noqa: F401 - a name for `variables.optimizer`
 from torch._dynamo.bytecode_transformation import create_binary_subscr, create_call_function
 from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.decorators import mark_static_address
@@ -39,16 +39,15 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable, UserMethodVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
-from dtensor_compile.compat.dynamo.tracing import Source, Translator, fact_guard, read_attribute, traces_for_us
 from dtensor_compile.compat.dynamo.calls import Call
 from dtensor_compile.compat.dynamo.guards import Together, guarded_together
+from dtensor_compile.compat.dynamo.tracing import Source, Translator, fact_guard, read_attribute, traces_for_us
 from dtensor_compile.compat.hooks import hook, if_there, needs
 
 #: The trackers of what is in a list.
@@ -99,8 +98,8 @@ def step_count(
 
 
 def traced(stock: VariableTracker) -> VariableTracker:
-    """A function that torch takes for an operator, and that is code like other code: of the dict that it makes, torch loses
-    what is written to it.
+    """A function that torch takes for an operator, and that is code like other code: of the dict that it makes, torch
+    loses what is written to it.
     """
     return UserFunctionVariable(stock.value, source=stock.source)
 
@@ -125,8 +124,8 @@ class FusedStep(_Untraced):
 class TracedOptimizerVariable(OptimizerVariable):
     """An optimizer whose steps belong to the region that they are in."""
 
-    #: As of 2.14 this table is asked before `tp_getattro_impl`, and torch's entry prepares parameters for a region of the step alone:
-    #: it makes them attributes of the graph, and steps capturable.
+    #: As of 2.14 this table is asked before `tp_getattro_impl`, and torch's entry prepares parameters for a region of
+    #: the step alone: it makes them attributes of the graph, and steps capturable.
     tp_getset = {"param_groups": None}
 
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
@@ -152,17 +151,24 @@ class TracedOptimizerVariable(OptimizerVariable):
         return super().call_method(tx, name, args, kwargs)
 
     def _steps_as_in_eager(self) -> bool:
-        """Whether a step can be traced by eager's formulas. torch traces those for ``capturable=True``, which round otherwise."""
+        """Whether a step can be traced by eager's formulas. torch traces those for ``capturable=True``, which round
+        otherwise.
+        """
         return isinstance(self.value, torch.optim.Adam) and not any(
-            group["foreach"] or group["fused"] or group["amsgrad"] or any(p.device.type != "cpu" for p in group["params"])
+            group["foreach"]
+            or group["fused"]
+            or group["amsgrad"]
+            or any(p.device.type != "cpu" for p in group["params"])
             for group in self.value.param_groups
         )
 
-    def _prepare_step(self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
+    def _prepare_step(
+        self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
         """Runs `_init_group` for real, on the gradients that the program has at this point.
 
-        It makes the state that is missing, as the first step in eager does, and appends parameters, gradients and state to lists.
-        Each tensor in these lists is looked up by identity and becomes the tracker of its place.
+        It makes the state that is missing, as the first step in eager does, and appends parameters, gradients and state
+        to lists. Each tensor in these lists is looked up by identity and becomes the tracker of its place.
         """
         real_args, real_kwargs = self.get_python_args(*args, **kwargs)
         self.move_step_if_cpu()
@@ -187,7 +193,9 @@ class TracedOptimizerVariable(OptimizerVariable):
         for arg, real in zip(args, real_args):
             if isinstance(arg, ListVariable):
                 tx.output.side_effects.mutation(arg)
-                arg.items.extend(known[id(value)] if id(value) in known else VariableTracker.build(tx, value) for value in real)
+                arg.items.extend(
+                    known[id(value)] if id(value) in known else VariableTracker.build(tx, value) for value in real
+                )
         return ConstantVariable.create(result)
 
     def written_by_a_step(self, tx: Translator) -> list[VariableTracker] | None:
@@ -209,10 +217,14 @@ class TracedOptimizerVariable(OptimizerVariable):
                 _show_gradient(tx, parameter, variable, gradient, restore)
                 if not gradient.is_constant_none():
                     # the step over lists writes to gradients with Nesterov's momentum
-                    written += [variable, gradient] if any(g.get("nesterov") for g in self.value.param_groups) else [variable]
+                    written += (
+                        [variable, gradient] if any(g.get("nesterov") for g in self.value.param_groups) else [variable]
+                    )
             for group in self.value.param_groups:
                 _make_state(self.value, group)
-            entries = [self.value.state.get(parameter, {}) for parameter, *_ in parameters if parameter.grad is not None]
+            entries = [
+                self.value.state.get(parameter, {}) for parameter, *_ in parameters if parameter.grad is not None
+            ]
         if any(entry in effects and effects.is_modified(effects[entry]) for entry in entries):
             return None
         with guarded_together(self.source) as together:
@@ -234,8 +246,8 @@ class TracedOptimizerVariable(OptimizerVariable):
     def _state(self, tx: Translator, together: Together) -> dict[int, VariableTracker]:
         """Trackers of all tensors in the state as it is outside of the region, by identity.
 
-        Entries are known by position, and a guard says which parameter each is of: `load_state_dict` may bring another order.
-        """
+        Entries are known by position, and a guard says which parameter each is of: `load_state_dict` may bring another
+        order."""
         state, found = read_attribute(self, tx, "state").realize(), {}
         tx.output.guard_on_key_order.add(state.source)
         _same_length(self.source)
@@ -264,7 +276,9 @@ def _only_writes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of an optimizer, whose state is made, does nothing but write to tensors."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks += (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
-    step = vars(optimizer).get("step")  # a scheduler puts its own there, which notes on the first step that there was one
+    step = vars(optimizer).get(
+        "step"
+    )  # a scheduler puts its own there, which notes on the first step that there was one
     stepped = step is None or getattr(step, "_wrapped_by_lr_sched", False) and getattr(optimizer, "_opt_called", False)
     known = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     damped = any(group.get("momentum") and group["dampening"] for group in optimizer.param_groups)
@@ -284,13 +298,16 @@ def _make_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None
 def step_where_finite(
     tx: Translator, stock: UserFunctionVariable, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """A step that a `GradScaler` leaves out where gradients are infinite: it is made, and what it wrote is taken back there.
+    """A step that a `GradScaler` leaves out where gradients are infinite: it is made, and what it wrote is taken back
+    there.
 
-    eager reads whether they are, which ends a graph. Compiled, each value is chosen where it is written. Where a step does
-    more than write to tensors, eager's way stands.
+    eager reads whether they are, which ends a graph. Compiled, each value is chosen where it is written. Where a step
+    does more than write to tensors, eager's way stands.
     """
     optimizer = args[1].realize()
-    written = optimizer.written_by_a_step(tx) if isinstance(optimizer, TracedOptimizerVariable) and len(args) == 3 else None
+    written = (
+        optimizer.written_by_a_step(tx) if isinstance(optimizer, TracedOptimizerVariable) and len(args) == 3 else None
+    )
     if written is None or kwargs:
         return tx.inline_user_function_return(stock, args, kwargs)
     return UserFunctionVariable(_step_where_finite).call_function(tx, [*args[1:], ListVariable(written)], {})
@@ -314,7 +331,9 @@ def steps_of_scalers(function: UserFunctionVariable) -> Call | None:
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[int | None]:
     """Of each entry of the state, the position of its parameter among all parameters."""
-    position = {id(parameter): i for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    position = {
+        id(parameter): i for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
     return [position.get(id(parameter)) for parameter in optimizer.state]
 
 
@@ -349,8 +368,8 @@ class KeySource(ConstDictKeySource):
 
 
 def _mark_static(tensors: Sequence[torch.Tensor]) -> None:
-    """Sizes and addresses stay. torch marks these tensors so that they become attributes of the graph; they stay inputs here,
-    because torch collects the leaves of a backward pass among the inputs.
+    """Sizes and addresses stay. torch marks these tensors so that they become attributes of the graph; they stay inputs
+    here, because torch collects the leaves of a backward pass among the inputs.
     """
     for tensor in tensors:
         if get_static_address_type(tensor) is None:
@@ -362,7 +381,11 @@ def _has_pending_gradient(tx: Translator, variable: TensorVariable) -> bool:
 
 
 def _show_gradient(
-    tx: Translator, parameter: torch.Tensor, variable: TensorVariable, gradient: VariableTracker, restore: contextlib.ExitStack
+    tx: Translator,
+    parameter: torch.Tensor,
+    variable: TensorVariable,
+    gradient: VariableTracker,
+    restore: contextlib.ExitStack,
 ) -> Any:
     """Lets the real parameter have a gradient just where the program has one at this point; returns what it is."""
     if _has_pending_gradient(tx, variable):
@@ -374,8 +397,8 @@ def _show_gradient(
 def _show_state(
     tx: Translator, parameter: torch.Tensor, entry: dict[str, Any], kept: list[Any], restore: contextlib.ExitStack
 ) -> dict[int, VariableTracker]:
-    """Lets the real state of a parameter hold what the region put there so far (the first step of many optimizers does); returns
-    the trackers by the identity of what stands for them.
+    """Lets the real state of a parameter hold what the region put there so far (the first step of many optimizers
+    does); returns the trackers by the identity of what stands for them.
     """
     effects, shown = tx.output.side_effects, {}
     if entry not in effects or not effects.is_modified(effects[entry]):
@@ -405,9 +428,9 @@ def _is_learning_rate(source: Source | None) -> bool:
 def _without_value(builder: VariableBuilder, number: VariableTracker) -> VariableTracker:
     """`number`, an input that torch has made symbolic, as a number that only the data decides.
 
-    As a symbol with a value it is fixed to it wherever it is more than a factor (``add(p, grad, alpha=-lr)``): torch multiplies
-    tensors by such a symbol, and can do nothing else with it. A number without a value is computed with as in eager.
-    """
+    As a symbol with a value it is fixed to it wherever it is more than a factor (``add(p, grad, alpha=-lr)``): torch
+    multiplies tensors by such a symbol, and can do nothing else with it. A number without a value is computed with as
+    in eager."""
     made = builder.tx.output.unspec_variable_map.get(builder.name)
     if made is None or not config.capture_scalar_outputs or not isinstance(number, SymNodeVariable):
         return number
@@ -426,8 +449,8 @@ def _without_value(builder: VariableBuilder, number: VariableTracker) -> Variabl
 def optimizers_in_the_region() -> Iterator[None]:
     """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.
 
-    Their schedulers and the scaler of gradients are code like other code then, and a learning rate that has changed between calls
-    is a number of the graph.
+    Their schedulers and the scaler of gradients are code like other code then, and a learning rate that has changed
+    between calls is a number of the graph.
     """
     stock_track, stock_check = _builder.OptimizerVariable, trace_rules.check_file
     stock_wrap = VariableBuilder.wrap_symfloat
@@ -456,7 +479,9 @@ def optimizers_in_the_region() -> Iterator[None]:
 
 
 def fused_steps() -> tuple[Any, ...]:
-    """The functions for fused steps, which torch keeps out of graphs (from its first compilation on, which is under way)."""
+    """The functions for fused steps, which torch keeps out of graphs (from its first compilation on, which is under
+    way).
+    """
     TorchPatcher.patch()
     modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
     found = [getattr(module, name) for module in modules for name in vars(module) if name.startswith("_fused_")]

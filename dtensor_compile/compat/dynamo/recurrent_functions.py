@@ -13,7 +13,8 @@ from torch._dynamo import config
 
 from dtensor_compile.compat.hooks import hook, needs
 
-#: Name of a layer's function, and the function: ``(x, states, weights, biases, layers, dropout, train, bidirectional, batch_first)``.
+#: Name of a layer's function, and the function: ``(x, states, weights, biases, layers, dropout, train, bidirectional,
+#: batch_first)``.
 FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 }
@@ -45,7 +46,9 @@ def take_new_weights(layer: nn.RNNBase) -> None:
 
 
 def gradients(
-    function: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor], gradients_of_results: Sequence[torch.Tensor]
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    inputs: Sequence[torch.Tensor],
+    gradients_of_results: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """The gradients of ``function(*inputs)`` for its inputs, in a kernel, where autograd is off."""
     key = torch._C.DispatchKey

@@ -11,7 +11,9 @@ from dtensor_compile.compat.hooks import hook, needs
 
 
 class _Backends(dict[str, Any]):
-    """Backends by name. A thread that has loaded a name of ours may register it, though another was first (`register_again`)."""
+    """Backends by name. A thread that has loaded a name of ours may register it, though another was first
+    (`register_again`).
+    """
 
     def __init__(self, known: dict[str, Any]) -> None:
         super().__init__(known)

@@ -1,4 +1,6 @@
-"""Settings of torch that a program changes around a piece of code, through functions in C++ that torch does not trace."""
+"""Settings of torch that a program changes around a piece of code, through functions in C++ that torch does not
+trace.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss
 from torch.fx.node import has_side_effect
 
-from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, VariableTracker, build, constant_argument, constant_source, fact_guard
 from dtensor_compile.compat.dynamo.calls import Call, handle_calls
+from dtensor_compile.compat.dynamo.tracing import (
+    Retrack,
+    Translator,
+    VariableTracker,
+    build,
+    constant_argument,
+    constant_source,
+    fact_guard,
+)
 
 _c10d = torch._C._distributed_c10d
 
@@ -39,7 +49,9 @@ def guard_implicit_replication() -> None:
 
 @contextlib.contextmanager
 def implicit_replication() -> Iterator[None]:
-    """While it is entered, operators take plain tensors for replicated DTensors; afterwards as before (torch's own: no more)."""
+    """While it is entered, operators take plain tensors for replicated DTensors; afterwards as before (torch's own: no
+    more).
+    """
     before = implicit_replication_is_allowed()
     allow_implicit_replication(True)
     try:
@@ -72,7 +84,9 @@ def _remember() -> Callable[[], None]:
 
 
 def _set(setter: Callable[..., None]) -> Call:
-    """The setting holds for what is traced now, and a node of the graph makes it hold when the graph is traced once more."""
+    """The setting holds for what is traced now, and a node of the graph makes it hold when the graph is traced once
+    more.
+    """
     has_side_effect(setter)
 
     def call(
@@ -96,7 +110,9 @@ def _read(
 def _nothing(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """For settings that say nothing about what is in a graph: names of collectives in a profile, works in flight outside."""
+    """For settings that say nothing about what is in a graph: names of collectives in a profile, works in flight
+    outside.
+    """
     return build(tx, None)
 
 

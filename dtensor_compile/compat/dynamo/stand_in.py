@@ -1,8 +1,8 @@
 """Dynamo: objects of C++ classes that a traced program is given, made in Python.
 
-A class of ours extends a C++ class of torch's and does in Python what the program may ask of an object. While tracing, an
-object is no more than the fields of the class. To the program it is of the C++ class. One that leaves the graph is made then.
-"""
+A class of ours extends a C++ class of torch's and does in Python what the program may ask of an object. While tracing,
+an object is no more than the fields of the class. To the program it is of the C++ class. One that leaves the graph is
+made then."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserMethodVariable
 
+from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.tracing import (
     Retrack,
     Translator,
@@ -25,7 +26,6 @@ from dtensor_compile.compat.dynamo.tracing import (
     member_function,
     raise_in_program,
 )
-from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.hooks import if_there
 
 #: torch's comparison of objects that know none of their own. (On 2.11, ``==`` asks for the method.)
@@ -107,7 +107,8 @@ def stand_in(cls: Any, refused: Mapping[str, str]) -> tuple[Any, Retrack]:
         given.apply_defaults()
         values = list(given.arguments.values())[1:]
         fields = {
-            name: value if isinstance(value, VariableTracker) else build(tx, value) for name, value in zip(cls.FIELDS, values)
+            name: value if isinstance(value, VariableTracker) else build(tx, value)
+            for name, value in zip(cls.FIELDS, values)
         }
         return StandInVariable(cls, refused, fields)
 

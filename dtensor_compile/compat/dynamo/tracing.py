@@ -1,16 +1,16 @@
 """Dynamo: the scope in which it traces for our backend, and the names that trackers are built from.
 
-`install_while_tracing` puts trackers of ours in place while Dynamo traces for one backend, and takes them out again. Three
-things about it are not obvious:
+`install_while_tracing` puts trackers of ours in place while Dynamo traces for one backend, and takes them out again.
+Three things about it are not obvious:
 
-- *When.* ``torch.compile`` drops the ``backend_ctx_ctor`` of a backend that is given by name. So the scope is entered where Dynamo
-  enters ``callback_handler.install_callbacks``, around each compilation. Its callbacks themselves will not do: ``torch._dynamo.reset()``
-  drops them, and they do not run for a compilation that starts while another one is under way, of a backward pass on another thread
-  for instance.
-- *For whom.* Nobody says there which backend the compilation is for. It is in the local variable ``compiler_fn`` of Dynamo's
-  function ``_compile``, further up the stack.
-- *Nested.* A compilation for another backend may run within one for ours. So every entry asks once more, of the frame that is being
-  traced, for whom it is, and hands over to torch where it is not for us.
+- *When.* ``torch.compile`` drops the ``backend_ctx_ctor`` of a backend that is given by name. So the scope is entered
+  where Dynamo enters ``callback_handler.install_callbacks``, around each compilation. Its callbacks themselves will not
+  do: ``torch._dynamo.reset()`` drops them, and they do not run for a compilation that starts while another one is under
+  way, of a backward pass on another thread for instance.
+- *For whom.* Nobody says there which backend the compilation is for. It is in the local variable ``compiler_fn`` of
+  Dynamo's function ``_compile``, further up the stack.
+- *Nested.* A compilation for another backend may run within one for ours. So every entry asks once more, of the frame
+  that is being traced, for whom it is, and hands over to torch where it is not for us.
 """
 
 from __future__ import annotations
@@ -78,9 +78,13 @@ def read_attribute(owner: Any, tx: Translator, name: str) -> VariableTracker:
 
 @contextmanager
 def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterator[None]:
-    """While it is entered, calls of these methods of tensors go to these functions in place of ``TensorVariable.method_...``."""
+    """While it is entered, calls of these methods of tensors go to these functions in place of
+    ``TensorVariable.method_...``.
+    """
     table = getattr(TensorVariable, "tp_methods", {})  # as of 2.14 it holds the functions themselves
-    entries = {name: dataclasses.replace(table[name], handler=handler) for name, handler in handlers.items() if name in table}
+    entries = {
+        name: dataclasses.replace(table[name], handler=handler) for name, handler in handlers.items() if name in table
+    }
     functions = {f"method_{name}": handler for name, handler in handlers.items()}
     with mock.patch.dict(table, entries), mock.patch.multiple(TensorVariable, **functions):
         yield
@@ -88,7 +92,9 @@ def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterato
 
 #: Tracks an object that tensors and operators carry around without looking inside: meshes, groups, placements.
 OpaqueVariable: Any = (
-    _named(script_object, "TorchScriptObjectVariable", "CustomClassObjectVariable") if OPAQUE else ConstantObjectVariable
+    _named(script_object, "TorchScriptObjectVariable", "CustomClassObjectVariable")
+    if OPAQUE
+    else ConstantObjectVariable
 )
 #: Tracks the class of such objects.
 OpaqueClassVariable: Any = (
@@ -133,7 +139,8 @@ TrackMade = Callable[[Translator, Any], VariableTracker]
 Retrack = Callable[[VariableTracker], VariableTracker]
 #: Makes a tracker of an object that the program was given: ``(builder, value)``.
 TrackGiven = Callable[[VariableBuilder, Any], VariableTracker]
-#: Makes the tracker of a tensor of one class, with its guards: ``(what makes torch's tracker and guards, source, value)``.
+#: Makes the tracker of a tensor of one class, with its guards: ``(what makes torch's tracker and guards, source,
+#: value)``.
 TrackTensor = Callable[[Callable[[], VariableTracker], Source, Any], VariableTracker]
 
 
@@ -183,7 +190,8 @@ _TRACKERS = feature(
     essential=True,
 )
 
-# ---- the scope -------------------------------------------------------------------------------------------------------------
+# ---- the scope
+# -------------------------------------------------------------------------------------------------------------
 
 _UNWRAP: tuple[tuple[type, str], ...] = (
     (types.MethodType, "__self__"),  # DDPOptimizer.compile_fn, inside of the forward of a DDP module
@@ -203,7 +211,9 @@ def unwrapped_backend(compiler_fn: Any) -> Any:
 
 
 def of_compilation_on_stack(name: str) -> Any:
-    """An argument (``compiler_fn``, ``code``) of the innermost compilation that is under way on this thread; None where none is."""
+    """An argument (``compiler_fn``, ``code``) of the innermost compilation that is under way on this thread; None where
+    none is.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_globals is vars(convert_frame):
@@ -223,7 +233,9 @@ def _compiler_on_stack() -> Any:
 
 
 def keep_ddp_graphs_whole() -> AbstractContextManager[None]:
-    """From here on the innermost compilation on this thread makes one graph, where DDP would split it to overlap buckets."""
+    """From here on the innermost compilation on this thread makes one graph, where DDP would split it to overlap
+    buckets.
+    """
     optimizer = getattr(_compiler_on_stack(), "__self__", None)
     if isinstance(optimizer, DDPOptimizer):  # made for this one compilation
         optimizer.bucket_bytes_cap = optimizer.first_bucket_cap = sys.maxsize
@@ -256,7 +268,9 @@ class _Scope:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around one compilation for the backend. Dynamo compiles on one thread at a time, one within the other or one by one."""
+        """Around one compilation for the backend. Dynamo compiles on one thread at a time, one within the other or one
+        by one.
+        """
         self.depth += 1
         try:
             if self.depth == 1:
@@ -297,7 +311,9 @@ class _Scope:
             self.undo.pop()()
 
     def _replace_factory(self) -> None:
-        """torch makes every tracker of an opaque object, with a source or as the result of a node, in one static method."""
+        """torch makes every tracker of an opaque object, with a source or as the result of a node, in one static
+        method.
+        """
         before = vars(OpaqueVariable)["create"]
         stock = OpaqueVariable.create
 
@@ -312,7 +328,9 @@ class _Scope:
         self.undo.append(lambda: setattr(OpaqueVariable, "create", before))
 
     def _enter_constants(self) -> None:
-        """Where torch carries no such objects in graphs, it makes their trackers in several places; these are looked up before."""
+        """Where torch carries no such objects in graphs, it makes their trackers in several places; these are looked up
+        before.
+        """
         for cls in constant_classes():
             track = self._track_of(cls)
             if track is not None:
@@ -324,7 +342,9 @@ class _Scope:
     def _track_of(self, cls: type) -> Track | None:
         return next((self.entries.opaque[base] for base in cls.__mro__ if base in self.entries.opaque), None)
 
-    def _made(self, track: TrackMade, stock: Callable[..., VariableTracker], tx: Translator, value: Any) -> VariableTracker:
+    def _made(
+        self, track: TrackMade, stock: Callable[..., VariableTracker], tx: Translator, value: Any
+    ) -> VariableTracker:
         return track(tx, value) if self.serves(tx) else stock(SourcelessBuilder.create, tx, value)
 
     def _object(
@@ -345,7 +365,9 @@ class _Scope:
         return track(builder, value) if self.serves(builder.tx) else stock(builder._wrap, value)
 
     def _enter(self, table: dict[Any, Any], key: Any, entry: Callable[..., VariableTracker]) -> None:
-        """Puts ``entry(stock, *args)`` into a table of Dynamo's, where ``stock(look_up, *args)`` is what torch does itself."""
+        """Puts ``entry(stock, *args)`` into a table of Dynamo's, where ``stock(look_up, *args)`` is what torch does
+        itself.
+        """
         if key in table:
             return  # someone else's, torch.compiler.substitute_in_graph for instance
 
@@ -374,7 +396,9 @@ _scopes: list[_Scope] = []
 
 
 def install_while_tracing(backend: Backend, entries: Entries) -> None:
-    """From now on, `entries` are in place whenever Dynamo traces for `backend`, and at no other time. Once per backend."""
+    """From now on, `entries` are in place whenever Dynamo traces for `backend`, and at no other time. Once per
+    backend.
+    """
     if any(scope.backend is backend for scope in _scopes):
         return
     _scopes.append(_Scope(backend, entries))
@@ -382,7 +406,9 @@ def install_while_tracing(backend: Backend, entries: Entries) -> None:
         callback_handler.install_callbacks = _around_compilation(callback_handler.install_callbacks)
 
 
-def _around_compilation(stock: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+def _around_compilation(
+    stock: Callable[..., AbstractContextManager[None]],
+) -> Callable[..., AbstractContextManager[None]]:
     """``install_callbacks(trigger, compile_id)`` with the scope of the backend inside, where one of ours compiles."""
 
     @contextmanager
@@ -410,11 +436,14 @@ def compiles_for_us(compiler_fn: Any) -> bool:
     return any(scope.backend is unwrapped_backend(compiler_fn) for scope in _scopes)
 
 
-# ---- what trackers need ----------------------------------------------------------------------------------------------------
+# ---- what trackers need
+# ----------------------------------------------------------------------------------------------------
 
 
 def describe_fake(value: Any) -> None:
-    """``str`` of a wrapped object is that of the real one; Dynamo asks the wrapper, and would bake in the wrapper's address."""
+    """``str`` of a wrapped object is that of the real one; Dynamo asks the wrapper, and would bake in the wrapper's
+    address.
+    """
     if isinstance(value, FakeScriptObject):
         real = real_object(value)
         object.__setattr__(value, "__str__", lambda: str(real))
@@ -422,7 +451,8 @@ def describe_fake(value: Any) -> None:
 
 @functools.cache
 def leave_to_python(cls: type) -> None:
-    """Frames of methods of `cls` that Python enters stay with Python from now on; calls from what is traced are traced as ever.
+    """Frames of methods of `cls` that Python enters stay with Python from now on; calls from what is traced are traced
+    as ever.
 
     Dynamo does so itself for objects that it cannot look into: it cannot trace one that is half made, or half copied.
     """
@@ -478,19 +508,23 @@ def build(tx: Translator, value: Any) -> VariableTracker:
 
 
 def member_function(
-    owner: VariableTracker, name: str, call: Callable[[list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
+    owner: VariableTracker,
+    name: str,
+    call: Callable[[list[VariableTracker], dict[str, VariableTracker]], VariableTracker],
 ) -> VariableTracker:
     """The bound method `name` of `owner`, which calls `call` with the trackers of its arguments."""
     source = AttrSource(owner.source, name) if owner.source else None
     return LambdaVariable(lambda *args, **kwargs: call(list(args), kwargs), source=source)
 
 
-#: Attribute of a function that stands in the place of one of torch's while our backend traces: that one, which programs call.
+#: Attribute of a function that stands in the place of one of torch's while our backend traces: that one, which programs
+#: call.
 STANDS_FOR = "_dtensor_compile_stands_for"
 
 
 def inline_member(owner: VariableTracker, tx: Translator, name: str) -> VariableTracker | None:
-    """Member `name` of the object of `owner`, as of any Python object: data under guards, functions as code that is traced.
+    """Member `name` of the object of `owner`, as of any Python object: data under guards, functions as code that is
+    traced.
 
     None for what is neither data of the object itself nor Python code of its class.
     """
@@ -528,7 +562,9 @@ def tracked(tx: Translator, value: Any) -> VariableTracker | None:
 
 
 def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTracker:
-    """Whoever meets `value` again in this frame, from whatever source, gets `tracker` (and a guard that it is the same one)."""
+    """Whoever meets `value` again in this frame, from whatever source, gets `tracker` (and a guard that it is the same
+    one).
+    """
     if value in tx.output.side_effects:
         return tracker
     return tx.output.side_effects.track_object_existing(value, tracker)
@@ -565,7 +601,9 @@ def guard_sizes(source: Source, value: torch.Tensor) -> None:
 
 
 def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], None]:
-    """A kind of guard: what ``facts(object)`` says is the same as while tracing. The result installs one on a source."""
+    """A kind of guard: what ``facts(object)`` says is the same as while tracing. The result installs one on a
+    source.
+    """
 
     def create(builder: Any, guard: Guard) -> None:
         recorded = facts(real_object(builder.get(guard)))

@@ -1,8 +1,9 @@
 """``torch.autograd._unsafe_preserve_version_counter`` in a region, as Dynamo sees it while it traces for our backend.
 
-    torch:  writes the version before into the graph and sets it there, on values that AOTAutograd made functional: inputs keep nothing of it
-            (and a DTensor has no such operator, which is an error)
-    here:   notes which nodes ran in the context manager, and for which tensors; see `fixups.preserved_versions`
+torch:  writes the version before into the graph and sets it there, on values that AOTAutograd made functional: inputs
+keep nothing of it
+        (and a DTensor has no such operator, which is an error)
+here:   notes which nodes ran in the context manager, and for which tensors; see `fixups.preserved_versions`
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def _begun(tx: Translator) -> list[torch.fx.Node | None]:
 
 
 def _restored(tx: Translator) -> dict[int | None, tuple[VariableTracker, int]]:
-    """Of DTensors that a context manager was left for, by their memory: the version that it preserved, and that of the fake tensor then."""
+    """Of DTensors that a context manager was left for, by their memory: the version that it preserved, and that of the
+    fake tensor then.
+    """
     return vars(tx.output).setdefault(f"{_KEY}_restored", {})
 
 

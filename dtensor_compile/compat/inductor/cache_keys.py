@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dtensor_compile.compat.hooks import feature, hook, needs
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
+from dtensor_compile.compat.hooks import feature, hook, needs
 
 
 @needs(
@@ -28,8 +28,8 @@ from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
 def meshes_by_layout() -> Iterator[None]:
     """While it is entered, keys of caches name a device mesh by its layout.
 
-    Torch pickles the object, and with it Python's hash of its names, which is another one in every process: no program with a
-    mesh among its inputs would ever be found.
+    Torch pickles the object, and with it Python's hash of its names, which is another one in every process: no program
+    with a mesh among its inputs would ever be found.
     """
     from torch._inductor.codecache import FxGraphCachePickler, _ident
 
@@ -59,9 +59,10 @@ GUARDS_LOCAL_SIZES = feature(
 def guards_of_local_sizes() -> Iterator[None]:
     """While it is entered, caches that this thread asks guard graphs by every symbol of their inputs.
 
-    Torch guards by the SymInts among the inputs, for it takes each symbol for one of them. Of a DTensor the global size is an input, and
-    may be an expression (``2*s3``) of a symbol that only the size of the local tensor is: guards on ``s3`` are then left out, and those
-    that compare such an expression name where Dynamo found ``s3`` and cannot be evaluated.
+    Torch guards by the SymInts among the inputs, for it takes each symbol for one of them. Of a DTensor the global size
+    is an input, and may be an expression (``2*s3``) of a symbol that only the size of the local tensor is: guards on
+    ``s3`` are then left out, and those that compare such an expression name where Dynamo found ``s3`` and cannot be
+    evaluated.
 
     Upstream: `_filter_backed_symints` and `get_pruned_guards`. Can go once they look into sizes of tensors.
     """
@@ -81,8 +82,15 @@ def guards_of_local_sizes() -> Iterator[None]:
 
 
 def _left_out(found: Sequence[torch.SymInt], inputs: Sequence[Any]) -> list[torch.SymInt]:
-    """A SymInt for each backed symbol of `inputs` that is none of `found` itself, in an order that every process has."""
-    envs = {id(size.node.shape_env): size.node.shape_env for value in inputs for size in _sizes(value) if isinstance(size, torch.SymInt)}
+    """A SymInt for each backed symbol of `inputs` that is none of `found` itself, in an order that every process
+    has.
+    """
+    envs = {
+        id(size.node.shape_env): size.node.shape_env
+        for value in inputs
+        for size in _sizes(value)
+        if isinstance(size, torch.SymInt)
+    }
     symbols: set[sympy.Symbol] = set().union(*(free_symbols(size) for value in inputs for size in _sizes(value)))
     missing = symbols - {size.node.expr for size in found}
     return [

@@ -26,8 +26,8 @@ _WITH_NUMBERS = (functional("all_gather_into_tensor"), functional("broadcast"))
 def masks_are_sent_as_they_are() -> Iterator[None]:
     """While it is entered, Inductor, on this thread, gathers and broadcasts booleans as booleans.
 
-    It takes collectives for elementwise operators, whose tensors and numbers have one dtype: a boolean beside the size of a group
-    became an integer of 64 bits.
+    It takes collectives for elementwise operators, whose tensors and numbers have one dtype: a boolean beside the size
+    of a group became an integer of 64 bits.
     """
     from torch._inductor.lowering import lowerings
 

@@ -17,18 +17,19 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtensor_compile.compat.aot.partition import HeldNodes
+from dtensor_compile.compat.hooks import feature, hook, if_there
 from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, meshes_by_layout
 from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
-from dtensor_compile.compat.hooks import feature, hook, if_there
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
-from dtensor_compile.compat.aot.partition import HeldNodes
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_uncompiled
 
 GraphFunction = Callable[[torch.fx.Graph], None]
 
-#: Inductor's settings under which it computes eager's numbers, where it does not by default: a rounding that the program asks for
-#: (``x.bfloat16().float()``) and those between fused operators happen, and random values are those of eager's generators.
+#: Inductor's settings under which it computes eager's numbers, where it does not by default: a rounding that the
+#: program asks for (``x.bfloat16().float()``) and those between fused operators happen, and random values are those of
+#: eager's generators.
 EAGER_NUMBERS: Mapping[str, Any] = {"emulate_precision_casts": True, "fallback_random": True}
 
 log = logging.getLogger("dtensor_compile")
@@ -126,8 +127,9 @@ def mode_options(mode: str) -> Mapping[str, Any]:
     Raises:
         OptionError: torch knows no such mode.
     """
-    from dtensor_compile.errors import OptionError
     from torch._inductor import list_mode_options
+
+    from dtensor_compile.errors import OptionError
 
     modes = list_mode_options()
     if mode not in modes:
@@ -156,8 +158,8 @@ def compile_with_inductor(
         key: what decides the work of the passes besides the graph; part of the cache keys. None: no cache is used.
         settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
         cacheable: functions whose calls in the graph are all that they depend on, so that caches may keep it.
-        uncompiled: is told of a graph (``"forward"``, ``"backward"``) with a kernel that does not compile, and what the compiler said;
-            the graph runs operator by operator. None: that is an error.
+        uncompiled: is told of a graph (``"forward"``, ``"backward"``) with a kernel that does not compile, and what the
+            compiler said; the graph runs operator by operator. None: that is an error.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -187,7 +189,10 @@ def compile_with_inductor(
     at_kernels = {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
     if kernel_passes is not None and ORDER.works():
         before, after = kernel_passes
-        at_kernels |= {"_pre_fusion_custom_pass": lambda nodes: before(tie_draws(nodes)), "_post_fusion_custom_pass": after}
+        at_kernels |= {
+            "_pre_fusion_custom_pass": lambda nodes: before(tie_draws(nodes)),
+            "_post_fusion_custom_pass": after,
+        }
         patches["reorder_for_peak_memory"] = False  # part of the pass after fusion
     for place, run in at_kernels.items():
         patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
@@ -201,7 +206,9 @@ def compile_with_inductor(
 
 
 def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, str]:
-    """The setting that lets calls of `functions` into AOTAutograd's cache: their names, and a key that changes with their source."""
+    """The setting that lets calls of `functions` into AOTAutograd's cache: their names, and a key that changes with
+    their source.
+    """
     ours = {f"{function.__module__}.{function.__name__}": package_digest() for function in functions}
     return {**_configured(settings, "unsafe_marked_cacheable_functions"), **ours}
 
@@ -210,9 +217,9 @@ def _spell_out_alpha(graph: torch.fx.Graph) -> None:
     """``add(a, b, alpha=c)`` becomes ``add(a, mul(b, c))``.
 
     Inductor 2.13 makes one ``addmm`` of an addition to a matrix product, without asking for its ``alpha``: the SGD step
-    ``weight.add_(mm(x, y), alpha=-lr)`` would add the whole gradient. Narrow types are added in float32, as eager's kernels do, of
-    which those for the CPU round the factor first (and where a row ends each product too, which no one formula follows).
-    """
+    ``weight.add_(mm(x, y), alpha=-lr)`` would add the whole gradient. Narrow types are added in float32, as eager's
+    kernels do, of which those for the CPU round the factor first (and where a row ends each product too, which no one
+    formula follows)."""
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         alpha, value = node.kwargs.get("alpha", 1), node.meta["val"]
@@ -231,7 +238,11 @@ def _spell_out_alpha(graph: torch.fx.Graph) -> None:
                 return made
 
             def cast(term: Any, dtype: torch.dtype) -> torch.fx.Node:
-                return term if term.meta["val"].dtype == dtype else call(torch.ops.prims.convert_element_type.default, term, dtype)
+                return (
+                    term
+                    if term.meta["val"].dtype == dtype
+                    else call(torch.ops.prims.convert_element_type.default, term, dtype)
+                )
 
             left, right = (cast(term, computed) for term in node.args)
             result = cast(call(aten.add.Tensor, left, call(aten.mul.Tensor, right, alpha)), value.dtype)
@@ -240,7 +251,9 @@ def _spell_out_alpha(graph: torch.fx.Graph) -> None:
 
 
 def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
-    """What draws from torch's generator runs in the order of the graph; before 2.13 Inductor takes it for independent."""
+    """What draws from torch's generator runs in the order of the graph; before 2.13 Inductor takes it for
+    independent.
+    """
     draws = [n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
     if len(draws) > 1 and not _TIES_DRAWS and _DRAWS.works():
         from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -249,7 +262,9 @@ def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
         preserve_node_ordering(graph, {later: OrderedSet([node]) for node, later in itertools.pairwise(draws)})
 
 
-def compile_as_stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]) -> Callable[..., Any]:
+def compile_as_stock(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
+) -> Callable[..., Any]:
     """What ``backend="inductor"`` does."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -263,7 +278,9 @@ def _configured(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., Any]] = ()) -> str:
-    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk, calls of `cacheable` aside; empty where it does not."""
+    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk, calls of `cacheable` aside; empty where it does
+    not.
+    """
     if not _REFUSALS.works():
         return ""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable

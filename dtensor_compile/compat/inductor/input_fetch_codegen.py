@@ -87,7 +87,11 @@ class Plan:
 
         def order(source: Source) -> tuple[int, int, int]:
             base, step, key = _last_read(source)
-            return (self._depth[source], dicts[base], key) if step in ("value_at", "key_at") else (self._depth[source], -1, -1)
+            return (
+                (self._depth[source], dicts[base], key)
+                if step in ("value_at", "key_at")
+                else (self._depth[source], -1, -1)
+            )
 
         self._reads = sorted(self._depth, key=order)
 

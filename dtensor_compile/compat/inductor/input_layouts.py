@@ -1,7 +1,8 @@
-"""Sizes and strides of a graph's inputs, which the code that Inductor writes makes sure of: in one call for all of them.
+"""Sizes and strides of a graph's inputs, which the code that Inductor writes makes sure of: in one call for all of
+them.
 
-    torch:  assert_size_stride(primals_1, (4, ), (1, ), 'input') ... and so for each input
-    here:   input_layouts((primals_1, primals_2, ...))
+torch:  assert_size_stride(primals_1, (4, ), (1, ), 'input') ... and so for each input
+here:   input_layouts((primals_1, primals_2, ...))
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ FEWEST = 4
 )
 @contextlib.contextmanager
 def inputs_checked_at_once() -> Iterator[None]:
-    """While it is entered, code that Inductor writes on this thread checks inputs of constant sizes and strides in one call."""
+    """While it is entered, code that Inductor writes on this thread checks inputs of constant sizes and strides in one
+    call.
+    """
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     owner, stock = threading.get_ident(), PythonWrapperCodegen.codegen_input_size_asserts

@@ -1,4 +1,6 @@
-"""Inductor's kernels before and after fusion: passes over them, what ties them to each other, and what is read of them."""
+"""Inductor's kernels before and after fusion: passes over them, what ties them to each other, and what is read of
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,14 @@ ORDER = feature(
     hook("torch._inductor.config:_post_fusion_custom_pass"),
     hook("torch._inductor.config:reorder_for_peak_memory"),
     hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
-    hook("torch._inductor.memory:reorder_for_peak_memory", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs ..."),
-    hook("torch._inductor.memory:prepare_planning_info", "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs"),
+    hook(
+        "torch._inductor.memory:reorder_for_peak_memory",
+        "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs ...",
+    ),
+    hook(
+        "torch._inductor.memory:prepare_planning_info",
+        "nodes name_to_buf name_to_fused_node graph_inputs graph_outputs",
+    ),
     hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
     hook("torch._inductor.utils:contains_collective", "snode ..."),
     hook("torch._inductor.utils:contains_wait", "snode"),
@@ -54,9 +62,9 @@ TIES = feature(
 def waits_are_kept() -> Iterator[None]:
     """While it is entered, kernels that Inductor schedules on this thread depend on the last write to what they read.
 
-    A collective and its wait write to a buffer that was there before, and what reads it afterwards names the write. Before 2.14
-    Inductor loses that name where it brings the loops of two kernels into one shape in order to fuse them, and has the fused kernel
-    run when the buffer is there, with what this rank alone put into it.
+    A collective and its wait write to a buffer that was there before, and what reads it afterwards names the write.
+    Before 2.14 Inductor loses that name where it brings the loops of two kernels into one shape in order to fuse them,
+    and has the fused kernel run when the buffer is there, with what this rank alone put into it.
     """
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
@@ -66,7 +74,9 @@ def waits_are_kept() -> Iterator[None]:
 
     def keeping(stock: Callable[..., None]) -> Callable[..., None]:
         def compute_again(self: Any, *args: Any, **kwargs: Any) -> None:
-            tied = OrderedSet(dep for dep in self.read_writes.reads if isinstance(dep, (StarDep, WeakDep)))  # lost on 2.11
+            tied = OrderedSet(
+                dep for dep in self.read_writes.reads if isinstance(dep, (StarDep, WeakDep))
+            )  # lost on 2.11
             stock(self, *args, **kwargs)
             if threading.get_ident() == owner:
                 self.set_read_writes(self.read_writes.with_read(tied).rename(self.mutation_renames))
@@ -81,7 +91,8 @@ def waits_are_kept() -> Iterator[None]:
 
 
 class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)):  # type: ignore[misc]
-    """A function on scheduler nodes that Inductor calls. Before 2.13 its caches know a pass by the class of those on graphs.
+    """A function on scheduler nodes that Inductor calls. Before 2.13 its caches know a pass by the class of those on
+    graphs.
 
     Args:
         run: returns the nodes in another order.
@@ -111,8 +122,8 @@ class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_gra
 def tie_draws(nodes: Nodes) -> Nodes:
     """Ties what draws from torch's generator to what draws before it.
 
-    Inductor ties them by their results (as of 2.13), and drops each part of a result that nothing reads, with the tie. A draw of
-    which nothing reads any part was then tied to nothing that comes after it.
+    Inductor ties them by their results (as of 2.13), and drops each part of a result that nothing reads, with the tie.
+    A draw of which nothing reads any part was then tied to nothing that comes after it.
     """
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
@@ -127,7 +138,9 @@ def tie_draws(nodes: Nodes) -> Nodes:
 
 
 def _is_draw(node: Any) -> bool:
-    """Whether a kernel, before fusion, runs an operator that draws. What takes its result apart has the same origin, and draws not."""
+    """Whether a kernel, before fusion, runs an operator that draws. What takes its result apart has the same origin,
+    and draws not.
+    """
     return torch.Tag.nondeterministic_seeded in getattr(getattr(node.node, "op_overload", None), "tags", ())
 
 
@@ -143,7 +156,9 @@ def tie(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:
         if any(buffer.get_name() == own and buffer.get_mutations() for buffer in node.get_outputs()):
             continue  # the same kind of dependency says what it writes over
         kept = OrderedSet(
-            dep for dep in node.read_writes.reads if not (isinstance(dep, WeakDep) and dep.is_fake and dep.mutating_buf == own)
+            dep
+            for dep in node.read_writes.reads
+            if not (isinstance(dep, WeakDep) and dep.is_fake and dep.mutating_buf == own)
         )
         node.set_read_writes(dataclasses.replace(node.read_writes, reads=kept))
         node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
@@ -194,7 +209,9 @@ def is_item(node: Any) -> bool:
 
 
 def order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
-    """Inductor's own last pass, which would otherwise run after ours, and what it found out about inputs that can be freed."""
+    """Inductor's own last pass, which would otherwise run after ours, and what it found out about inputs that can be
+    freed.
+    """
     from torch._inductor import memory
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
@@ -202,7 +219,9 @@ def order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
     scheduler = V.graph.scheduler
     inputs = OrderedSet(V.graph.graph_inputs.keys())
     outputs = OrderedSet(V.graph.get_output_names())
-    named = {name: node for node in nodes for name in (node.get_name(), *(part.get_name() for part in node.get_nodes()))}
+    named = {
+        name: node for node in nodes for name in (node.get_name(), *(part.get_name() for part in node.get_nodes()))
+    }
     nodes = memory.reorder_for_peak_memory(nodes, scheduler.name_to_buf, named, inputs, outputs)
     _, freeable = memory.prepare_planning_info(nodes, scheduler.name_to_buf, named, inputs, outputs)
     return nodes, freeable

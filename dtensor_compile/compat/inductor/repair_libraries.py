@@ -1,7 +1,7 @@
 """Libraries that Inductor keeps in its cache: those that a process left unfinished when it was killed are built again.
 
-The compiler writes a library under the name by which others find it. Torch takes the file for finished as soon as it is there, and a later
-process fails with an ImportError ("file too short"), or dies where it reads what was never written.
+The compiler writes a library under the name by which others find it. Torch takes the file for finished as soon as it is
+there, and a later process fails with an ImportError ("file too short"), or dies where it reads what was never written.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from dtensor_compile.compat.hooks import hook, needs
 def rebuild_damaged_libraries() -> Iterator[None]:
     """While it is entered, what this thread loads from Inductor's cache is built again where it is no whole library.
 
-    That holds for kernels, and for the small library by which Inductor finds out whether vector instructions can be used.
-    """
+    That holds for kernels, and for the small library by which Inductor finds out whether vector instructions can be
+    used."""
     kernels, vectors, owner = codecache.CppCodeCache, cpu_vec_isa.VecISA, threading.get_ident()
     load_async, load_library = kernels.load_async.__func__, kernels._load_library.__func__
     check_build, probe = vectors.check_build, vectors._probe_load
@@ -54,7 +54,9 @@ def rebuild_damaged_libraries() -> Iterator[None]:
         return probe(self, path)
 
     with (
-        mock.patch.object(kernels, "load_async", classmethod(lambda *args, **kwargs: _twice(load_async(*args, **kwargs)))),
+        mock.patch.object(
+            kernels, "load_async", classmethod(lambda *args, **kwargs: _twice(load_async(*args, **kwargs)))
+        ),
         mock.patch.object(kernels, "_load_library", classmethod(load_whole)),
         mock.patch.object(vectors, "check_build", lambda self, code: _twice(lambda: check_build(self, code))()),
         mock.patch.object(vectors, "_probe_load", probe_whole),
@@ -81,8 +83,8 @@ def _twice(build_and_load: Callable[[], Any]) -> Callable[[], Any]:
 def is_whole_library(path: str) -> bool:
     """Whether a file has all of the library that its first bytes announce; files that are no 64-bit ELF count as whole.
 
-    The table of sections is the last part of a library. Offsets are those of the ELF header: its place at byte 40 (8 bytes), size and
-    number of its entries at byte 58 (2 bytes each).
+    The table of sections is the last part of a library. Offsets are those of the ELF header: its place at byte 40 (8
+    bytes), size and number of its entries at byte 58 (2 bytes each).
     """
     size = os.path.getsize(path)
     with open(path, "rb") as file:

@@ -1,4 +1,6 @@
-"""Torch's operators for groups with symmetric memory, in which a rank reads what another one computes while it computes it."""
+"""Torch's operators for groups with symmetric memory, in which a rank reads what another one computes while it computes
+it.
+"""
 
 from __future__ import annotations
 

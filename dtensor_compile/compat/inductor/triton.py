@@ -106,7 +106,8 @@ def compile_kernel(kernel: Any, gpu: Gpu) -> Binary:
     """What its first configuration compiles to that the GPU can run: without autotuning the one that it does run.
 
     Raises:
-        Exception: whatever Triton or the assembler raise; Inductor's error where no configuration fits into shared memory.
+        Exception: whatever Triton or the assembler raise; Inductor's error where no configuration fits into shared
+            memory.
     """
     from torch._inductor import config as settings
     from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError

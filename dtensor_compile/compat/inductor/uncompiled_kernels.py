@@ -1,8 +1,8 @@
 """Inductor: where a kernel does not compile, the graph runs operator by operator.
 
-What compilers raise is told apart from errors in passes and in Inductor itself, which end the compilation: it is C++'s error, one
-of Triton's, or one that went through Triton. The graph that runs instead is the one after our lowering, before Inductor changes
-it: what ``kernels="aten"`` runs. Its collectives are those that the ranks agreed on.
+What compilers raise is told apart from errors in passes and in Inductor itself, which end the compilation: it is C++'s
+error, one of Triton's, or one that went through Triton. The graph that runs instead is the one after our lowering,
+before Inductor changes it: what ``kernels="aten"`` runs. Its collectives are those that the ranks agreed on.
 """
 
 from __future__ import annotations

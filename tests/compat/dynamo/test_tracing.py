@@ -19,9 +19,9 @@ from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch.distributed.tensor import Shard
 
 from dtensor_compile.backend import dtensor
+from dtensor_compile.compat.dynamo.tracing import Entries, OpaqueVariable, install_while_tracing, installed_backends
 from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.stages import program
-from dtensor_compile.compat.dynamo.tracing import Entries, OpaqueVariable, install_while_tracing, installed_backends
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.variables import DeviceMeshVariable, install_trackers
 
@@ -87,7 +87,10 @@ def test_another_backend_that_traces_inside_our_compilation_gets_torchs_trackers
         return x + 1, mesh.size(), Shard(mesh.ndim)
 
     def compile_another(gm):
-        assert torch.compile(inner, backend="eager", fullgraph=True)(torch.ones(1), make_mesh((1,)))[1:] == (1, Shard(1))
+        assert torch.compile(inner, backend="eager", fullgraph=True)(torch.ones(1), make_mesh((1,)))[1:] == (
+            1,
+            Shard(1),
+        )
 
     torch._dynamo.reset()
     seen.clear()
@@ -143,7 +146,9 @@ def test_trackers_are_in_place_while_another_thread_compiles_a_backward():
         assert end.wait(60)
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=compile_backward)
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=compile_backward
+    )
     x = torch.ones(2, requires_grad=True)
     other = threading.Thread(target=lambda: torch.compile(lambda x: x.sin().sum(), backend=backend)(x).backward())
     other.start()
@@ -166,7 +171,8 @@ def test_installing_again_changes_nothing():
     assert callback_handler.install_callbacks is around
 
 
-# ---- processes of their own: what a process looks like before and after us ---------------------------------------------------
+# ---- processes of their own: what a process looks like before and after us
+# ---------------------------------------------------
 
 _SETUP = """
 import sys, json, torch, torch.distributed as dist
@@ -190,8 +196,9 @@ def step(backend, **options):
 _ATTRIBUTES = """
 import types
 def attributes():
-    # Functions, classes and what classes hold, of all modules of torch, by identity. Left out: plain data (counters, caches of
-    # results), and namespaces of torch.ops, which fill as operators are looked up, and where ours is registered.
+    # Functions, classes and what classes hold, of all modules of torch, by identity. Left out: plain data (counters,
+    # caches of results), and namespaces of torch.ops, which fill as operators are looked up, and where ours is
+    # registered.
     found = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != "torch" or type(module) is not types.ModuleType:
@@ -258,7 +265,9 @@ print(json.dumps([before, inductor()]))
 def _run(script):
     """Runs a script in a process of its own and returns what it prints last."""
     root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", _SETUP + script], capture_output=True, text=True, cwd=root, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", _SETUP + script], capture_output=True, text=True, cwd=root, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
