@@ -178,6 +178,20 @@ def test_a_decision_without_its_guards_is_not_kept():
                 assert decided.call_count == 1
 
 
+def test_a_decision_with_a_size_of_its_own_is_made_once():
+    """The result has a new node each time: what a tracer writes down for one is nothing to the other."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with simulated_job(2, 0):
+        mesh = make_mesh((2,), ("tp",))
+        local = mode.from_tensor(torch.ones(6, 8), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC]))
+        with mode, rules_anywhere(), mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided:
+            x = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+            sizes = [torch.cat([x, x]).shape[0] for _ in range(3)]
+    assert decided.call_count == 1
+    assert len({id(size.node) for size in sizes}) == 3
+    assert {size.node.expr for size in sizes} == {2 * x.shape[0].node.expr}
+
+
 @on_ranks(2)
 def test_a_float_of_a_module_is_a_number_until_it_changes():
     mesh, model, compiled = compiled_layers(1)

@@ -59,6 +59,7 @@ from dtensor_compile.compat.dynamo import STANDS_FOR
 from dtensor_compile.compat.hooks import hook, if_there, needs
 from dtensor_compile.compat.mesh import mesh_dims, rank_map, real_mesh
 from dtensor_compile.compat.settings import implicit_replication
+from dtensor_compile.compat.shapes import has_hint
 
 aten = torch.ops.aten
 
@@ -192,10 +193,11 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
     leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
     symbolic = [number for value in leaves for number in _symbols(value)]
     known = _decisions_for(symbolic)
+    at = functools.partial(_at, symbolic=symbolic, sizes_are_arguments=any(isinstance(leaf, _SYMBOLIC) for leaf in leaves))
     try:
         key = op, *map(id, rules), _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
         decision = None if known is None else known.get(key, (None, None))[1]
-        here = None if decision is None else _at(decision, symbolic)
+        here = None if decision is None else at(decision)
     except TypeError:  # an argument that has no hash
         known = here = None
     if known is None:
@@ -204,7 +206,7 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
         before, _thread.decided = _thread.decided, False
         try:
             decision = _propagated(replicate, stock, self, op_schema)
-            if not _thread.decided and _at(decision, symbolic) is not None:
+            if not _thread.decided and at(decision) is not None:
                 if len(known) >= _MOST_KNOWN:
                     known.clear()
                 meshes = [real_mesh(leaf.mesh) for leaf in leaves if isinstance(leaf, DTensorSpec)]
@@ -215,9 +217,12 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
     return here
 
 
-def _at(decision: Any, symbolic: Sequence[Any]) -> Any:
+def _at(decision: Any, symbolic: Sequence[Any], sizes_are_arguments: bool) -> Any:
     """A copy of a decision with the symbolic numbers of the arguments at hand for equal ones of its own, which are nodes of another place
-    in the graph, or of another graph; None where one of its own is none of theirs."""
+    in the graph, or of another graph, and new nodes for sizes of the result; None where it has another number of its own.
+
+    Where arguments are sizes, those of the result are theirs, and no new ones.
+    """
     found, given = copy.copy(decision), {_expression(number): number for number in symbolic}
     if not given:
         return found
@@ -231,15 +236,21 @@ def _at(decision: Any, symbolic: Sequence[Any]) -> Any:
         return number_here(value)
 
     def number_here(number: Any) -> Any:
-        return given[_expression(number)] if isinstance(number, _SYMBOLIC) else number
+        if not isinstance(number, _SYMBOLIC):
+            return number
+        expression = _expression(number)
+        if expression not in given and of_result and isinstance(number, torch.SymInt) and has_hint(number):
+            given[expression] = number.node.shape_env.create_symintnode(expression, hint=number.node.hint)
+        return given[expression]
 
-    schema = decision.redistribute_schema
+    schema, of_result = decision.redistribute_schema, False
     try:
-        found.output_spec = tree_map(here, decision.output_spec)
         if schema is not None:
             found.redistribute_schema = OpSchema(
                 schema.op, tree_map(here, schema.args_schema), tree_map(here, schema.kwargs_schema), schema.schema_info
             )
+        of_result = not sizes_are_arguments
+        found.output_spec = tree_map(here, decision.output_spec)
     except KeyError:
         return None
     return found
