@@ -54,11 +54,11 @@ class Waiting:
     def answer(self) -> tuple[Answer, str]:
         """What the other rank has said by now, and the sentence about it where the two cannot run together."""
         store = self.book.store
+        if store.check([self.failed]):  # first: it may have tried again since, and announced that, before this rank has looked
+            return Answer.FAILED, self._failure(store.get(self.failed).decode())
         if store.check([self.same_place]):
             digest, calls = json.loads(store.get(self.same_place))
             return (Answer.AGREES, "") if self.mine.agrees(digest) else (Answer.DIFFERS, self._difference(digest, calls))
-        if store.check([self.failed]):
-            return Answer.FAILED, self._failure(store.get(self.failed).decode())
         return (Answer.AGREES if any(store.check([key]) for key in self.enough) else Answer.NONE), ""
 
     def compiles(self) -> bool:
