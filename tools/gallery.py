@@ -3,7 +3,8 @@
     python tools/gallery.py [NAME ...] [--repeats 9] [--json FILE] [--write]
 
 A program is a file with a function ``build(backend)``, which gives a model and a training step; its docstring names the ranks that it
-runs on. The three variants of it take turns in one job, from equal parameters and with equal batches:
+runs on. Where a package owns the loop, it gives a model and ``loop(after_step)`` instead, which trains until ``after_step(loss)``, called
+at the end of each step, returns True; the loop runs in a thread of its own, one step at a time. The three variants of it take turns in one job, from equal parameters and with equal batches:
 
     eager    build(None)
     stock    build("inductor")
@@ -21,15 +22,19 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import pathlib
+import queue
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +47,7 @@ from dtensor_compile import one_gloo_worker
 from dtensor_compile.report.build import build_report
 from dtensor_compile.report.recorder import record
 from dtensor_compile.report.table import print_report
-from dtensor_compile.testing.collectives import collectives_run
+from dtensor_compile.testing.collectives import collectives_run, counted_collectives
 
 ROOT = pathlib.Path(__file__).parents[1]
 VARIANTS = {"eager": None, "stock": "inductor", "ours": "dtensor"}
@@ -87,6 +92,70 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-1
     return ((found - expected).abs().max() / expected.abs().max().clamp_min(floor)).item()
 
 
+class OwnLoop:
+    """A loop that a package owns, as a step function: a call goes on with it, and returns when the next step has ended.
+
+    Threads take turns: while a caller waits for its step the loop runs, and at the end of the step the loop waits for the next call.
+
+    Args:
+        loop: trains until its argument, which it calls at the end of each step with the loss, returns True.
+    """
+
+    def __init__(self, loop: Callable[[Callable[[torch.Tensor], bool]], None]) -> None:
+        self._calls: queue.SimpleQueue[contextlib.AbstractContextManager[Any] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[torch.Tensor | BaseException] = queue.SimpleQueue()
+        self._scope = contextlib.ExitStack()
+        self._thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
+
+    def __call__(self, scope: contextlib.AbstractContextManager[Any] | None = None) -> torch.Tensor:
+        """The loss of the next step, which runs in `scope`, entered and left by the thread of the loop."""
+        self._calls.put(scope or contextlib.nullcontext())
+        if self._thread.ident is None:
+            self._thread.start()
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def end(self) -> None:
+        """Ends the loop behind the last step."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self, loop: Callable[[Callable[[torch.Tensor], bool]], None]) -> None:
+        try:
+            self._scope.enter_context(self._calls.get())
+            loop(self._after_step)
+            self._results.put(RuntimeError("the loop of the program ended before the gallery did"))
+        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            self._results.put(error)
+
+    def _after_step(self, loss: torch.Tensor) -> bool:
+        self._scope.close()
+        self._results.put(loss)
+        scope = self._calls.get()
+        if scope is not None:
+            self._scope.enter_context(scope)
+        return scope is None
+
+
+def _collectives(step: Callable[..., torch.Tensor], losses: list[torch.Tensor]) -> int:
+    """How many collectives the next step runs; adds its loss to `losses`."""
+    if not isinstance(step, OwnLoop):
+        return collectives_run(lambda: losses.append(step()))
+    counted = counted_collectives()
+    found: list[list[int]] = []
+
+    @contextlib.contextmanager
+    def scope() -> Any:
+        with counted as count:
+            found.append(count)
+            yield
+
+    losses.append(step(scope()))
+    return found[0][0]
+
+
 def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.Path) -> None:
     """One rank: writes its figures to ``out.RANK``, and the first rank the report."""
     torch.set_num_threads(1)
@@ -101,7 +170,8 @@ def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.P
         breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
         try:
             with record() if variant == "ours" else contextlib.nullcontext() as recording:
-                models[variant], steps[variant] = program.build(backend)
+                models[variant], step = program.build(backend)
+                steps[variant] = OwnLoop(step) if inspect.signature(step).parameters else step
                 began = time.perf_counter()
                 losses[variant] = [steps[variant]()]
                 first = time.perf_counter() - began
@@ -133,7 +203,10 @@ def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.P
         before = _written()
         losses[variant].append(step())
         found[variant]["bytes"] = _written() - before
-        found[variant]["collectives"] = collectives_run(lambda: losses[variant].append(step()))
+        found[variant]["collectives"] = _collectives(step, losses[variant])
+    for step in steps.values():
+        if isinstance(step, OwnLoop):
+            step.end()
     whole = {v: [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in models[v].parameters()] for v in steps}
     # A parameter whose gradient is zero (the bias of keys) holds nothing but rounding, if it began as zeros.
     floor = 1e-3 * max(p.abs().max().item() for p in whole["eager"])

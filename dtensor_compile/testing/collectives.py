@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from torch.profiler import ProfilerActivity, profile
 
 
-def collectives_run(program: Callable[[], object]) -> int:
-    """Calls a program on this rank and counts the collectives that it runs on gloo groups.
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[list[int]]:
+    """A list that holds, once the scope has been left, how many collectives this thread ran in it on gloo groups.
 
-    Messages between two ranks are none, but for those of which this backend makes a collective.
+    Messages between two ranks are none, but for those of which this backend makes a collective. Every rank of the groups that are used
+    has to enter it.
+    """
+    found: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        yield found
+    names = [event.name for event in seen.events()]
+    of_gloo = sum(name.startswith("gloo:") and name not in ("gloo:send", "gloo:recv") for name in names)
+    found.append(of_gloo + sum(name.startswith("dtensor_compile::all_") for name in names))
+
+
+def collectives_run(program: Callable[[], object]) -> int:
+    """How many collectives a program runs on this rank (`counted_collectives`).
 
     Args:
         program: a step. It is called once; every rank of its groups has to call it.
     """
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with counted_collectives() as found:
         program()
-    names = [event.name for event in seen.events()]
-    of_gloo = sum(name.startswith("gloo:") and name not in ("gloo:send", "gloo:recv") for name in names)
-    return of_gloo + sum(name.startswith("dtensor_compile::all_") for name in names)
+    return found[0]

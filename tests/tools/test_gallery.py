@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "gallery.py"
@@ -74,3 +75,31 @@ def test_a_program_runs_beside_eager_and_stock():
     assert found["ours"]["graphs"] == 1 and not found["ours"]["breaks"]
     assert found["ours"]["collectives"] < found["eager"]["collectives"]
     assert found["ours"]["loss_difference"] < gallery.TOLERANCE
+
+
+def test_a_loop_that_a_package_owns_runs_one_step_at_a_time():
+    ran = []
+
+    def loop(after_step):
+        for number in range(100):
+            ran.append(number)
+            if after_step(torch.tensor(float(number))):
+                return
+
+    step = gallery.OwnLoop(loop)
+    assert [step().item() for _ in range(3)] == [0, 1, 2] and ran == [0, 1, 2]
+    losses = []
+    assert gallery._collectives(step, losses) == 0 and losses[0] == 3
+    step.end()
+    assert ran == [0, 1, 2, 3]
+
+
+def test_an_error_of_such_a_loop_is_the_callers():
+    def loop(after_step):
+        after_step(torch.tensor(0.0))
+        raise ValueError("no")
+
+    step = gallery.OwnLoop(loop)
+    step()
+    with pytest.raises(ValueError, match="no"):
+        step()
