@@ -37,7 +37,8 @@ _ALL = (
         "member is not traced",
         "The member may change the object, or depends on more than what the guards hold fixed.",
         "Use the member outside of the compiled function and pass its result in.",
-        "options = group._get_backend(x.device).options\n# instead: before the compiled function, and pass the result in",
+        "options = group._get_backend(x.device).options\n# instead: before the compiled function, and pass the result "
+        "in",
     ),
     Cause(
         "object-state",
@@ -64,7 +65,8 @@ _ALL = (
         "raw-object",
         "object of the C++ side of torch.distributed",
         "It acts on the process or on other ranks when its methods are called, and shows nothing that could be traced.",
-        "Use it outside of the compiled function. Collectives of torch.distributed are traced, and so are those of groups "
+        "Use it outside of the compiled function. Collectives of torch.distributed are traced, and so are those of "
+        "groups "
         "without options objects.",
         "group.allreduce([x], dist.AllreduceOptions())\n# instead\ngroup.allreduce([x], dist.ReduceOp.SUM)",
     ),
@@ -87,12 +89,14 @@ _ALL = (
         "tool that looks at what eager runs",
         "It shows what is executed call by call, and in a compiled program calls are not what is executed.",
         "Use it on the program in eager; dtensor_compile.record() shows what the compiled one sends.",
-        "with CommDebugMode() as counts:\n    model(x)\n# instead\nwith dtensor_compile.record() as counts:\n    compiled(x)",
+        "with CommDebugMode() as counts:\n    model(x)\n# instead\nwith dtensor_compile.record() as counts:\n    "
+        "compiled(x)",
     ),
     Cause(
         "member-argument",
         "argument of a method is not a constant",
-        "Methods of meshes, groups and placements are evaluated while tracing, and need the values of their arguments then.",
+        "Methods of meshes, groups and placements are evaluated while tracing, and need the values of their arguments "
+        "then.",
         "Compute the argument outside of the compiled function, or make it a constant.",
         "mesh.size(int(x.sum()))\n# instead\nmesh.size(0)",
     ),
@@ -141,10 +145,12 @@ _ALL = (
     Cause(
         "leaf-made",
         "a leaf is made in the program",
-        "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it leaves the "
+        "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it "
+        "leaves the "
         "compiled function, Python has to make it.",
         "Make parameters outside of the compiled function.",
-        "return distribute_tensor(x.requires_grad_(), mesh, [Shard(0)])\n# instead: make the parameter outside and pass it in",
+        "return distribute_tensor(x.requires_grad_(), mesh, [Shard(0)])\n# instead: make the parameter outside and "
+        "pass it in",
     ),
     Cause(
         "leaf-hooks",
@@ -156,9 +162,11 @@ _ALL = (
     Cause(
         "hook-not-traced",
         "backward hook is not traced",
-        "A backward hook becomes part of the backward pass that is traced with the forward: it may compute with gradients and "
+        "A backward hook becomes part of the backward pass that is traced with the forward: it may compute with "
+        "gradients and "
         "other tensors and return tensors or None, but not change Python objects or read numbers out of a tensor.",
-        "Register the hook on the result of the compiled function, or leave the module that has it out of the compiled function.",
+        "Register the hook on the result of the compiled function, or leave the module that has it out of the compiled "
+        "function.",
         "module.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out))\n"
         "# instead\nmodule.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))",
     ),
@@ -172,7 +180,8 @@ _ALL = (
     Cause(
         "data-parallel-setting",
         "setting of a data-parallel wrapper",
-        "The module is wrapped by fully_shard, replicate or DistributedDataParallel, with a setting that has no meaning in a graph. It "
+        "The module is wrapped by fully_shard, replicate or DistributedDataParallel, with a setting that has no "
+        "meaning in a graph. It "
         "runs in eager; what it wraps is compiled.",
         "Take the setting back, or accept the graph break.",
         "fully_shard(block, offload_policy=CPUOffloadPolicy())\n# instead\nfully_shard(block)",
@@ -180,29 +189,34 @@ _ALL = (
     Cause(
         "comm-mode",
         "CommDebugMode is asked for what it does not know here",
-        "The mode counts collectives while the program is traced. It does not follow modules, does not know what was counted before "
+        "The mode counts collectives while the program is traced. It does not follow modules, does not know what was "
+        "counted before "
         "the compiled function was called, and cannot tell what a redistribution to or from strided shards sends.",
         "Use get_comm_counts() and get_total_counts(), or enter the mode around the eager program.",
-        "with CommDebugMode() as mode: ...\nmode.generate_comm_debug_tracing_table()\n# instead\nmode.get_comm_counts()",
+        "with CommDebugMode() as mode: ...\nmode.generate_comm_debug_tracing_table()\n# "
+        "instead\nmode.get_comm_counts()",
     ),
     Cause(
         "generator-inner",
         "generator is used in a region of its own",
-        "In a checkpointed region, whose operators run again in the backward, the state of a generator does not come out.",
+        "In a checkpointed region, whose operators run again in the backward, the state of a generator does not come "
+        "out.",
         "Draw outside of the region and pass the values in.",
         "checkpoint(lambda x: x + torch.rand(4, generator=g), x)\n# instead\nnoise = torch.rand(4, generator=g)",
     ),
     Cause(
         "generator-of-device",
         "generator that is not one of the CPU",
-        "The state of a generator is a value of the graph, and that of a device's generator follows rules of the device.",
+        "The state of a generator is a value of the graph, and that of a device's generator follows rules of the "
+        "device.",
         "Draw from torch's own generator of that device.",
         "torch.rand(4, device='cuda', generator=g)\n# instead\ntorch.rand(4, device='cuda')",
     ),
     Cause(
         "message-argument",
         "argument of print, logging or warnings is not a tensor or a constant",
-        "Messages are said when the graph has run; what can be held back until then are tensors, constants, meshes, groups, "
+        "Messages are said when the graph has run; what can be held back until then are tensors, constants, meshes, "
+        "groups, "
         "placements, and lists of those, outside of checkpointed regions.",
         "Print the parts that you need, or print outside of the compiled function.",
         "print(an_object_of_mine)\n# instead\nprint(an_object_of_mine.name)",
@@ -210,7 +224,8 @@ _ALL = (
     Cause(
         "number-needed",
         "a number that only the data decides has to be known",
-        "item() and tolist() are part of the graph as numbers without a value; a loop over one, an index into a list or an operator "
+        "item() and tolist() are part of the graph as numbers without a value; a loop over one, an index into a list "
+        "or an operator "
         "that cannot do without the value needs it while tracing.",
         "Keep the number in tensor operations, or read it outside of the compiled function.",
         "for _ in range(int(x.sum().item())): x = x + 1\n# instead\nx = x + x.sum().long()",
@@ -225,7 +240,8 @@ _ALL = (
     Cause(
         "symbolic-spec",
         "spec of an intermediate DTensor with symbolic sizes",
-        "backend='dtensor' makes a constant of the spec of a DTensor that the program computes; its sizes must be fixed.",
+        "backend='dtensor' makes a constant of the spec of a DTensor that the program computes; its sizes must be "
+        "fixed.",
         "Use placements, device_mesh and shape of the DTensor, or compile with dynamic=False.",
         "(d + 1)._spec\n# instead\n(d + 1).placements",
     ),

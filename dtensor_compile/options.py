@@ -154,6 +154,7 @@ def _checked(name: str, value: Any) -> Any:
     unknown = [n for n in names if n not in _PASSES[name]] if names is not None else [value]
     if unknown:
         raise OptionError(
-            f"option {name!r} takes a list of pass names, not {unknown[0]!r}; the passes are: {', '.join(_PASSES[name])}"
+            f"option {name!r} takes a list of pass names, not {unknown[0]!r}; the passes are: "
+            f"{', '.join(_PASSES[name])}"
         )
     return names

@@ -111,7 +111,8 @@ def with_sizes_that_vary(h, backend):
 
 
 USES = [
-    alone, residual, twice_in_one_call, in_two_calls, beside_inputs_that_are_ready, in_containers, with_a_parameter, returned_as_a_view,
+    alone, residual, twice_in_one_call, in_two_calls, beside_inputs_that_are_ready, in_containers, with_a_parameter,
+    returned_as_a_view,
     without_gradients, with_sizes_that_vary,
 ]  # fmt: skip
 

@@ -453,10 +453,12 @@ def refused():
 
 
 REFUSALS = {
-    "a dim that is not there": "a tensor of shape [4, 6] cannot be Shard(dim=2) over mesh dim 0 of cpu[2:1]@1.2: it has 2 dims",
+    "a dim that is not there": "a tensor of shape [4, 6] cannot be Shard(dim=2) over mesh dim 0 of cpu[2:1]@1.2: it "
+    "has 2 dims",
     "too few placements": "the mesh cpu[2:2,2:1]@4 has 2 dims, and every mesh dim takes one placement",
     "partial target": "nothing leads to P(sum) on another mesh; the nearest legal target is R",
-    "two reductions": "mixes reductions whose order matters: reduce the one before the other becomes partial, as in P(sum)R",
+    "two reductions": "mixes reductions whose order matters: reduce the one before the other becomes partial, as in "
+    "P(sum)R",
     "another device type": "a tensor does not change from 'cpu' to 'meta'",
     "descending ranks": "the ranks of cpu[2:1]@3.2 do not ascend with their coordinates",
 }

@@ -35,9 +35,11 @@ Verdicts = dict[str, tuple[str, str]]
 VERDICTS = ("PASS", "BREAK", "ERROR", "HANG/DIED", "WRONG", "ERROR-BWD", "BOTH-ERR", "LENIENT")
 #: Why a program that still fails does: name of the program, or cause of the catalogue's own table -> reason.
 REASONS = {
-    "tp_parallelize_inside_compile": "a module with parameters, made and parallelized in the region: Dynamo makes no parameter inside a"
+    "tp_parallelize_inside_compile": "a module with parameters, made and parallelized in the region: Dynamo makes no "
+    "parameter inside a"
     " graph; right results, two breaks",
-    "ops_equal_allclose": "branches on a value of the data (torch.equal is part of the graph): right results, one break",
+    "ops_equal_allclose": "branches on a value of the data (torch.equal is part of the graph): right results, one "
+    "break",
     "G02": "depends on data by nature (a branch on a value, memory that is exchanged): right results, one break",
     "R13": "objects of other ranks exist only when the program runs: right results, one break, with its cause",
     "R30": "the program calls torch.export, which asks no backend; `dtensor_compile.export` exports such models",
@@ -74,9 +76,12 @@ def coverage(stock: Verdicts, aot: Verdicts, inductor: Verdicts, roots: dict[str
     lines = [
         "# Coverage",
         "",
-        f"The catalogue of distributed programs ({len(aot)} here): stock torch {torch.__version__} (`aot_eager`) against this backend, with",
-        "AOTAutograd alone (`dtensor_aten`) and through Inductor (`dtensor`). `tools/corpus.py` writes this file. Each program runs eager",
-        "and compiled on two gloo ranks, three calls, forward and backward; PASS means one graph, and values, gradients and mutated inputs",
+        f"The catalogue of distributed programs ({len(aot)} here): stock torch {torch.__version__} (`aot_eager`) "
+        "against this backend, with",
+        "AOTAutograd alone (`dtensor_aten`) and through Inductor (`dtensor`). `tools/corpus.py` writes this file. Each "
+        "program runs eager",
+        "and compiled on two gloo ranks, three calls, forward and backward; PASS means one graph, and values, "
+        "gradients and mutated inputs",
         "equal to eager's.",
         "",
         "| | " + " | ".join(VERDICTS) + " |",

@@ -291,12 +291,17 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Gallery",
         "",
-        "Programs of other packages, as their users write them, made from configurations without weights: `examples/NAME/train.py`, each with",
-        "its report beside it. `make gallery` makes an environment of pinned versions, runs all of them and writes this page. Columns give",
-        "eager / stock `torch.compile` / this backend, for one training step on a rank: collectives, MB that the process wrote to its sockets,",
-        "median milliseconds on gloo ranks over loopback; *eager* is the ratio of this backend's step to eager's in the same run.",
+        "Programs of other packages, as their users write them, made from configurations without weights: "
+        "`examples/NAME/train.py`, each with",
+        "its report beside it. `make gallery` makes an environment of pinned versions, runs all of them and writes "
+        "this page. Columns give",
+        "eager / stock `torch.compile` / this backend, for one training step on a rank: collectives, MB that the "
+        "process wrote to its sockets,",
+        "median milliseconds on gloo ranks over loopback; *eager* is the ratio of this backend's step to eager's in "
+        "the same run.",
         "",
-        f"torch {torch.__version__}, {_versions()}; {os.cpu_count()} cores. Differences are from eager after all steps, of losses and of parameters,",
+        f"torch {torch.__version__}, {_versions()}; {os.cpu_count()} cores. Differences are from eager after all "
+        "steps, of losses and of parameters,",
         "relative to the largest value.",
         "",
         "| program | ranks | graphs (breaks), stock | ours | collectives | MB | ms | eager | losses | parameters |",

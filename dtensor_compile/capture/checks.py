@@ -44,7 +44,8 @@ def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> No
         used = next(_distributed(gm, example_inputs), None)
         if used is not None:
             raise NoProcessGroupError(
-                f"the program uses {used}, which needs a process group: call torch.distributed.init_process_group() before the first "
+                f"the program uses {used}, which needs a process group: call torch.distributed.init_process_group() "
+                "before the first "
                 "call of the compiled function (under torchrun it needs no arguments)"
             )
         _note_that_nothing_is_distributed()
@@ -120,7 +121,8 @@ def check_reductions(placements: Sequence[Placement], what: str) -> None:
     unknown = [p.reduce_op for p in placements if type(p) is Partial and p.reduce_op not in REDUCE_OPS]
     if unknown:
         raise PlacementError(
-            f"{what} cannot be Partial({unknown[0]!r}): no collective reduces so; the reductions are {', '.join(REDUCE_OPS)}"
+            f"{what} cannot be Partial({unknown[0]!r}): no collective reduces so; the reductions are "
+            f"{', '.join(REDUCE_OPS)}"
         )
     check_commuting(placements, what)
 
@@ -133,7 +135,8 @@ def check_commuting(placements: Sequence[Placement], what: str) -> None:
     if len(ops) > 1 and not set(ops) <= {"sum", "avg"}:
         one = ", ".join(str(Replicate() if type(p) is Partial and p.reduce_op != ops[0] else p) for p in placements)
         raise PlacementError(
-            f"{what} cannot wait for {' and '.join(ops)} at once: which of them comes first decides the value; reduce the one before "
+            f"{what} cannot wait for {' and '.join(ops)} at once: which of them comes first decides the value; reduce "
+            "the one before "
             f"the other becomes partial, as in [{one}]"
         )
 

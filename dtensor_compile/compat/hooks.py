@@ -67,7 +67,10 @@ class Hook:
             return None  # C++ code does not tell
         if any(_matches(parameters, text.split()) for text in self.takes):
             return None
-        return f"has {self.place}({', '.join(parameters)}), and not ({' or '.join(', '.join(text.split()) for text in self.takes)})"
+        return (
+            f"has {self.place}({', '.join(parameters)}), and not "
+            f"({' or '.join(', '.join(text.split()) for text in self.takes)})"
+        )
 
 
 def _matches(parameters: list[str], known: list[str]) -> bool:

@@ -13,7 +13,8 @@ SUPPORTED = ("2.13", "2.14", "2.11")
 
 #: Of these, the ones that an import warns of, and why.
 IN_PART = {
-    "2.11": "the C++ part is not used there, which makes calls slower, and some programs break the graph that do not on 2.13; each feature "
+    "2.11": "the C++ part is not used there, which makes calls slower, and some programs break the graph that do not "
+    "on 2.13; each feature "
     "that torch 2.11 lacks functions for warns when it would be used (docs/releases.md)",
 }
 
@@ -30,7 +31,10 @@ def _number(minor: str) -> tuple[int, ...]:
 def _how_far_it_is(minor: str) -> str:
     tried = [*map(_number, SUPPORTED)]
     if _number(minor) > max(tried):
-        return "It is newer than all that were tried: private functions of torch that this package replaces may have changed."
+        return (
+            "It is newer than all that were tried: private functions of torch that this package replaces may have "
+            "changed."
+        )
     return "It is older than all that were tried." if _number(minor) < min(tried) else "It was not tried."
 
 

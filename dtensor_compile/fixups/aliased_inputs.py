@@ -142,5 +142,8 @@ def heed_aliases(
 
 
 def _runs_in_eager(seconds: float) -> Decision:
-    reason = "inputs share memory through a DTensor and the program writes to one: calls with such inputs run operator by operator"
+    reason = (
+        "inputs share memory through a DTensor and the program writes to one: calls with such inputs run operator "
+        "by operator"
+    )
     return Decision("aliased_inputs", "", reason, "compiled graph", "eager", left_alone=True, seconds=seconds)

@@ -24,7 +24,8 @@ def _bincount(ids: torch.Tensor, weights: torch.Tensor | None, length: int) -> t
     counts = torch.bincount(ids, weights, length)
     if counts.shape[0] != length:
         raise RuntimeError(
-            f"torch.bincount(..., minlength={length}) met the value {counts.shape[0] - 1}. The compiled program reads the counts "
+            f"torch.bincount(..., minlength={length}) met the value {counts.shape[0] - 1}. The compiled program reads "
+            "the counts "
             f"as a list of {length}: give a larger minlength, or call it outside of the compiled function."
         )
     return counts

@@ -29,8 +29,10 @@ aten = torch.ops.aten
 #: Operators that give another view of the same memory.
 VIEWS = frozenset(
     {
-        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
-        aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default,
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
+        aten.t.default,
+        aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+        aten.expand.default,
         aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.detach.default, aten.alias.default,
         aten.view_as_real.default, aten.view_as_complex.default, operator.getitem,
     }

@@ -32,8 +32,10 @@ _SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
 #: What gives, for operands of the same sizes on every rank, a result of the same sizes on every rank.
 _SIZES_FOLLOW = frozenset(
     {
-        *COPIES, aten.mm.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
-        aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default,
+        *COPIES, aten.mm.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+        aten.permute.default,
+        aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten._to_copy.default,
+        torch.ops.prims.convert_element_type.default,
     }
 )  # fmt: skip
 

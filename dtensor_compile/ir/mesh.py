@@ -306,7 +306,10 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
 def without_merged_groups(meshes: Iterable[DeviceMesh]) -> list[Decision]:
     """A decision for each of these meshes whose ranks did not all come to make groups over several mesh dims."""
     texts = [mesh_text(real) for mesh in meshes if compat_mesh.is_member(real := compat_mesh.real_mesh(mesh))]
-    reason = "its ranks did not all come in time to make groups over several mesh dims: plans send one mesh dim after the other"
+    reason = (
+        "its ranks did not all come in time to make groups over several mesh dims: plans send one mesh dim after "
+        "the other"
+    )
     return [
         Decision("merge_groups", "", reason, text, text, left_alone=True)
         for text in texts
@@ -334,7 +337,8 @@ def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
     if not compat_mesh.has_group(ranks) and not all_meet(f"process group of {list(ranks)}", ranks, JOIN_PATIENCE):
         raise NoProcessGroupError(
             f"redistribution from mesh {' to mesh '.join(texts)}: not all of the ranks {list(ranks)} came within "
-            f"{JOIN_PATIENCE:g} s to make the process group over both meshes: every rank of both calls redistribute (and compiles "
+            f"{JOIN_PATIENCE:g} s to make the process group over both meshes: every rank of both calls redistribute "
+            "(and compiles "
             "the program that does), in the same order; or make the group before, with torch.distributed.new_group"
         )
     return compat_mesh.group_of_ranks(ranks, make="meshes_" + ",".join(map(str, ranks)))

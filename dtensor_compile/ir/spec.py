@@ -32,7 +32,8 @@ def placement_text(placement: Placement) -> str:
     if type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
         return f"P({placement.reduce_op})"
     raise SpecTextError(
-        f"{placement!r} has no text form; known are Shard, Replicate, strided shards and Partial of {', '.join(REDUCE_OPS)}"
+        f"{placement!r} has no text form; known are Shard, Replicate, strided shards and Partial of "
+        f"{', '.join(REDUCE_OPS)}"
     )
 
 

@@ -44,7 +44,8 @@ from dtensor_compile.ops.redistribute_across import carry_out_across
 
 #: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
 _INHERITED = (
-    "stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr", "original_aten", RECORDED_AS, GROUP,
+    "stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr",
+    "original_aten", RECORDED_AS, GROUP,
 )  # fmt: skip
 
 

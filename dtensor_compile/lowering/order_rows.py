@@ -222,7 +222,10 @@ class _Order:
         return decisions
 
     def _decision(self, node: torch.fx.Node) -> Decision:
-        reason = f"rows stay in the order of the collective, {self.rows.chunks} chunks; their permutation is part of another kernel"
+        reason = (
+            f"rows stay in the order of the collective, {self.rows.chunks} chunks; their permutation is part of "
+            "another kernel"
+        )
         return Decision("order_rows", source_line(node), reason, str(read(node)), "the same over chunks")
 
     # ---- rows in the order of the chunks

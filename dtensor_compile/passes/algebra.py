@@ -75,7 +75,8 @@ _ACTING: dict[Any, tuple[int, bool, bool]] = {
 
 #: Operators with numbers that say more than dims and shapes.
 _BOUNDED = (
-    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.linalg_vector_norm.default,
+    aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.linalg_vector_norm.default,
     aten.native_layer_norm.default, aten._fused_rms_norm.default,
 )  # fmt: skip
 _STRUCTURAL = (*COPIES, *_CASTS)

@@ -50,7 +50,10 @@ def sequence_parallel(graph: torch.fx.Graph) -> list[Decision]:
             for node in redistributions(graph)
             if "P(sum)" in read(node).source and "P(sum)" not in read(node).target
         ]
-        reason = f"{len(sums)} sums and their readers stay whole: some shards of the graph are uneven, and ranks have different sizes"
+        reason = (
+            f"{len(sums)} sums and their readers stay whole: some shards of the graph are uneven, and ranks have "
+            "different sizes"
+        )
         return [Decision("sequence_parallel", source_line(sums[0]), reason, left_alone=True)] if sums else []
     decisions = []
     for mesh in dict.fromkeys(read(node).mesh for node in redistributions(graph)):
@@ -123,7 +126,10 @@ def _saved(region: Region, held: frozenset[torch.fx.Node]) -> int:
 
 def _told(region: Region, held: frozenset[torch.fx.Node], before: Cost, after: Cost) -> list[Decision]:
     sums = [node for node in region.members if node in held and is_redistribution(node)]
-    reason = f"{len(held) - len(sums)} operators run on shards: they give {_saved(region, held):,} bytes less; {after} and not {before}"
+    reason = (
+        f"{len(held) - len(sums)} operators run on shards: they give {_saved(region, held):,} bytes less; {after} "
+        f"and not {before}"
+    )
     return [
         Decision(
             "sequence_parallel",

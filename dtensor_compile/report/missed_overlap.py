@@ -36,9 +36,15 @@ def _not_hidden(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
         between = _between(graph.operations, index)
         hidden = sum(durations.get(i, 0.0) for i in between)
         if hidden:
-            reason = f"{_time(hidden)} of compute stand between its start and its wait, {_time(exposed)} more would be needed"
+            reason = (
+                f"{_time(hidden)} of compute stand between its start and its wait, {_time(exposed)} more would be "
+                "needed"
+            )
         else:
-            reason = f"its result is waited for at once: nothing stands between its start and its wait ({_time(exposed)} exposed)"
+            reason = (
+                "its result is waited for at once: nothing stands between its start and its wait "
+                f"({_time(exposed)} exposed)"
+            )
         yield Decision("overlap", collective.where, reason, _text(collective), _text(collective))
 
 
@@ -70,7 +76,10 @@ def _not_bucketed(collectives: Sequence[SentCollective]) -> Iterator[Decision]:
             if len(run) > 1:
                 text = f"{len(run)} {_text(run[0])}"
                 total = sum(c.bytes for c in run)
-                reason = f"they follow each other in one group and send {total:,} bytes together; `bucket_collectives` did not merge them"
+                reason = (
+                    f"they follow each other in one group and send {total:,} bytes together; `bucket_collectives` "
+                    "did not merge them"
+                )
                 yield Decision("bucket", run[0].where, reason, text, text)
             run = []
         if collective is not None and 0 < collective.bytes < SMALL:

@@ -385,7 +385,8 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "dtensor-compile report",
-        "description": f"Version {VERSION}. Seconds are estimates unless named measured; bytes are what one rank sends.",
+        "description": f"Version {VERSION}. Seconds are estimates unless named measured; bytes are what one rank "
+        "sends.",
         **root,
         "$defs": dict(sorted(definitions.items())),
     }

@@ -80,7 +80,8 @@ _ALL = (
         "The wrapper (DDP, replicate, fully_shard) runs hooks that torch keeps out of graphs.",
         "Use backend='dtensor', which traces what the hooks mean, or compile the blocks inside the wrapper "
         "(fully_shard(torch.compile(block))).",
-        "replicated(x)  # DistributedDataParallel(layer)\n# instead: compile the module, then wrap it, or use backend='dtensor'",
+        "replicated(x)  # DistributedDataParallel(layer)\n# instead: compile the module, then wrap it, or use "
+        "backend='dtensor'",
         signs=(
             Sign(says=r"Logger\) set_runtime_stats|\(Reducer\)|_ReplicateState|DistributedDataParallel|reducer"),
             Sign(frames=r"torch/distributed/(_composable|fsdp)/|torch/nn/parallel/distributed\.py"),
@@ -132,7 +133,8 @@ _ALL = (
     StockCause(
         "collective-in-c++",
         "collective, or another function of c10d, that torch has no traceable form of",
-        "It fills in a C++ structure (broadcast, gather, reduce, scatter, barrier, new_group), and Dynamo cannot make one.",
+        "It fills in a C++ structure (broadcast, gather, reduce, scatter, barrier, new_group), and Dynamo cannot make "
+        "one.",
         "Use backend='dtensor', which traces collectives, or call it outside of the compiled function.",
         "dist.broadcast(x, 0)\n# instead: backend='dtensor'",
         signs=(
@@ -146,7 +148,8 @@ _ALL = (
         "a DTensor is made from parts",
         "A DTensor or its spec is made in Python, and Dynamo has no node for that.",
         "Use backend='dtensor', which traces distribute_tensor and the factories, or DTensor.from_local.",
-        "distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)\n# instead\nDTensor.from_local(x, mesh, [Shard(0)])",
+        "distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)\n# instead\nDTensor.from_local(x, mesh, "
+        "[Shard(0)])",
         signs=(
             Sign(kind=r"Failed to convert args/kwargs to proxy", says=r"DTensorSpec"),
             Sign(kind=_SKIPPED, says=r"_DTensor_compute_global_tensor_info|DTensorSpec"),
@@ -166,7 +169,8 @@ _ALL = (
         "warning",
         "warning",
         "warnings.warn is C code that Dynamo does not call.",
-        "Use backend='dtensor', which holds warnings back until the graph has run, or warn outside of the compiled function.",
+        "Use backend='dtensor', which holds warnings back until the graph has run, or warn outside of the compiled "
+        "function.",
         "warnings.warn('it is ' + str(mesh))\n# instead: backend='dtensor'",
         signs=(Sign(kind=_SKIPPED, says=r"module: _?warnings, qualname: warn"),),
         under="stock",

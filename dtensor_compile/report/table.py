@@ -153,7 +153,8 @@ def _break(this: GraphBreak) -> Text:
     text.append(f"  called: {called}\n  why: {this.why}\n  instead: {this.instead}\n  breaks under: {under}\n")
     if this.graphs:
         text.append(
-            f"  splits the function into {this.graphs} graphs, with {this.collectives_before} collectives before it and "
+            f"  splits the function into {this.graphs} graphs, with {this.collectives_before} collectives before it "
+            "and "
             f"{this.collectives_after} behind\n"
         )
     if this.cause == "unknown":

@@ -228,12 +228,14 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
     if total >= exposed:
         return (
             1,
-            f"{exposed * 1e3:.2f} ms are exposed, and {total * 1e3:.2f} ms would be in {k} parts, with the copies that takes",
+            f"{exposed * 1e3:.2f} ms are exposed, and {total * 1e3:.2f} ms would be in {k} parts, with the copies that "
+            "takes",
         )
     copies = (total - left) * 1e3
     return (
         k,
-        f"{exposed * 1e3:.2f} of {whole * 1e3:.2f} ms exposed become {left * 1e3:.2f}, copies and launches take {copies:.2f}",
+        f"{exposed * 1e3:.2f} of {whole * 1e3:.2f} ms exposed become {left * 1e3:.2f}, copies and launches take "
+        f"{copies:.2f}",
     )
 
 

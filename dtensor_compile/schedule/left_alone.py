@@ -162,7 +162,10 @@ def kernels_left(found: KernelOrder) -> list[Decision]:
         "schedule_kernels", where, len(found.own), sum(found.after.exposed[index] for index in own), found.standing
     )
     if found.unknown:
-        reason = f"{found.unknown} kernels start or wait for a collective whose node of the graph is not known: nothing moves past such a wait"
+        reason = (
+            f"{found.unknown} kernels start or wait for a collective whose node of the graph is not known: "
+            "nothing moves past such a wait"
+        )
         decisions.append(Decision("schedule_kernels", "", reason, left_alone=True))
     return decisions + _bound_by_memory(found)
 
@@ -200,7 +203,10 @@ def estimated_kernels() -> list[Decision]:
 
 
 def _unscheduled(number: int, seconds: float) -> Decision:
-    reason = f"options={{'schedule': False}}: {number} collectives start and are waited for where the program has them, and none are merged"
+    reason = (
+        f"options={{'schedule': False}}: {number} collectives start and are waited for where the program has "
+        "them, and none are merged"
+    )
     return Decision(ORDERED, "", reason, left_alone=True, seconds=seconds)
 
 
@@ -208,7 +214,8 @@ def _kept_in_order(kind: str, where: str, own: int, seconds: float, standing: in
     decisions = []
     if own:
         reason = (
-            f"{own} collectives are the program's own, or between meshes, and other ranks may run another program: all collectives start "
+            f"{own} collectives are the program's own, or between meshes, and other ranks may run another program: all "
+            "collectives start "
             "in the order of the program, and waits stay behind the starts before them"
         )
         decisions.append(Decision(kind, where, reason, left_alone=True, seconds=seconds))

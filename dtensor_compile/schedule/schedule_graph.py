@@ -82,7 +82,8 @@ def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[D
     if peak <= bound:
         return []
     reason = (
-        f"no order of these starts that was found keeps overlap_memory={overlap_memory:g}: {peak - bound:,.0f} bytes more than the bound of "
+        f"no order of these starts that was found keeps overlap_memory={overlap_memory:g}: {peak - bound:,.0f} bytes "
+        "more than the bound of "
         f"{bound:,.0f}; gathers start earlier than in the program"
     )
     return [Decision(OVER_BOUND, "", reason, f"{before:,} bytes", f"{peak:,} bytes")]
@@ -220,7 +221,10 @@ def explain(
         elif beside:
             reason = f"hidden: {seconds * 1e3:.2f} ms beside compute"
         else:
-            reason = f"{seconds * 1e3:.2f} ms, over while others are waited for; nothing is computed between its start and its wait"
+            reason = (
+                f"{seconds * 1e3:.2f} ms, over while others are waited for; nothing is computed between its start "
+                "and its wait"
+            )
         text = f"{this.kind}[{this.mesh_dim}]"
         decisions.append(Decision(ORDERED, this.where, reason, text, text))
     return decisions

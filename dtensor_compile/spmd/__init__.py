@@ -28,8 +28,11 @@ from dtensor_compile.spmd.shard_module import shard_module
 from dtensor_compile.spmd.sharding_spec import ShardedLoader, ShardingSpec
 
 __all__ = [
-    "Mesh", "NDLinear", "OpSharding", "ShardedLoader", "ShardingSpec", "ShardingType", "apply_backward_optimization_barrier",
-    "clear_sharding", "disable_manual_sharding", "enable_manual_sharding", "get_1d_mesh", "get_global_mesh", "manual_region",
-    "mark_sharding", "mark_sharding_with_gradients", "set_global_mesh", "shard_as", "shard_module", "unwrap_sharded_tensor",
+    "Mesh", "NDLinear", "OpSharding", "ShardedLoader", "ShardingSpec", "ShardingType",
+    "apply_backward_optimization_barrier",
+    "clear_sharding", "disable_manual_sharding", "enable_manual_sharding", "get_1d_mesh", "get_global_mesh",
+    "manual_region",
+    "mark_sharding", "mark_sharding_with_gradients", "set_global_mesh", "shard_as", "shard_module",
+    "unwrap_sharded_tensor",
     "with_nd_linear", "wrap_as_sharded_tensor", "wrap_if_sharded",
 ]  # fmt: skip

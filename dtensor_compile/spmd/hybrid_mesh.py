@@ -68,7 +68,8 @@ class HybridMesh(Mesh):
         granules = _granules(hosts_from_environment() if device_attributes is None else device_attributes)
         if math.prod(self.dcn_mesh_shape) != len(granules):
             raise MeshError(
-                f"dcn_mesh_shape {self.dcn_mesh_shape} counts {math.prod(self.dcn_mesh_shape)} granules, there are {len(granules)}"
+                f"dcn_mesh_shape {self.dcn_mesh_shape} counts {math.prod(self.dcn_mesh_shape)} granules, there are "
+                f"{len(granules)}"
             )
         inside = [self._inside(granule, allow_split_physical_axes) for granule in granules]
         grid = np.stack(inside).reshape(self.dcn_mesh_shape + self.ici_mesh_shape)

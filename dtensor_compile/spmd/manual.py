@@ -196,7 +196,8 @@ def placed_from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) 
     for i in manual:
         if i in rest:
             raise ManualRegionError(
-                f"mesh axis {axis_name(mesh, i)!r} is not manual here: close a region along the axes that it was opened with"
+                f"mesh axis {axis_name(mesh, i)!r} is not manual here: close a region along the axes that it was "
+                "opened with"
             )
     here = sorted({*manual, *rest})
     placed = dict(zip(here, _placements(axes, mesh, here)))

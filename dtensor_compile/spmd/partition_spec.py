@@ -84,7 +84,8 @@ def check_rank(spec: Sequence[object], tensor_ndim: int) -> None:
     """Raises `PlacementError` unless the spec has one entry for each of the `tensor_ndim` dims of a tensor."""
     if len(spec) != tensor_ndim:
         raise PlacementError(
-            f"the partition spec {tuple(spec)!r} has {len(spec)} entries, the tensor has {tensor_ndim} dims: write one entry "
+            f"the partition spec {tuple(spec)!r} has {len(spec)} entries, the tensor has {tensor_ndim} dims: write one "
+            "entry "
             "per dim, None for a dim that is whole"
         )
 

@@ -27,7 +27,10 @@ from dtensor_compile.compat.dynamo.recurrent_functions import FUNCTIONS, gradien
 from dtensor_compile.spmd.constraint import as_dtensor
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
-_ARGUMENTS = "str kind, Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, bool bidirectional, bool batch_first"
+_ARGUMENTS = (
+    "str kind, Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, bool bidirectional, bool "
+    "batch_first"
+)
 _library.define(f"recurrent({_ARGUMENTS}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     f"recurrent_backward(Tensor[] gradients, {_ARGUMENTS}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)

@@ -111,7 +111,8 @@ def _enter(
 def _refuse_marks(node: torch.fx.Node, region: ManualRegion) -> None:
     if node.target is constrain and region.axes & {axis for entry in node.args[2] for axis in entry}:
         raise ManualRegionError(
-            f"a mark names an axis along which its tensor is manual already ({source_line(node)}): in a manual region a mark cuts "
+            f"a mark names an axis along which its tensor is manual already ({source_line(node)}): in a manual region "
+            "a mark cuts "
             "along other axes alone"
         )
 
@@ -137,7 +138,8 @@ def _refuse_results(
             f"{node.name} of shape {list(node.meta['example_value'].shape)} ({source_line(node)})" for node in wrong
         )
         raise ManualRegionError(
-            f"tensors leave a manual region unclosed: {names}. Close them with disable_manual_sharding; a graph ends inside of a region "
+            f"tensors leave a manual region unclosed: {names}. Close them with disable_manual_sharding; a graph ends "
+            "inside of a region "
             "also where it breaks there, or where the program raises an exception"
         )
     if wrong:

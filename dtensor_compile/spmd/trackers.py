@@ -61,6 +61,7 @@ CONTEXTS: Contexts = (_taken_with_annotations, plain_tensors_are_replicated)
 
 #: Functions in a Dynamo graph that say all they do by their arguments (`capture.cacheable`).
 GRAPH_FUNCTIONS = (
-    agree, border, constrain, from_manual, ones_of, placed_from_manual, recurrent_layer, replicated, to_manual, update_statistics, whole,
+    agree, border, constrain, from_manual, ones_of, placed_from_manual, recurrent_layer, replicated, to_manual,
+    update_statistics, whole,
     whole_copy, write_whole,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from dtensor_compile.testing.parity import assert_parity, compare_steps
 from dtensor_compile.testing.ranks import RankError, make_mesh, on_ranks, run_on_ranks
 
 __all__ = [
-    "Culprit", "Difference", "RankError", "assert_parity", "bisect", "captured_graph", "compare_steps", "compare_values",
+    "Culprit", "Difference", "RankError", "assert_parity", "bisect", "captured_graph", "compare_steps",
+    "compare_values",
     "graph_text", "make_mesh", "on_ranks", "parity", "run_on_ranks",
 ]  # fmt: skip

@@ -198,7 +198,10 @@ class _Texts:
         if isinstance(value, DTensor):
             placements = ", ".join(_placement(p) for p in value.placements)
             mesh = self._mesh(real_mesh(value.device_mesh))
-            return f"random_dtensor({mesh}, [{placements}], {_shape(value)}, {value.dtype}, requires_grad={value.requires_grad})"
+            return (
+                f"random_dtensor({mesh}, [{placements}], {_shape(value)}, {value.dtype}, "
+                f"requires_grad={value.requires_grad})"
+            )
         if isinstance(value, torch.Tensor):
             return f"random_tensor({_shape(value)}, {value.dtype}, requires_grad={value.requires_grad})"
         if isinstance(value, DeviceMesh):

@@ -19,6 +19,7 @@ from dtensor_compile.topology.links import (
 )
 
 __all__ = [
-    "CLUSTERS", "LINKS", "Cluster", "Device", "Link", "collective_seconds", "compute_seconds", "from_values", "save", "seconds_over",
+    "CLUSTERS", "LINKS", "Cluster", "Device", "Link", "collective_seconds", "compute_seconds", "from_values", "save",
+    "seconds_over",
     "to_values", "topology",
 ]  # fmt: skip

@@ -169,7 +169,8 @@ def _gpu(values: Any, where: str) -> Gpu:
     if not isinstance(values, Mapping) or not _GPU_KEYS <= values.keys() <= _GPU_KEYS | _GPU_OPTIONAL:
         given = ", ".join(values) if isinstance(values, Mapping) else type(values).__name__
         raise TopologyError(
-            f"{where}: keys of a GPU are {', '.join(sorted(_GPU_KEYS))}, and if need be {', '.join(sorted(_GPU_OPTIONAL))}; given: {given}"
+            f"{where}: keys of a GPU are {', '.join(sorted(_GPU_KEYS))}, and if need be "
+            f"{', '.join(sorted(_GPU_OPTIONAL))}; given: {given}"
         )
     capability = re.fullmatch(r"(\d+)\.(\d)", str(values["capability"]))
     if capability is None:

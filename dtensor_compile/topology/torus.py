@@ -57,7 +57,8 @@ def assign_axes(torus: Sequence[int], mesh_shape: Sequence[int], split: bool = F
     if found is None:
         hint = "" if split else "; allow_split_physical_axes=True lets two mesh axes share one axis of the network"
         raise MeshError(
-            f"the axes of a mesh of shape {tuple(mesh_shape)} cannot be made of whole axes of a network of shape {tuple(torus)}{hint}"
+            f"the axes of a mesh of shape {tuple(mesh_shape)} cannot be made of whole axes of a network of shape "
+            f"{tuple(torus)}{hint}"
         )
     return found
 

@@ -200,7 +200,8 @@ class TableVariable(MemberVariable):
             graph_break(
                 "member-argument",
                 f"{self}.{name}({', '.join(map(str, [*args, *kwargs.values()]))})",
-                f"backend='dtensor' evaluates {type(self.as_python_constant()).__name__}.{name} while it traces, and needs the "
+                f"backend='dtensor' evaluates {type(self.as_python_constant()).__name__}.{name} while it traces, and "
+                "needs the "
                 "values of its arguments then.",
             )
         try:

@@ -24,7 +24,8 @@ _same_group = fact_guard("PROCESS_GROUP_MATCH", group_facts)
 class ProcessGroupVariable(SourcedVariable):
     kind = "group"
     members = table(
-        bake="rank size name group_name group_desc _get_backend_name __repr__ __str__ __hash__ __eq__ __ne__ __format__",
+        bake="rank size name group_name group_desc _get_backend_name __repr__ __str__ __hash__ __eq__ __ne__ "
+        "__format__",
         operator=" ".join(METHODS),
         read="""
             BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL bound_device_id use_pg_for_symm_mem_rendezvous _device_types
@@ -38,7 +39,8 @@ class ProcessGroupVariable(SourcedVariable):
                 set_timeout register_abort_hook register_post_hook register_pre_hook unregister_abort_hook unregister_post_hook
                 unregister_pre_hook
             """,
-            "raw-object": "boxed unbox get_group_store get_backend _get_backend new_window gather_single gather_into_tensor",
+            "raw-object": "boxed unbox get_group_store get_backend _get_backend new_window gather_single "
+            "gather_into_tensor",
             "object-state": "__setattr__ __delattr__ __dict__",
         },
     )

@@ -62,7 +62,8 @@ DISTRIBUTED = table(
         """,
         "error-of-other-ranks": "monitored_barrier",
         "group-lifetime": "init_process_group destroy_process_group shrink_group",
-        "process-setting": "set_debug_level set_debug_level_from_env set_timeout register_rendezvous_handler breakpoint",
+        "process-setting": "set_debug_level set_debug_level_from_env set_timeout register_rendezvous_handler "
+        "breakpoint",
         "raw-object": """
             rendezvous Store FileStore HashStore PrefixStore TCPStore ProcessGroupGloo Reducer Logger GradBucket get_backend_impl
             ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy gather_single gather_into_tensor

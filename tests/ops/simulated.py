@@ -158,7 +158,8 @@ def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=plan
             except Exception as error:
                 if not comm.failed:
                     errors.append(
-                        f"{source}->{target} {shape} on {mesh_shape} at {rank}: {type(error).__name__}: {error}: {list(map(str, steps))}"
+                        f"{source}->{target} {shape} on {mesh_shape} at {rank}: {type(error).__name__}: {error}: "
+                        f"{list(map(str, steps))}"
                     )
                 with comm.lock:
                     comm.failed = True
@@ -198,7 +199,8 @@ def wrong_plans(mesh_shape, cases, ranks=None, dtype=torch.float64, planner=plan
             rounds = any(step.kind == "partition" for step in steps)  # v/n, n times
             if got.shape != wanted.shape or not (torch.allclose(got, wanted) if rounds else torch.equal(got, wanted)):
                 wrong.append(
-                    f"{case}: at {at} {got.flatten()[:8].tolist()} of {tuple(got.shape)}, wanted {wanted.flatten()[:8].tolist()} of {tuple(wanted.shape)}"
+                    f"{case}: at {at} {got.flatten()[:8].tolist()} of {tuple(got.shape)}, wanted "
+                    f"{wanted.flatten()[:8].tolist()} of {tuple(wanted.shape)}"
                 )
                 break
     return wrong

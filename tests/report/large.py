@@ -82,7 +82,10 @@ def large_side(layers: int, name: str = "dtensor") -> Side:
                 place = f"{FILE}:{line.line}"
                 spans.append(Span(kind, "communication", now, seconds, place, module, len(collectives) - 1))
                 now += seconds
-                reason = f"its result is waited for at once: nothing stands between its start and its wait ({seconds / 2:.9f} s)"
+                reason = (
+                    "its result is waited for at once: nothing stands between its start and its wait "
+                    f"({seconds / 2:.9f} s)"
+                )
                 missed.append(DecisionRow("overlap", line, reason, f"{kind}[tp]", f"{kind}[tp]"))
         graphs.append(Graph("forward", phase, len(spans), now, now / 10, now / 20, now, tuple(spans)))
     sent = sum(c.bytes for c in collectives)

@@ -265,8 +265,10 @@ def test_regions_along_some_axes():
     set_global_mesh_22()
     try:
         for case in (
-            _sums_along_the_other_axis, _nested_decorators, _closed_over_in_nested_regions, _opened_at_once_and_closed_axis_by_axis,
-            _one_dim_cut_by_both_axes_in_any_order, _uneven_along_the_other_axis, _marks_in_a_region, _falling_back_and_random_numbers,
+            _sums_along_the_other_axis, _nested_decorators, _closed_over_in_nested_regions,
+            _opened_at_once_and_closed_axis_by_axis,
+            _one_dim_cut_by_both_axes_in_any_order, _uneven_along_the_other_axis, _marks_in_a_region,
+            _falling_back_and_random_numbers,
             _the_users_mark_goes_first, _sizes_that_vary, _errors_of_nesting,
         ):  # fmt: skip
             case()

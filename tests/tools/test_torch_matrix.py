@@ -57,7 +57,10 @@ def test_one_column_a_release_one_row_a_feature_and_reasons_for_gaps():
 
 
 def test_outcomes_are_counted():
-    text = "PASSED tests/a.py::test_a\nFAILED tests/a.py::test_b - E\nSKIPPED [1] tests/a.py:3: no GPU\nPASSED tests/a.py::test_c\n"
+    text = (
+        "PASSED tests/a.py::test_a\nFAILED tests/a.py::test_b - E\nSKIPPED [1] tests/a.py:3: no GPU\nPASSED "
+        "tests/a.py::test_c\n"
+    )
     assert matrix.count_tests(text) == {"passed": 2, "failed": 1, "skipped": 1}
 
 

@@ -305,14 +305,18 @@ def from_local_with_check(x):
 
 
 COLLECTIVES = [
-    all_reduce, all_reduce_saves_before, all_reduce_of_a_row, all_reduce_of_an_input_without_gradient, all_reduce_average_of_loss,
-    all_reduce_twice_alike, all_reduce_complex, all_reduce_coalesced, asynchronous, asynchronous_future, asynchronous_unused,
+    all_reduce, all_reduce_saves_before, all_reduce_of_a_row, all_reduce_of_an_input_without_gradient,
+    all_reduce_average_of_loss,
+    all_reduce_twice_alike, all_reduce_complex, all_reduce_coalesced, asynchronous, asynchronous_future,
+    asynchronous_unused,
     all_gather_into_tensor, all_gather, reduce_scatter, reduce_scatter_list, all_to_all, all_to_all_uneven, broadcast,
-    broadcast_asynchronous_in_a_group, reduce, gather, scatter, barriers, methods_of_a_group, in_a_function, under_checkpointing,
+    broadcast_asynchronous_in_a_group, reduce, gather, scatter, barriers, methods_of_a_group, in_a_function,
+    under_checkpointing,
     group_of_others, from_local_with_check,
 ]  # fmt: skip
 MESSAGES = [
-    send_and_receive, both_send_first, both_receive_first, equal_messages_are_sent_twice, ring, messages_between_collectives,
+    send_and_receive, both_send_first, both_receive_first, equal_messages_are_sent_twice, ring,
+    messages_between_collectives,
     pipeline_with_a_loss_on_the_last_stage,
 ]  # fmt: skip
 

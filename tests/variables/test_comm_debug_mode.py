@@ -96,7 +96,8 @@ def around_a_module(x):
 
 
 PROGRAMS = [
-    unread, read_after, read_inside, given, returned, collectives, entered_twice, nested, backward_inside, around_a_module,
+    unread, read_after, read_inside, given, returned, collectives, entered_twice, nested, backward_inside,
+    around_a_module,
 ]  # fmt: skip
 
 

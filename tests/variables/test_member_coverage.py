@@ -569,12 +569,14 @@ WITHOUT_EXAMPLE = {
     """,
     "Python's deepcopy asks for identities: another placement, another graph": "__deepcopy__",
     "tested below": "destroy_process_group __setattr__ __delattr__ recv_anysource timeout",
-    "raises on a CPU, as in eager": "block_current_stream get_future_result isend_inplace irecv_inplace batch_p2p_ops_inplace",
+    "raises on a CPU, as in eager": "block_current_stream get_future_result isend_inplace irecv_inplace "
+    "batch_p2p_ops_inplace",
     "starts servers or files, or needs what a reducer makes": """
         Store FileStore PrefixStore TCPStore rendezvous ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy
         Reducer Logger GradBucket
     """,
-    "changes the process for good, or stops it": "register_rendezvous_handler breakpoint context_parallel visualize_sharding",
+    "changes the process for good, or stops it": "register_rendezvous_handler breakpoint context_parallel "
+    "visualize_sharding",
     "draws random numbers, which eager refuses without a seed": "rand randn",
     "one kind with a row above": "set_result set_exception __getstate__ __setstate__ Function ReduceOp group",
     "called by autograd and torch.compile only": """

@@ -59,7 +59,8 @@ def main() -> None:
                 print(f"repeat {repeat}: {name}, {kind} {values[-1]:.1f} s", flush=True)
     rows = []
     table = Table(
-        title=f"CPU time of the first step, Llama {args.layers} layers, {RANKS} emulated H100s, median of {args.repeats}"
+        title=f"CPU time of the first step, Llama {args.layers} layers, {RANKS} emulated H100s, median of "
+        f"{args.repeats}"
     )
     for column in ("program", "static", "dynamic", "dynamic / static"):
         table.add_column(column, justify="left" if column == "program" else "right")

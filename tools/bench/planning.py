@@ -35,7 +35,8 @@ CASES = (
     ("S(0)S(1)", "S(1)S(0)", (4096, 4096)),
 )
 REMEMBERS = (
-    plan._plan, moves._detours, moves._contains, exchange.traffic, exchange._assign, fewest.fewest_sent, fewest._in_common,
+    plan._plan, moves._detours, moves._contains, exchange.traffic, exchange._assign, fewest.fewest_sent,
+    fewest._in_common,
     shards.held, shards.common,
 )  # fmt: skip
 

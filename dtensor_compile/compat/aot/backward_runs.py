@@ -26,7 +26,8 @@ from dtensor_compile.compat.hooks import hook, needs
     BUILD,
     hook("torch._C._autograd:_get_current_graph_task_keep_graph"),
     hook("torch._prims_common:clone_preserve_strides", "x"),
-    without="torch refuses them where a backward pass uses the memory of saved tensors, and ranks do not compare their backward passes",
+    without="torch refuses them where a backward pass uses the memory of saved tensors, and ranks do not compare their "
+    "backward passes",
 )
 @contextlib.contextmanager
 def backward_runs(

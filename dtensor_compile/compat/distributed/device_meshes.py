@@ -146,7 +146,8 @@ def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
             new_group_in_order(wanted, use_local_synchronization=True, group_desc=make)
         return group_of_ranks(ranks)
     raise NoProcessGroupError(
-        f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the graph "
+        f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the "
+        "graph "
         "that uses it is compiled or loaded"
     )
 
@@ -165,7 +166,8 @@ def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
         return dist.new_group(list(ranks), sort_ranks=False, **options)
     if list(ranks) != sorted(ranks):
         raise UnsupportedTorchError(
-            f"dtensor_compile: torch {torch.__version__} sorts the ranks of a process group, and {list(ranks)} have to stay in their "
+            f"dtensor_compile: torch {torch.__version__} sorts the ranks of a process group, and {list(ranks)} have to "
+            "stay in their "
             "order: number the ranks of the mesh so that they ascend along each mesh dim, or take torch 2.13"
         )
     return dist.new_group(list(ranks), **options)

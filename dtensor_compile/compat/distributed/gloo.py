@@ -29,7 +29,8 @@ _OPTIONS = feature(
     hook(_GLOO),
     hook(f"{_GLOO}._Options"),
     hook(f"{_GLOO}.create_default_device"),
-    without="two gathers that end at once can end the process (a fault of torch), and tests that make many groups take longer",
+    without="two gathers that end at once can end the process (a fault of torch), and tests that make many groups take "
+    "longer",
 )
 
 

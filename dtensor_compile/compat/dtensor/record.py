@@ -180,6 +180,7 @@ def run_node(gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torc
 
 
 __all__ = [
-    "DrawsOnShards", "Operator", "RecordedProgram", "checkpointed", "fake_like", "fake_mode", "global_fake", "graphs_in", "record_module",
+    "DrawsOnShards", "Operator", "RecordedProgram", "checkpointed", "fake_like", "fake_mode", "global_fake",
+    "graphs_in", "record_module",
     "recording_operators", "refusing_draws", "run_node", "tag_activation_checkpoint", "tracing_mode",
 ]  # fmt: skip

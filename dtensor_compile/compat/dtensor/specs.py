@@ -216,6 +216,8 @@ def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
 
 __all__ = [
     "MaskPartial", "Partial", "Placement", "Replicate", "Shard", "Spec", "StridedShard",
-    "apply_mask", "canonical_placements", "copy_of", "in_storages_of_their_own", "is_traced", "local_and_spec", "make_spec", "memory_of",
-    "storage_of", "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local", "writes_to_arguments",
+    "apply_mask", "canonical_placements", "copy_of", "in_storages_of_their_own", "is_traced", "local_and_spec",
+    "make_spec", "memory_of",
+    "storage_of", "redistribute_hook", "redistribute_local", "stock_redistribute_local", "with_local",
+    "writes_to_arguments",
 ]  # fmt: skip

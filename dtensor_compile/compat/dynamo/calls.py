@@ -599,7 +599,8 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
 @needs(
     _LEAVES,
     hook("torch._dynamo.output_graph:OutputGraph._check_requires_grad_intermediate_outputs", "self rv tx"),
-    without="requires_grad_() inside of a region is what torch makes of it, and distribute_tensor of a leaf breaks the graph",
+    without="requires_grad_() inside of a region is what torch makes of it, and distribute_tensor of a leaf breaks the "
+    "graph",
 )
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:

@@ -88,7 +88,8 @@ def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[
     hook("torch._guards:GuardSource.is_fsdp_module", "self"),
     hook("torch._guards:GuardSource.is_unspecialized_nn_module", "self"),
     hook("torch._dynamo.symbolic_convert:tls"),
-    without="numbers and buffers of modules under fully_shard have symbolic sizes with dynamic=True, which takes long to compile",
+    without="numbers and buffers of modules under fully_shard have symbolic sizes with dynamic=True, which takes long "
+    "to compile",
 )
 @contextlib.contextmanager
 def attributes_are_static() -> Iterator[None]:

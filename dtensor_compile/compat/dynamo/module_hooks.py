@@ -142,7 +142,8 @@ def _run_hooks(module: Any, hooks: Sequence[Any], grad_inputs: Any, grad_outputs
         if result is not None:
             if len(result) != len(grad_inputs):
                 raise RuntimeError(
-                    f"Backward hook returned an invalid number of grad_input, got {len(result)}, but expected {len(grad_inputs)}"
+                    f"Backward hook returned an invalid number of grad_input, got {len(result)}, but expected "
+                    f"{len(grad_inputs)}"
                 )
             grad_inputs = result
     return grad_inputs

@@ -618,9 +618,13 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
 
 __all__ = [
     "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator",
-    "UserFunctionVariable", "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded", "class_of",
-    "compiles_for_us", "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break", "guard_sizes",
-    "inline_member", "is_opaque_class", "install_while_tracing", "installed_backends", "keep_ddp_graphs_whole", "leave_calls_to_python",
-    "leave_frames_to_python", "leave_to_python", "member_function", "options_on_stack", "raise_in_program", "read_attribute", "real_object",
+    "UserFunctionVariable", "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded",
+    "class_of",
+    "compiles_for_us", "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break",
+    "guard_sizes",
+    "inline_member", "is_opaque_class", "install_while_tracing", "installed_backends", "keep_ddp_graphs_whole",
+    "leave_calls_to_python",
+    "leave_frames_to_python", "leave_to_python", "member_function", "options_on_stack", "raise_in_program",
+    "read_attribute", "real_object",
     "remember", "tensor_methods", "traces_for_us", "tracked", "unwrapped_backend",
 ]  # fmt: skip
