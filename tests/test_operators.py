@@ -102,8 +102,7 @@ def test_flattening_a_sharded_second_dim_with_symbolic_sizes():
     parity(block, tensor(3, 10, 4, placement=Shard(1)), tensor(4, 4, placement=Replicate()), dynamic=True)
 
 
-# ---- operators without a rule
-# -----------------------------------------------------------------------------------------------
+# ---- operators without a rule --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()])

@@ -30,8 +30,7 @@ def compiled(function, **kwargs):
     return torch.compile(function, backend="dtensor_aten", fullgraph=True, **kwargs)
 
 
-# ---- the global shape of an input
-# -------------------------------------------------------------------------------------------
+# ---- the global shape of an input ----------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -95,8 +94,7 @@ def test_the_shape_of_a_parameter_is_guarded():
         torch.testing.assert_close(run(x).full_tensor(), x.full_tensor() @ weights["w"].full_tensor().t() * rows)
 
 
-# ---- memory that is shared through a DTensor
-# --------------------------------------------------------------------------------
+# ---- memory that is shared through a DTensor -----------------------------------------------------------------------
 
 
 def two_views(local, mesh):
@@ -147,8 +145,7 @@ def test_views_of_one_storage_that_do_not_overlap_are_compiled():
     torch.testing.assert_close(compiled(write_one_read_both)(x, y).to_local(), want)
 
 
-# ---- gradients that were not expected
-# ----------------------------------------------------------------------------------------
+# ---- gradients that were not expected ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("placement", ["S(0)", "R", "P"])
@@ -176,8 +173,7 @@ def test_an_unbacked_size():
     assert counters.graphs() == 1
 
 
-# ---- backward passes that raise
-# -----------------------------------------------------------------------------------------------
+# ---- backward passes that raise ------------------------------------------------------------------------------------
 
 
 def chunks(x):
@@ -232,8 +228,7 @@ def test_partial_outputs_and_their_gradients():
     assert_parity(lambda y: F.relu(y.redistribute(placements=[Shard(0)])), [y], backend="dtensor_aten")
 
 
-# ---- results that are views
-# -------------------------------------------------------------------------------------------------
+# ---- results that are views ----------------------------------------------------------------------------------------
 
 
 def sum_of_full_squares(out):

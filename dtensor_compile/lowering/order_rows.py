@@ -228,8 +228,7 @@ class _Order:
         )
         return Decision("order_rows", source_line(node), reason, str(read(node)), "the same over chunks")
 
-    # ---- rows in the order of the chunks
-    # -----------------------------------------------------------------------------------------
+    # ---- rows in the order of the chunks ---------------------------------------------------------------------------
 
     def _rest(self, node: torch.fx.Node) -> list[int] | None:
         """Sizes behind the rows; None where the node's leading dims are not the rows."""
@@ -324,8 +323,7 @@ class _Order:
         self.made.add(new)
         return new
 
-    # ---- the ends
-    # ----------------------------------------------------------------------------------------------------------------
+    # ---- the ends --------------------------------------------------------------------------------------------------
 
     def _mesh_dim(self, node: torch.fx.Node) -> int:
         this = read(node)

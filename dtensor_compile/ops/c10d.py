@@ -54,8 +54,7 @@ def _nothing(device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.empty(0, device=device)
 
 
-# ---- in place
-# --------------------------------------------------------------------------------------------------------------
+# ---- in place ------------------------------------------------------------------------------------------------------
 
 
 def _overwrite(x: torch.Tensor, value: torch.Tensor) -> None:
@@ -75,8 +74,7 @@ overwrite_ = define("overwrite_", "(Tensor(a!) x, Tensor value) -> ()", _overwri
 hide_mutation_from_autograd(overwrite_)
 
 
-# ---- collectives that torch has a functional form of
-# ---------------------------------------------------------------------------
+# ---- collectives that torch has a functional form of ---------------------------------------------------------------
 
 
 def _times(x: torch.Tensor, n: int) -> list[int]:
@@ -114,8 +112,7 @@ FUNCTIONAL = {
 }
 
 
-# ---- collectives that run as they do in eager
-# ----------------------------------------------------------------------------------
+# ---- collectives that run as they do in eager ----------------------------------------------------------------------
 
 Tensors = list[torch.Tensor]
 #: Fills the outputs: ``(outputs, inputs, peer, reduction, group)``.
@@ -174,8 +171,7 @@ check_equal = define(
 )
 
 
-# ---- from one rank to another
-# --------------------------------------------------------------------------------------------------
+# ---- from one rank to another --------------------------------------------------------------------------------------
 
 
 def _isend(x: torch.Tensor, peer: int, tag: int, group: str, order: int) -> torch.Tensor:

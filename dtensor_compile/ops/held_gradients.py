@@ -5,7 +5,7 @@ graph.
     with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor               grad, and what was held, which is held no longer
     hold_shard, with_held_shard                                                                  the same of shards that wait for replicas
 
-`holder` is an integer that says whose gradients they are (`compat.distributed.fsdp.make_holders`), an input of the
+`holder` is an integer that says whose gradients they are (`compat.distributed.fsdp_gradients.make_holders`), an input of the
 graph, so that code which is compiled once serves every module of its kind; `index` is the place of the parameter;
 `placements` are those of the gradient, where the parameter is a DTensor. What is held is looked up when the backward
 pass runs: it is where eager keeps it, and a forward without a backward changes nothing. `order` is the place among all
@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_compile.compat.distributed import fsdp
+from dtensor_compile.compat.distributed import fsdp_gradients
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.c10d import define
 
 
 def _hold(grad: torch.Tensor, holder: torch.Tensor, index: int, placements: str, order: int) -> torch.Tensor:
-    fsdp.hold(int(holder), index, grad, parse_spec(placements) if placements else ())
+    fsdp_gradients.hold(int(holder), index, grad, parse_spec(placements) if placements else ())
     return torch.empty(0)
 
 
 def _with_held(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
-    return fsdp.release(int(holder), index, grad)
+    return fsdp_gradients.release(int(holder), index, grad)
 
 
 hold_gradient = define(
@@ -45,12 +45,12 @@ with_held_gradient = define(
 
 
 def _hold_shard(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
-    fsdp.hold_shard(int(holder), index, grad)
+    fsdp_gradients.hold_shard(int(holder), index, grad)
     return torch.empty(0)
 
 
 def _with_held_shard(grad: torch.Tensor, holder: torch.Tensor, index: int, order: int) -> torch.Tensor:
-    return fsdp.release_shard(int(holder), index, grad)
+    return fsdp_gradients.release_shard(int(holder), index, grad)
 
 
 hold_shard = define(

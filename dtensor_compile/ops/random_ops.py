@@ -33,8 +33,7 @@ def _pure(name: str, schema: str, kernel: Callable[..., object], fake: Callable[
     return getattr(torch.ops.dtensor_compile, name).default
 
 
-# ---- generators of the program
-# -------------------------------------------------------------------------------------------------
+# ---- generators of the program -------------------------------------------------------------------------------------
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
@@ -109,8 +108,7 @@ def _fake_state() -> torch.Tensor:
 _STATE_SIZE = torch.Generator().get_state().numel()
 
 
-# ---- torch's own generator
-# -----------------------------------------------------------------------------------------------------
+# ---- torch's own generator -----------------------------------------------------------------------------------------
 
 
 def _default_seed(seed: int, order: int) -> torch.Tensor:

@@ -101,8 +101,7 @@ class _Mover:
                 return False
         return True
 
-    # ---- nothing is sent
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- nothing is sent -------------------------------------------------------------------------------------------
 
     def slice(self, x: torch.Tensor) -> torch.Tensor:
         if all(isinstance(self.shape[d], int) for d in self.dims):
@@ -127,8 +126,7 @@ class _Mover:
             x = torch.cat(parts, d)
         return x
 
-    # ---- by intervals
-    # ------------------------------------------------------------------------------------------------------------
+    # ---- by intervals ----------------------------------------------------------------------------------------------
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_complex():  # gloo does not exchange complex numbers
@@ -182,8 +180,7 @@ class _Mover:
         assert isinstance(pending, Partial)
         return pending.reduce_op
 
-    # ---- even shards, one permutation
-    # --------------------------------------------------------------------------------------------
+    # ---- even shards, one permutation ------------------------------------------------------------------------------
 
     def gather_evenly(self, x: torch.Tensor) -> torch.Tensor:
         dims, local = self.step.mesh_dims, list(x.shape)

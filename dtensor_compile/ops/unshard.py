@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtensor_compile.compat.aot.fx import recomputed_in_backward
-from dtensor_compile.compat.distributed import fsdp
+from dtensor_compile.compat.distributed import fsdp, fsdp_gradients
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
 from dtensor_compile.compat.dtensor.specs import (
@@ -128,7 +128,9 @@ class _Unshard(torch.autograd.Function):
         how, reduction = ctx.how, ctx.how.reduction
         placements: tuple[Placement, ...] = ()
         if how.outer is not None:
-            placements = fsdp.reduced_placements(grad.placements, how.outer.placements, how.outer.data_parallel)
+            placements = fsdp_gradients.reduced_placements(
+                grad.placements, how.outer.placements, how.outer.data_parallel
+            )
             grad, _ = local_and_spec(grad.redistribute(placements=placements))
             send_with(grad, how.group)
         if how.held.whole == "hold":
@@ -199,7 +201,7 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
     """
     found = state()
     for sharded in fsdp.sharded_parameters(found) if found is not None else ():
-        held = fsdp.taken(found, sharded) if sharded.path in paths else None
+        held = fsdp_gradients.taken(found, sharded) if sharded.path in paths else None
         if held is not None:
             param, reduction = sharded.parameter, Reduction.of(sharded)
             how = _Unsharding(
@@ -214,7 +216,7 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
                 sharded.index,
             )
             local, spec = local_and_spec(param)
-            shard = how.reduced(_cast(held, reduction.dtype), fsdp.holder_of(found, sharded), local.dtype)
+            shard = how.reduced(_cast(held, reduction.dtype), fsdp_gradients.holder_of(found, sharded), local.dtype)
             if shard is not None:
                 grad = with_local(shard, spec)
                 param.grad = grad if param.grad is None else param.grad + grad

@@ -138,8 +138,7 @@ def _left(graph: torch.fx.Graph) -> Iterator[Decision]:
             yield Decision("exchange_rows", source_line(node), reason, text, text, left_alone=True, bytes=sent)
 
 
-# ---- forward
-# -------------------------------------------------------------------------------------------------------------------
+# ---- forward -------------------------------------------------------------------------------------------------------
 
 
 def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
@@ -187,8 +186,7 @@ def _lookups(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
-# ---- backward
-# ------------------------------------------------------------------------------------------------------------------
+# ---- backward ------------------------------------------------------------------------------------------------------
 
 
 def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
@@ -269,8 +267,7 @@ class Terms:
         return _call(before, aten.unsqueeze.default, _call(before, aten.ne.Scalar, self.indices, self.padding), -1)
 
 
-# ---- both
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- both ----------------------------------------------------------------------------------------------------------
 
 
 def _count(indices: Any) -> int:

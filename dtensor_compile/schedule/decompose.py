@@ -128,8 +128,7 @@ def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: 
     return decisions
 
 
-# ---- what can be divided
-# -------------------------------------------------------------------------------------------------------
+# ---- what can be divided -------------------------------------------------------------------------------------------
 
 
 def pairs(graph: torch.fx.Graph) -> Iterator[Pair]:
@@ -197,8 +196,7 @@ def _fixed(*shapes: tuple[object, ...]) -> bool:
     return all(isinstance(size, int) for shape in shapes for size in shape)
 
 
-# ---- what pays
-# -----------------------------------------------------------------------------------------------------------------
+# ---- what pays -----------------------------------------------------------------------------------------------------
 
 
 def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tuple[int, str]:
@@ -255,8 +253,7 @@ def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
     return copying + launching
 
 
-# ---- divided
-# -------------------------------------------------------------------------------------------------------------------
+# ---- divided -------------------------------------------------------------------------------------------------------
 
 
 def _divide_gather(pair: Pair, k: int) -> None:

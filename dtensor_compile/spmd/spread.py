@@ -106,8 +106,7 @@ def _constrain_from_here_on(node: torch.fx.Node) -> None:
         later = later or user is node
 
 
-# ---- which placements
-# ----------------------------------------------------------------------------------------------------------
+# ---- which placements ----------------------------------------------------------------------------------------------
 
 
 def _propagated(

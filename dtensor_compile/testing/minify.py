@@ -177,8 +177,7 @@ def _differs(program: _Program, settings: Settings, allowed: Allowed) -> bool:
     return bool(of_all_ranks(found))
 
 
-# ---- inputs as text
-# ----------------------------------------------------------------------------------------------------------
+# ---- inputs as text ------------------------------------------------------------------------------------------------
 
 
 class _Texts:
@@ -256,8 +255,7 @@ def random_dtensor(
     return made.detach().requires_grad_(requires_grad)
 
 
-# ---- the script
-# --------------------------------------------------------------------------------------------------------------
+# ---- the script ----------------------------------------------------------------------------------------------------
 
 _SCRIPT = '''\
 """Compiled differs from eager here. Run it with python, or with pytest."""

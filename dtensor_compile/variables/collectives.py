@@ -37,8 +37,7 @@ from dtensor_compile.variables.work_handles import Future, Work
 Group = Any
 
 
-# ---- what twins share
-# ------------------------------------------------------------------------------------------------------
+# ---- what twins share ----------------------------------------------------------------------------------------------
 
 
 def _member_group(group: Group) -> Group:
@@ -93,8 +92,7 @@ def _done(results: list[torch.Tensor], async_op: bool) -> Work | None:
     return Work(results) if async_op else None
 
 
-# ---- collectives
-# -----------------------------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------------------------
 
 
 def all_reduce(tensor, op="sum", group=None, async_op=False):
@@ -266,8 +264,7 @@ def check_local_tensor(local, mesh, placements, check_sizes):
     return local
 
 
-# ---- from one rank to another
-# ----------------------------------------------------------------------------------------------
+# ---- from one rank to another --------------------------------------------------------------------------------------
 
 
 def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
@@ -317,8 +314,7 @@ def batch_isend_irecv(p2p_op_list):
     return works
 
 
-# ---- methods of process groups: ranks are ranks of the group
-# --------------------------------------------------------------------
+# ---- methods of process groups: ranks are ranks of the group -------------------------------------------------------
 
 
 def pg_allreduce(group, tensors, op="sum", timeout=None):
@@ -425,8 +421,7 @@ def _list(tensors: Any) -> Any:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-# ---- the tables
-# ------------------------------------------------------------------------------------------------------------
+# ---- the tables ----------------------------------------------------------------------------------------------------
 
 TWINS: Mapping[Any, Any] = {
     dist.all_reduce: all_reduce,

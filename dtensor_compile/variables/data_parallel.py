@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.distributed import ddp, fsdp
+from dtensor_compile.compat.distributed import ddp, fsdp, fsdp_gradients
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph
 from dtensor_compile.compat.dynamo.backward import leaves_of_a_reducer
 from dtensor_compile.compat.dynamo.calls import Call, attribute, emit_call, is_used
@@ -83,8 +83,7 @@ _same_gradients = fact_guard("DDP_REDUCER", ddp.needs_reducer)
 _same_replicate_gradients = fact_guard("DDP_REDUCER", lambda state: ddp.needs_reducer(ddp.prepare_replicate(state)))
 
 
-# ---- code that is traced
-# -------------------------------------------------------------------------------------------------------
+# ---- code that is traced -------------------------------------------------------------------------------------------
 
 
 def _for_tensors(change, value):
@@ -140,8 +139,7 @@ def _refuse(why: str | None, what: str) -> None:
         graph_break("data-parallel-setting", f"{what}: {why}")
 
 
-# ---- FSDP2
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- FSDP2 ---------------------------------------------------------------------------------------------------------
 
 
 def _places(module: torch.nn.Module, sharded: fsdp.Sharded) -> list[tuple[str, str]]:
@@ -207,7 +205,7 @@ def _fsdp_pre_forward(
     _same_fsdp(source_of(subject))
     if torch.is_grad_enabled():
         _same_fsdp_gradients(source_of(subject))
-        fsdp.make_holders(state)
+        fsdp_gradients.make_holders(state)
     policy, at_rest = fsdp.mixed_precision(state), fsdp.is_at_rest(state)
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         inputs, named_inputs = (_trace(tx, _cast, value, policy.param_dtype) for value in (inputs, named_inputs))
@@ -259,8 +257,7 @@ def _setter(
     graph_break("data-parallel-setting", "fully_shard or replicate: the setting changes inside of what is compiled")
 
 
-# ---- DDP and replicate
-# ---------------------------------------------------------------------------------------------------------
+# ---- DDP and replicate ---------------------------------------------------------------------------------------------
 
 
 def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: bool) -> None:

@@ -127,8 +127,7 @@ class ReduceScatter(torch.autograd.Function):
         return ops.all_gather_into_tensor(grad, ctx.size, ctx.group, 0).view(ctx.size, *grad.shape), None, None
 
 
-# ---- twins
-# -----------------------------------------------------------------------------------------------------------------
+# ---- twins ---------------------------------------------------------------------------------------------------------
 
 
 def _group(group):

@@ -61,8 +61,7 @@ from dtensor_compile.errors import PlacementError
 from dtensor_compile.graph.global_annotations import mark
 from dtensor_compile.variables.collectives import checked_local_tensor
 
-# ---- evaluated while tracing
-# ------------------------------------------------------------------------------------------------
+# ---- evaluated while tracing ---------------------------------------------------------------------------------------
 
 
 def real_argument(argument: VariableTracker) -> Any:
@@ -166,8 +165,7 @@ def make(
     return make_once(tx, function.__qualname__, function, real_args, real_kwargs)
 
 
-# ---- sizes
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------------------------
 
 
 def local_sizes(
@@ -210,8 +208,7 @@ def _compute_sizes(
         raise_in_program(tx, error)
 
 
-# ---- the current mesh
-# ---------------------------------------------------------------------------------------------------------
+# ---- the current mesh ----------------------------------------------------------------------------------------------
 
 #: A program that asks for the current mesh depends on the one that is current where it is called.
 _same_current_mesh = fact_guard("CURRENT_MESH", lambda env: list(env.mesh_stack[-1:]))
@@ -241,8 +238,7 @@ def track_current_mesh(tx: Translator) -> VariableTracker:
         raise_in_program(tx, error)
 
 
-# ---- DTensors
-# -----------------------------------------------------------------------------------------------------------------
+# ---- DTensors ------------------------------------------------------------------------------------------------------
 
 
 def wrap_local(
@@ -367,8 +363,7 @@ def _copy(
     return stock.call_function(tx, args, kwargs)
 
 
-# ---- the tables
-# ----------------------------------------------------------------------------------------------------------------
+# ---- the tables ----------------------------------------------------------------------------------------------------
 
 #: Functions and classes whose calls are handled here.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (

@@ -82,8 +82,7 @@ def _say(
     return build(tx, None)
 
 
-# ---- what Python calls when the graph has run
-# ---------------------------------------------------------------------------------
+# ---- what Python calls when the graph has run ----------------------------------------------------------------------
 
 
 def _print(_: ArgumentPlace, *args: Any, **kwargs: Any) -> None:
@@ -113,8 +112,7 @@ def _log_to_root(at: ArgumentPlace, level: int, message: Any, *args: Any, extra:
     _log(at, logging.root, level, message, *args, extra=extra)
 
 
-# ---- the calls of the program
-# --------------------------------------------------------------------------------------------------
+# ---- the calls of the program --------------------------------------------------------------------------------------
 
 
 def _handle_print(

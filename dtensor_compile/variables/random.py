@@ -39,8 +39,7 @@ from dtensor_compile.ops import random_ops as ops
 Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 
 
-# ---- draws from a generator
-# --------------------------------------------------------------------------------------------------
+# ---- draws from a generator ----------------------------------------------------------------------------------------
 
 
 def _draw(
@@ -148,8 +147,7 @@ def _handle_function(name: str) -> Retrack:
     return handle_calls(call)
 
 
-# ---- new tensors
-# -------------------------------------------------------------------------------------------------------------
+# ---- new tensors ---------------------------------------------------------------------------------------------------
 
 
 def _handle_factory(split: Callable[[Translator, Arguments], tuple[str, Sequence[float], Arguments]]) -> Retrack:
@@ -239,8 +237,7 @@ def _make_generator(
     return GeneratorVariable(made, emit_call(tx, ops.seeded, _seed(made.initial_seed())))
 
 
-# ---- torch's own generator
-# ---------------------------------------------------------------------------------------------------
+# ---- torch's own generator -----------------------------------------------------------------------------------------
 
 
 def _default(method: Callable[..., VariableTracker]) -> Retrack:
@@ -296,8 +293,7 @@ def _overwrite(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return x.copy_(values)
 
 
-# ---- the tables
-# --------------------------------------------------------------------------------------------------------------
+# ---- the tables ----------------------------------------------------------------------------------------------------
 
 #: Classes of objects that the program is given, with what makes their tracker.
 TYPES = {torch.Generator: GeneratorVariable.track}

@@ -128,8 +128,7 @@ TABLES: Mapping[types.ModuleType, Table] = {
 }
 
 
-# ---- what a call does
-# -------------------------------------------------------------------------------------------------------
+# ---- what a call does ----------------------------------------------------------------------------------------------
 
 
 def _value(tx: Translator, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
@@ -228,8 +227,7 @@ def _read_reduction(tx: Translator, name: str) -> VariableTracker:
     return _value(tx, getattr, [vars(dist)["reduce_op"], name], {})
 
 
-# ---- objects of C++ that come in
-# --------------------------------------------------------------------------------------------
+# ---- objects of C++ that come in -----------------------------------------------------------------------------------
 
 _RAW_NAMES = [name for name, row in DISTRIBUTED.items() if row.cause == "raw-object"]
 #: Classes whose objects act when their methods are called.

@@ -77,8 +77,7 @@ class Program:
         return torch.float32 if kernels == "inductor" and "float32" in str(self) else None
 
 
-# ---- what inputs are made of; the names that the text uses
-# -------------------------------------------------------------------
+# ---- what inputs are made of; the names that the text uses ---------------------------------------------------------
 
 
 def tensor(
@@ -113,8 +112,7 @@ def namespace(shape: tuple[int, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---- making programs
-# ---------------------------------------------------------------------------------------------------------
+# ---- making programs -----------------------------------------------------------------------------------------------
 
 
 class Maker:
@@ -369,8 +367,7 @@ def make_program(draw: random.Random, meshes: Sequence[tuple[int, ...]] = MESHES
     return Program(mesh, tuple(make.inputs), tuple(make.lines), tuple(outputs), dynamic)
 
 
-# ---- comparing
-# ---------------------------------------------------------------------------------------------------------------
+# ---- comparing -----------------------------------------------------------------------------------------------------
 
 
 def case_of_program(program: Program, calls: int = 2, kernels: str = "aten") -> Case:

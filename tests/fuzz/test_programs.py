@@ -31,8 +31,7 @@ def check(program, kernels="aten"):
     assert result in ("equal", "refused"), f"{program}\n" + "\n".join(found)
 
 
-# ---- the fuzzer itself
-# -----------------------------------------------------------------------------------------------------
+# ---- the fuzzer itself ---------------------------------------------------------------------------------------------
 
 
 def test_the_same_seed_makes_the_same_program():
@@ -81,8 +80,7 @@ def test_programs_on_four_ranks(seed):
     check(program)
 
 
-# ---- found by the fuzzer
-# ---------------------------------------------------------------------------------------------------
+# ---- found by the fuzzer -------------------------------------------------------------------------------------------
 
 
 def test_the_square_of_a_symbolic_size_in_a_stride():

@@ -278,8 +278,7 @@ def test_nothing_of_torch_or_triton_differs_afterwards():
     assert differing == []
 
 
-# ---- bad input
-# -------------------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_device_is_an_error_that_lists_the_known():

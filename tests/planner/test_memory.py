@@ -33,8 +33,7 @@ def held(steps, mesh_shape, shape, itemsize=4):
     return itemsize * peak(steps, mesh_shape, shape).most
 
 
-# ---- what is counted is what is held
-# -----------------------------------------------------------------------------------------
+# ---- what is counted is what is held -------------------------------------------------------------------------------
 
 
 def live_bytes(graph):
@@ -88,8 +87,7 @@ def test_no_plan_holds_more_than_is_counted(world, mesh_shape):
     assert plans > (15 if len(mesh_shape) == 1 else 250)
 
 
-# ---- what is chosen
-# ----------------------------------------------------------------------------------------------------------
+# ---- what is chosen ------------------------------------------------------------------------------------------------
 
 
 class Golden(TestCase):
@@ -211,8 +209,7 @@ def test_between_meshes():
         plan_across("S(0)", "R", front, back, (16, 8), 4, 600)
 
 
-# ---- compiled
-# ----------------------------------------------------------------------------------------------------------------
+# ---- compiled ------------------------------------------------------------------------------------------------------
 
 
 def compiled(program, memory, *args):

@@ -95,8 +95,7 @@ def test_what_is_left_alone_goes_to_json_and_comes_back():
     assert [(row.left_alone, row.seconds, row.bytes) for row in report.ours.decisions][0] == (True, None, 192)
 
 
-# ---- every place
-# ---------------------------------------------------------------------------------------------------------------
+# ---- every place ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

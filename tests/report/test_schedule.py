@@ -62,8 +62,7 @@ def test_spans():
     assert [(t.index, t.start, t.seconds) for t in timing.communication] == [(0, 1, 5)]
 
 
-# ---- what did not happen
-# -----------------------------------------------------------------------------------------------------
+# ---- what did not happen -------------------------------------------------------------------------------------------
 
 
 def said(operations, *collectives):
@@ -104,8 +103,7 @@ def test_small_ones_that_follow_each_other_are_not_bucketed():
     assert "bucket" not in [kind for kind, _ in said(operations, gather(5), gather(2 << 20))]
 
 
-# ---- times
-# -------------------------------------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------------------------
 
 
 def test_collective_times():

@@ -52,8 +52,7 @@ def patient(test):
     return run
 
 
-# ---- digests
-# -----------------------------------------------------------------------------------------------------------------
+# ---- digests -------------------------------------------------------------------------------------------------------
 
 
 def test_sizes_count_where_both_are_known():
@@ -65,8 +64,7 @@ def test_sizes_count_where_both_are_known():
     assert not a.agrees(Announcement.of([Call("all_reduce max float32", 8, "")], False).digest)
 
 
-# ---- ranks that cannot run together
-# ------------------------------------------------------------------------------------------
+# ---- ranks that cannot run together --------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -167,8 +165,7 @@ def test_a_rank_that_cannot_compile_says_so_to_those_that_wait(which):
     torch.testing.assert_close(x.grad.full_tensor(), torch.full((5, columns), columns**-0.5, dtype=dtype))
 
 
-# ---- ranks that differ and go on
-# ---------------------------------------------------------------------------------------------
+# ---- ranks that differ and go on -----------------------------------------------------------------------------------
 
 
 @on_ranks(2)

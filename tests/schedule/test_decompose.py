@@ -182,8 +182,7 @@ def test_what_is_hidden_already_stays_whole():
     assert run_on_ranks(2, hidden) == [[("all_gather and 1 mm", "nothing of it is exposed")]] * 2
 
 
-# ---- compiled
-# ------------------------------------------------------------------------------------------------------------------
+# ---- compiled ------------------------------------------------------------------------------------------------------
 
 
 def step(kernels, rows, kind="decompose_products"):
@@ -225,8 +224,7 @@ def test_uneven_shards_are_left_alone():
     assert step("aten", 15) == []
 
 
-# ---- symmetric memory
-# ----------------------------------------------------------------------------------------------------------
+# ---- symmetric memory ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

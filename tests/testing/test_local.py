@@ -17,8 +17,7 @@ from dtensor_compile.testing.parity import Case, Settings, sum_of_squares
 ATEN = Settings(options={"kernels": "aten"})
 
 
-# ---- ranks that take turns
-# -------------------------------------------------------------------------------------------------
+# ---- ranks that take turns -----------------------------------------------------------------------------------------
 
 
 def test_collectives_move_what_they_do_between_processes():
@@ -98,8 +97,7 @@ def test_a_generator_of_the_program_draws_the_same_on_each_rank_of_a_local_tenso
         assert torch.equal(of_rank(drawn, rank, None), wanted) and torch.equal(of_rank(filled, rank, None), wanted)
 
 
-# ---- steps
-# -----------------------------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [3, 4])

@@ -17,8 +17,7 @@ from dtensor_compile.testing.check import check_case
 from dtensor_compile.testing.compare_values import Allowed
 from dtensor_compile.testing.parity import Settings, case_of, compare_case, sum_of_squares
 
-# ---- values
-# ------------------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------------------------
 
 
 def one(eager, compiled, **kwargs):
@@ -78,8 +77,7 @@ def test_placements_are_compared():
     assert found == ["x.placements", "x.local shape"]
 
 
-# ---- steps
-# -------------------------------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -123,8 +121,7 @@ def test_a_wrong_backend_is_seen_in_everything_that_it_leaves_behind():
     assert [d.what.partition(" at")[0] for d in compare_steps(model, [x], backend=draws)] == ["random state"]
 
 
-# ---- bisection
-# ---------------------------------------------------------------------------------------------------------------
+# ---- bisection -----------------------------------------------------------------------------------------------------
 
 
 def seeded(name):
@@ -175,8 +172,7 @@ def test_inputs_that_are_not_added_up_stay_so():
     assert set(seen) == {(Partial(),)}
 
 
-# ---- the decorator
-# -----------------------------------------------------------------------------------------------------------
+# ---- the decorator -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [3, 4])

@@ -25,8 +25,7 @@ def size():
     return dist.get_world_size()
 
 
-# ---- programs: of x (4, 2), another value on each rank, which requires a gradient
-# ----------------------------------------------
+# ---- programs: of x (4, 2), another value on each rank, which requires a gradient ----------------------------------
 
 
 def all_reduce(x):
@@ -370,8 +369,7 @@ def test_differentiable_collective(expression):
     check(eval(f"lambda x: {expression}"))
 
 
-# ---- inputs, recompilation, refusals
-# -----------------------------------------------------------------------------------------
+# ---- inputs, recompilation, refusals -------------------------------------------------------------------------------
 
 
 @on_ranks(2)

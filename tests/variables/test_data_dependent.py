@@ -168,8 +168,7 @@ def test_what_ranks_tell_each_other_is_no_constant_though_each_tells_a_constant(
         torch.testing.assert_close(compiled(x), x * rows)
 
 
-# ---- sizes
-# -------------------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(count, x, mesh, placements):

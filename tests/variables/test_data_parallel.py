@@ -110,8 +110,7 @@ def assert_same(
         assert not differences, "\n".join(map(str, differences))
 
 
-# ---- fully_shard
-# ---------------------------------------------------------------------------------------------------------------
+# ---- fully_shard ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -456,8 +455,7 @@ def test_replicate_built_on_fully_shard():
     assert_same(lambda: replicate_with_fsdp(MLP(), mesh=make_mesh((2,), ("replicate",))))
 
 
-# ---- DDP and replicate
-# ---------------------------------------------------------------------------------------------------------
+# ---- DDP and replicate ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
@@ -650,8 +648,7 @@ def test_ddp_with_compiled_autograd():
         assert_same(lambda: DDP(nn.Sequential(MLP((6, 6, 6)), nn.BatchNorm1d(6))), steps=2, width=6)
 
 
-# ---- what is sent
-# --------------------------------------------------------------------------------------------------------------
+# ---- what is sent --------------------------------------------------------------------------------------------------
 
 
 def network(latency):

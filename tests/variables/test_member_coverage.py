@@ -35,8 +35,7 @@ from dtensor_compile.variables.placement import PlacementVariable
 from dtensor_compile.variables.process_group import ProcessGroupVariable
 from dtensor_compile.variables.work_handles import FUTURE, WORK, CFuture
 
-# ---- the walk
-# --------------------------------------------------------------------------------------------------------------
+# ---- the walk ------------------------------------------------------------------------------------------------------
 
 #: What Python asks of every class.
 _OF_ANY_CLASS = frozenset(
@@ -155,8 +154,7 @@ def test_every_function_that_becomes_operators_has_a_twin():
         functions.collectives.retrack(dist.get_rank)
 
 
-# ---- what the rows say
-# ---------------------------------------------------------------------------------------------------------
+# ---- what the rows say ---------------------------------------------------------------------------------------------
 
 _NAMES = {
     "copy": copy,

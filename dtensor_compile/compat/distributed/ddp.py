@@ -130,8 +130,7 @@ def device_of_inputs(module: DDP) -> torch.device | None:
     return torch.device(module.device_type, module.device_ids[0]) if module.device_ids else None
 
 
-# ---- gradients that torch's reducer averages
-# -----------------------------------------------------------------------------------
+# ---- gradients that torch's reducer averages -----------------------------------------------------------------------
 
 #: Modules whose gradients were left as they are by compiled code, and may wait to be averaged.
 _left: weakref.WeakSet[DDP] = weakref.WeakSet()

@@ -6,11 +6,8 @@ Nothing here knows of Dynamo. A *group* holds the parameters that eager gathers 
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import types
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,14 +24,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate
 
-from dtensor_compile.compat.dtensor.specs import Spec, with_local
+from dtensor_compile.compat.dtensor.specs import Spec
 
 PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
 #: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the
 #: methods.
 _WRAPPER = PRE_FORWARD.__code__
+
+#: The attribute of a group with the tensor that stands for it (`compat.distributed.fsdp_gradients.make_holders`).
+HOLDER = "_dtensor_compile_holder"
 
 #: Methods by which a program changes the state of its modules.
 SETTERS = tuple(method for name, method in vars(FSDPModule).items() if name.startswith("set_"))
@@ -43,7 +43,7 @@ SETTERS = tuple(method for name, method in vars(FSDPModule).items() if name.star
 SEVERAL = isinstance(vars(FSDPState).get("_fsdp_param_group"), property)
 
 
-def _groups(state: FSDPState) -> list[FSDPParamGroup]:
+def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     if SEVERAL:
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -75,18 +75,17 @@ def path_to_state(owner: Any) -> tuple[str, ...]:
     return tuple(path)
 
 
-# ---- what is fixed while the compiled code holds
-# -----------------------------------------------------------------------------
+# ---- what is fixed while the compiled code holds -------------------------------------------------------------------
 
 
 def facts(state: FSDPState) -> tuple[Any, ...]:
     """All that a forward depends on, besides what the parameters are."""
-    return (state._mp_policy, *(_group_facts(group) for group in _groups(state)))
+    return (state._mp_policy, *(_group_facts(group) for group in groups_of(state)))
 
 
 def gradient_facts(state: FSDPState) -> tuple[Any, ...]:
     """All that the gradients depend on besides."""
-    return tuple(map(_facts_of_gradients, _groups(state)))
+    return tuple(map(_facts_of_gradients, groups_of(state)))
 
 
 def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
@@ -173,7 +172,7 @@ _OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...
 def obstacle(state: FSDPState, gradients: bool) -> str | None:
     """Why the forward of a module with this state has to run in eager; None where it can be traced."""
     table = _OBSTACLES + (_OBSTACLES_TO_GRADIENTS if gradients else ())
-    return next((text for group in _groups(state) for test, text in table if test(group)), None)
+    return next((text for group in groups_of(state) for test, text in table if test(group)), None)
 
 
 def mixed_precision(state: FSDPState) -> MixedPrecisionPolicy:
@@ -196,7 +195,7 @@ def is_at_rest(state: FSDPState) -> bool:
 
     Not so after an eager forward without a backward, which may keep them whole, nor after the program called
     ``unshard()``."""
-    return all(map(_at_rest, _groups(state)))
+    return all(map(_at_rest, groups_of(state)))
 
 
 def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
@@ -206,13 +205,12 @@ def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
         state: a weak reference.
     """
     found = state()
-    for group in _groups(found) if found is not None else ():
+    for group in groups_of(found) if found is not None else ():
         group.wait_for_unshard()
         group._to_sharded()
 
 
-# ---- parameters
-# --------------------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------------------------
 
 
 class HeldGradient(NamedTuple):
@@ -272,11 +270,11 @@ def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
 
 def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
     """The parameters of a state that is prepared."""
-    for i, group in enumerate(_groups(state)):
+    for i, group in enumerate(groups_of(state)):
         path = ("_fsdp_param_groups", i) if SEVERAL else ("_fsdp_param_group",)
         held = _held(group)
         for j, param in enumerate(group.fsdp_params):
-            outer = _unsharded_spec(param)
+            outer = unsharded_spec(param)
             yield Sharded(
                 parameter=param.sharded_param,
                 path=(*path, "fsdp_params", j, "sharded_param"),
@@ -285,13 +283,13 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
                 placements=_placements(group, param),
                 outer_mesh=None if outer is None else outer.mesh,
                 outer_placements=() if outer is None else outer.placements,
-                data_parallel=_data_parallel_dims(param),
+                data_parallel=data_parallel_dims(param),
                 size=tuple(param._orig_size),
                 dtype=param.param_dtype,
                 reduce_dtype=param.reduce_dtype,
                 divide=_divide(group, param),
                 reshard=group.post_forward_mesh_info is not None,
-                holder=(*path, _HOLDER),
+                holder=(*path, HOLDER),
                 index=j,
                 held=held,
             )
@@ -306,7 +304,7 @@ def _held(group: FSDPParamGroup) -> HeldGradient:
     return HeldGradient(whole, shard)
 
 
-def _data_parallel_dims(param: FSDPParam) -> tuple[int, ...]:
+def data_parallel_dims(param: FSDPParam) -> tuple[int, ...]:
     """The dims that ``dp_mesh_dims`` names of the mesh on which the parameter is a DTensor; none where it is not
     given.
     """
@@ -335,166 +333,6 @@ def _divide(group: FSDPParamGroup, param: FSDPParam) -> tuple[str, float, float]
     return op, before or 1, after or 1
 
 
-# ---- gradients that wait to be reduced
-# ------------------------------------------------------------------------------------------
-
-#: Groups by the number in their holder.
-_HOLDERS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-#: The attribute of a group with its holder.
-_HOLDER = "_dtensor_compile_holder"
-
-
-def make_holders(state: FSDPState) -> None:
-    """Gives each group a tensor with a number, by which compiled code finds it when it runs."""
-    for group in _groups(state):
-        if not hasattr(group, _HOLDER):
-            number = next(_NUMBERS)
-            _HOLDERS[number] = group
-            setattr(group, _HOLDER, torch.tensor(number))
-
-
-def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placement, ...]) -> None:
-    """Adds the gradient of a whole parameter to what waits to be reduced, where eager's next backward finds it too.
-
-    Args:
-        number, index: of the group and of the parameter.
-        grad: of the local tensor; copied.
-        placements: of the gradient, where the parameter is a DTensor. Over data-parallel dims of its mesh it may be
-            partial.
-    """
-    group = _HOLDERS[number]
-    param = group.fsdp_params[index]
-    before = _taken(param)
-    # A root whose hooks run in eager ends the backward pass of each group that has not had one; this one has it here.
-    if group.modules[0]._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
-        group._training_state = TrainingState.POST_BACKWARD
-    if before is None:
-        before = grad.detach().to(param.reduce_dtype or grad.dtype, copy=True)
-    else:
-        before.add_(grad)
-    spec = _unsharded_spec(param)
-    param.unsharded_accumulated_grad = (
-        before if spec is None else with_local(before, dataclasses.replace(spec, placements=placements))
-    )
-
-
-def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
-    """A new, contiguous tensor: `grad` and what is held of the same parameter, which is held no longer."""
-    before = _taken(_HOLDERS[number].fsdp_params[index])
-    if before is None:
-        return grad.clone(memory_format=torch.contiguous_format)
-    return before.add_(grad).to(grad.dtype).contiguous()
-
-
-def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
-    """What is held of a parameter, as a local tensor; it is held no longer."""
-    return next(
-        _taken(p) for group in _groups(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter
-    )
-
-
-def _taken(param: FSDPParam) -> torch.Tensor | None:
-    """What is held of a parameter, as a local tensor; it is held no longer.
-
-    In eager it is the gradient of the whole parameter, or, where reductions have another dtype, a tensor of that.
-    """
-    held, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
-    whole = getattr(param, "_unsharded_param", None)
-    if held is None and whole is not None:
-        held, whole.grad = whole.grad, None
-    if held is not None and (spec := _unsharded_spec(param)) is not None:
-        assert isinstance(held, DTensor)
-        return held.redistribute(
-            placements=reduced_placements(held.placements, spec.placements, _data_parallel_dims(param))
-        ).to_local()
-    return held
-
-
-def reduced_placements(
-    grad: Sequence[Placement], parameter: Sequence[Placement], data_parallel: Sequence[int]
-) -> tuple[Placement, ...]:
-    """Placements of a gradient before the wrapper reduces it: those of the parameter, but over data-parallel dims its
-    own.
-    """
-    return tuple(
-        of if dim in data_parallel else placement
-        for dim, (of, placement) in enumerate(zip(grad, parameter, strict=True))
-    )
-
-
-#: The attribute of a group with the flat tensor of held shards that compiled code made, and the indices of those that
-#: are in it.
-_SHARDS = "_dtensor_compile_held_shards"
-
-
-def _held_shards(group: FSDPParamGroup) -> set[int]:
-    """Indices of the parameters whose shards wait; eager holds those of all that require gradients."""
-    flat, indices = getattr(group, _SHARDS, (None, set()))
-    if flat is None or flat is not group._partial_reduce_output:
-        indices = {i for i, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad}
-    return indices
-
-
-def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
-    """The place of a shard in the flat tensor in which eager keeps those of a group: one after the other, each
-    padded.
-    """
-    params = group.fsdp_params
-    offset = sum(
-        param.padded_sharded_param_size.numel() for param in params[:index] if param.sharded_param.requires_grad
-    )
-    of = params[index]
-    return group._partial_reduce_output.as_strided(of.sharded_size, of.contiguous_sharded_stride, offset)
-
-
-def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
-    """Adds a gradient that is reduced over shards to what waits to be reduced over replicas, where eager's next
-    backward finds it too.
-
-    Args:
-        number, index: of the group and of the parameter.
-        grad: the local shard.
-    """
-    group = _HOLDERS[number]
-    if group._partial_reduce_output is None:
-        sizes = (
-            param.padded_sharded_param_size.numel() for param in group.fsdp_params if param.sharded_param.requires_grad
-        )
-        group._partial_reduce_output = grad.new_zeros(sum(sizes))
-        setattr(group, _SHARDS, (group._partial_reduce_output, set()))
-    _held_shard(group, index).add_(grad)
-    _held_shards(group).add(index)
-
-
-def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
-    """A new, contiguous tensor: `grad`, reduced over shards, and what is held of the same parameter, which is held no
-    longer.
-    """
-    group = _HOLDERS[number]
-    if group._partial_reduce_output is None:
-        return grad.clone(memory_format=torch.contiguous_format)
-    indices, place = _held_shards(group), _held_shard(group, index)
-    result = (grad + place).contiguous()
-    place.zero_()
-    indices.discard(index)
-    setattr(group, _SHARDS, (group._partial_reduce_output, indices))
-    if not indices:
-        group._partial_reduce_output = None
-        delattr(group, _SHARDS)
-    return result
-
-
-def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
-    """The tensor with the number of the group that has a parameter."""
-    return next(
-        getattr(group, _HOLDER)
-        for group in _groups(state)
-        for p in group.fsdp_params
-        if p.sharded_param is sharded.parameter
-    )
-
-
-def _unsharded_spec(param: FSDPParam) -> Spec | None:
+def unsharded_spec(param: FSDPParam) -> Spec | None:
     """Of the DTensor that the module uses; None where it uses a plain tensor."""
     return getattr(param, "_unsharded_dtensor_spec" if SEVERAL else "_tp_spec", None)

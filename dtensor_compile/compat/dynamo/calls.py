@@ -167,8 +167,7 @@ def is_used(variable: VariableTracker) -> bool:
     return bool(variable.as_proxy().node.users)
 
 
-# ---- contexts
-# --------------------------------------------------------------------------------------------------------------
+# ---- contexts ------------------------------------------------------------------------------------------------------
 
 
 class ContextVariable(GenericContextWrappingVariable):
@@ -203,8 +202,7 @@ class ContextVariable(GenericContextWrappingVariable):
 _leave: weakref.WeakKeyDictionary[ContextVariable, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
-# ---- tensors that are constants
-# ----------------------------------------------------------------------------------------------
+# ---- tensors that are constants ------------------------------------------------------------------------------------
 
 #: Their result follows from their arguments alone and they change none of them.
 _PURE = frozenset(
@@ -469,8 +467,7 @@ def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[Non
         yield
 
 
-# ---- small things that handlers need
-# -----------------------------------------------------------------------------------------
+# ---- small things that handlers need -------------------------------------------------------------------------------
 
 
 class ObjectVariable(CallVariable):
@@ -566,8 +563,7 @@ def call_site(tx: Translator) -> tuple[Any, ...]:
     return *place, counts[place]
 
 
-# ---- leaves made in the program
-# ----------------------------------------------------------------------------------------------
+# ---- leaves made in the program ------------------------------------------------------------------------------------
 
 
 _LEAVES = "leaves that a program makes"

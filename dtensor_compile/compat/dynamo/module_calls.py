@@ -153,8 +153,7 @@ def submodule(tx: Translator, module: VariableTracker, path: str) -> VariableTra
     return module
 
 
-# ---- parameters in place of others
-# ---------------------------------------------------------------------------------------------
+# ---- parameters in place of others ---------------------------------------------------------------------------------
 
 
 def notes(tx: Translator, name: str) -> dict[Any, Any]:

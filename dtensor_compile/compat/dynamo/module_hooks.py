@@ -115,8 +115,7 @@ def _gradient_like(value: torch.Tensor, facts: Facts) -> torch.Tensor:
     return DTensor.from_local(local, mesh, facts, run_check=False, shape=value.shape, stride=value.stride())
 
 
-# ---- what the graph runs
-# -------------------------------------------------------------------------------------------------------
+# ---- what the graph runs -------------------------------------------------------------------------------------------
 
 
 def _open() -> BackwardHook:
@@ -132,8 +131,7 @@ def _spread(tensors: Sequence[torch.Tensor], where: Sequence[int], count: int) -
     return tuple(arguments)
 
 
-# ---- what Dynamo traces in place of torch's loops over hooks
-# -------------------------------------------------------------------
+# ---- what Dynamo traces in place of torch's loops over hooks -------------------------------------------------------
 
 
 def _run_hooks(module: Any, hooks: Sequence[Any], grad_inputs: Any, grad_outputs: Any) -> Any:
@@ -167,8 +165,7 @@ def _run_hook(hook: Any, gradients: Any) -> Any:
     return gradients if result is None else (result,)
 
 
-# ---- the code of hooks as graphs
-# -----------------------------------------------------------------------------------------------
+# ---- the code of hooks as graphs -----------------------------------------------------------------------------------
 
 
 class _Values:
@@ -266,8 +263,7 @@ def _input(tx: Translator, example: torch.Tensor | None) -> VariableTracker:
     return wrap_fx_proxy_cls(TensorVariable, tx, proxy, example_value=example)
 
 
-# ---- hooks of modules
-# ----------------------------------------------------------------------------------------------------------
+# ---- hooks of modules ----------------------------------------------------------------------------------------------
 
 
 class TracedModuleHooks(BackwardHookVariable):
@@ -348,8 +344,7 @@ class TracedModuleHooks(BackwardHookVariable):
         return UserFunctionVariable(run).call_function(tx, [self.module, hooks, *groups], {})
 
 
-# ---- hooks of tensors
-# ----------------------------------------------------------------------------------------------------------
+# ---- hooks of tensors ----------------------------------------------------------------------------------------------
 
 
 def _register_on(tx: Translator, tensor: TensorVariable, hook: VariableTracker) -> VariableTracker:

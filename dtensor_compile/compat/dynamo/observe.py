@@ -207,8 +207,7 @@ def _break(event: Exception, compilation: FrameCompilation | None, *, error: boo
     return Break(str(kind), str(getattr(event, "msg", None) or event), frames, compilation, error)
 
 
-# ---- redistributions
-# ---------------------------------------------------------------------------------------------------------
+# ---- redistributions -----------------------------------------------------------------------------------------------
 
 
 _FORCING = feature(
@@ -261,8 +260,7 @@ def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-# ---- graphs
-# ------------------------------------------------------------------------------------------------------------------
+# ---- graphs --------------------------------------------------------------------------------------------------------
 
 Graphs = Callable[[torch.fx.Graph], None]
 

@@ -190,8 +190,7 @@ _TRACKERS = feature(
     essential=True,
 )
 
-# ---- the scope
-# -------------------------------------------------------------------------------------------------------------
+# ---- the scope -----------------------------------------------------------------------------------------------------
 
 _UNWRAP: tuple[tuple[type, str], ...] = (
     (types.MethodType, "__self__"),  # DDPOptimizer.compile_fn, inside of the forward of a DDP module
@@ -436,8 +435,7 @@ def compiles_for_us(compiler_fn: Any) -> bool:
     return any(scope.backend is unwrapped_backend(compiler_fn) for scope in _scopes)
 
 
-# ---- what trackers need
-# ----------------------------------------------------------------------------------------------------
+# ---- what trackers need --------------------------------------------------------------------------------------------
 
 
 def describe_fake(value: Any) -> None:

@@ -171,8 +171,7 @@ def test_installing_again_changes_nothing():
     assert callback_handler.install_callbacks is around
 
 
-# ---- processes of their own: what a process looks like before and after us
-# ---------------------------------------------------
+# ---- processes of their own: what a process looks like before and after us -----------------------------------------
 
 _SETUP = """
 import sys, json, torch, torch.distributed as dist
