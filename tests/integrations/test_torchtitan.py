@@ -68,3 +68,44 @@ def test_llama_trains_like_eager(layout, unit):
     for eager, compiled, compiles, breaks in run_on_ranks(2, train_both, layout, unit, "dtensor_aten"):
         torch.testing.assert_close(compiled, eager)
         assert compiles > 1 and not breaks  # the model and the loss
+
+
+def flex_both(layout, unit):
+    """A forward pass with FlexAttention, of which torch has no backward for CPUs, and no kernel inside of a larger graph."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtitan.config import JobConfig
+    from torchtitan.models.attention import get_causal_mask_mod
+    from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_tp
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
+
+    torch.manual_seed(0)
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128, "max_seq_len": 128}
+    model = Transformer(TransformerModelArgs(**sizes, attn_type="flex"))
+    job = JobConfig()
+    job.compile.backend = "dtensor_aten"
+    with torch.no_grad():
+        model.init_weights()
+        mesh = make_mesh((2,), (layout,))
+        if layout == "tp":
+            apply_tp(model, mesh, loss_parallel=False, enable_float8_tensorwise_tp=False)
+        arguments = torch.randint(128, (2, 128)), create_block_mask(get_causal_mask_mod(), 2, None, 128, 128, device="cpu")
+        eager = model(arguments[0], attention_masks=arguments[1])  # in which torchtitan compiles the attention alone, by Inductor
+        graphs()
+        if unit == "block":
+            apply_compile(model, job.compile)
+        if layout == "fsdp":
+            for block in model.layers.values():
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        if unit == "whole":
+            model.compile(backend="dtensor_aten", fullgraph=True)
+        return eager, model(arguments[0], attention_masks=arguments[1]), *graphs()
+
+
+@pytest.mark.parametrize("layout, unit", [("tp", "block"), ("fsdp", "whole")])
+def test_flex_attention_is_part_of_the_graph(layout, unit):
+    for eager, compiled, compiles, breaks in run_on_ranks(2, flex_both, layout, unit):
+        torch.testing.assert_close(compiled, eager)
+        assert compiles >= 1 and not breaks
