@@ -66,8 +66,7 @@ _ALL = (
         "object of the C++ side of torch.distributed",
         "It acts on the process or on other ranks when its methods are called, and shows nothing that could be traced.",
         "Use it outside of the compiled function. Collectives of torch.distributed are traced, and so are those of "
-        "groups "
-        "without options objects.",
+        "groups without options objects.",
         "group.allreduce([x], dist.AllreduceOptions())\n# instead\ngroup.allreduce([x], dist.ReduceOp.SUM)",
     ),
     Cause(
@@ -146,8 +145,7 @@ _ALL = (
         "leaf-made",
         "a leaf is made in the program",
         "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it "
-        "leaves the "
-        "compiled function, Python has to make it.",
+        "leaves the compiled function, Python has to make it.",
         "Make parameters outside of the compiled function.",
         "return distribute_tensor(x.requires_grad_(), mesh, [Shard(0)])\n# instead: make the parameter outside and "
         "pass it in",
@@ -163,8 +161,8 @@ _ALL = (
         "hook-not-traced",
         "backward hook is not traced",
         "A backward hook becomes part of the backward pass that is traced with the forward: it may compute with "
-        "gradients and "
-        "other tensors and return tensors or None, but not change Python objects or read numbers out of a tensor.",
+        "gradients and other tensors and return tensors or None, but not change Python objects or read numbers out of "
+        "a tensor.",
         "Register the hook on the result of the compiled function, or leave the module that has it out of the compiled "
         "function.",
         "module.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append(grad_out))\n"
@@ -181,8 +179,7 @@ _ALL = (
         "data-parallel-setting",
         "setting of a data-parallel wrapper",
         "The module is wrapped by fully_shard, replicate or DistributedDataParallel, with a setting that has no "
-        "meaning in a graph. It "
-        "runs in eager; what it wraps is compiled.",
+        "meaning in a graph. It runs in eager; what it wraps is compiled.",
         "Take the setting back, or accept the graph break.",
         "fully_shard(block, offload_policy=CPUOffloadPolicy())\n# instead\nfully_shard(block)",
     ),
@@ -190,8 +187,8 @@ _ALL = (
         "comm-mode",
         "CommDebugMode is asked for what it does not know here",
         "The mode counts collectives while the program is traced. It does not follow modules, does not know what was "
-        "counted before "
-        "the compiled function was called, and cannot tell what a redistribution to or from strided shards sends.",
+        "counted before the compiled function was called, and cannot tell what a redistribution to or from strided "
+        "shards sends.",
         "Use get_comm_counts() and get_total_counts(), or enter the mode around the eager program.",
         "with CommDebugMode() as mode: ...\nmode.generate_comm_debug_tracing_table()\n# "
         "instead\nmode.get_comm_counts()",
@@ -216,8 +213,7 @@ _ALL = (
         "message-argument",
         "argument of print, logging or warnings is not a tensor or a constant",
         "Messages are said when the graph has run; what can be held back until then are tensors, constants, meshes, "
-        "groups, "
-        "placements, and lists of those, outside of checkpointed regions.",
+        "groups, placements, and lists of those, outside of checkpointed regions.",
         "Print the parts that you need, or print outside of the compiled function.",
         "print(an_object_of_mine)\n# instead\nprint(an_object_of_mine.name)",
     ),
@@ -225,8 +221,7 @@ _ALL = (
         "number-needed",
         "a number that only the data decides has to be known",
         "item() and tolist() are part of the graph as numbers without a value; a loop over one, an index into a list "
-        "or an operator "
-        "that cannot do without the value needs it while tracing.",
+        "or an operator that cannot do without the value needs it while tracing.",
         "Keep the number in tensor operations, or read it outside of the compiled function.",
         "for _ in range(int(x.sum().item())): x = x + 1\n# instead\nx = x + x.sum().long()",
     ),

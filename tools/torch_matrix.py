@@ -223,10 +223,8 @@ def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
     parts = [
         "# Releases of torch",
         "Made by `tools/torch_matrix.py` (`make releases`); the first release is the primary one. A feature is there "
-        "where torch has "
-        "every private function that it needs, with the parameters that it relies on "
-        "(`dtensor_compile/compat/hooks.py`). "
-        f"Run on {reached}.",
+        "where torch has every private function that it needs, with the parameters that it relies on "
+        f"(`dtensor_compile/compat/hooks.py`). Run on {reached}.",
         table(["feature", *releases], rows),
     ]
     for title, text in (

@@ -45,8 +45,7 @@ def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> No
         if used is not None:
             raise NoProcessGroupError(
                 f"the program uses {used}, which needs a process group: call torch.distributed.init_process_group() "
-                "before the first "
-                "call of the compiled function (under torchrun it needs no arguments)"
+                "before the first call of the compiled function (under torchrun it needs no arguments)"
             )
         _note_that_nothing_is_distributed()
         return
@@ -136,8 +135,7 @@ def check_commuting(placements: Sequence[Placement], what: str) -> None:
         one = ", ".join(str(Replicate() if type(p) is Partial and p.reduce_op != ops[0] else p) for p in placements)
         raise PlacementError(
             f"{what} cannot wait for {' and '.join(ops)} at once: which of them comes first decides the value; reduce "
-            "the one before "
-            f"the other becomes partial, as in [{one}]"
+            f"the one before the other becomes partial, as in [{one}]"
         )
 
 

@@ -70,16 +70,16 @@ def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Place
     if mesh.device_type != own.device_type:
         raise MeshError(
             f"redistribute from {mesh_layout(own)} to {mesh_layout(mesh)}: a tensor does not change from "
-            f"{own.device_type!r} to "
-            f"{mesh.device_type!r}; move its local tensor first, or use a mesh of {own.device_type!r}"
+            f"{own.device_type!r} to {mesh.device_type!r}; move its local tensor first, or use a mesh of "
+            f"{own.device_type!r}"
         )
     for each in (own, mesh):
         check_mesh(each)
         if not mesh_layout(each).in_rank_order:
             raise MeshError(
                 f"redistribute from {mesh_layout(own)} to {mesh_layout(mesh)}: the ranks of {mesh_layout(each)} do not "
-                "ascend with "
-                "their coordinates, and what shards mean there depends on torch's steps; make a mesh of ascending ranks"
+                "ascend with their coordinates, and what shards mean there depends on torch's steps; make a mesh of "
+                "ascending ranks"
             )
     check_placements(placements, device_mesh, x.dim(), f"a tensor of shape {list(x.shape)}")
     return _Across.apply(x, device_mesh, tuple(_from_front(p, x.dim()) for p in placements), False)

@@ -25,8 +25,7 @@ def _bincount(ids: torch.Tensor, weights: torch.Tensor | None, length: int) -> t
     if counts.shape[0] != length:
         raise RuntimeError(
             f"torch.bincount(..., minlength={length}) met the value {counts.shape[0] - 1}. The compiled program reads "
-            "the counts "
-            f"as a list of {length}: give a larger minlength, or call it outside of the compiled function."
+            f"the counts as a list of {length}: give a larger minlength, or call it outside of the compiled function."
         )
     return counts
 

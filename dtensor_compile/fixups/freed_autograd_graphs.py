@@ -18,9 +18,8 @@ from dtensor_compile.compat.dynamo.backward import USED_UP
 
 SPENT = (
     "Trying to backward through the graph a second time: a backward() inside the compiled region used this value's "
-    "graph up, and"
-    " its saved tensors have been freed. Specify retain_graph=True in that backward() if this value is to be "
-    "differentiated again."
+    "graph up, and its saved tensors have been freed. Specify retain_graph=True in that backward() if this value is to "
+    "be differentiated again."
 )
 
 

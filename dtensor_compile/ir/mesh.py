@@ -338,8 +338,8 @@ def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
         raise NoProcessGroupError(
             f"redistribution from mesh {' to mesh '.join(texts)}: not all of the ranks {list(ranks)} came within "
             f"{JOIN_PATIENCE:g} s to make the process group over both meshes: every rank of both calls redistribute "
-            "(and compiles "
-            "the program that does), in the same order; or make the group before, with torch.distributed.new_group"
+            "(and compiles the program that does), in the same order; or make the group before, with "
+            "torch.distributed.new_group"
         )
     return compat_mesh.group_of_ranks(ranks, make="meshes_" + ",".join(map(str, ranks)))
 

@@ -121,8 +121,7 @@ def source_of_all(source: str, source_mesh: str, target_mesh: str, shape: Sequen
     if sizes != str(list(shape)):
         raise PlanError(
             f"redistribute from mesh {source_mesh} to {target_mesh}: the tensor has the shape {sizes} on rank "
-            f"{min(layout.ranks)} "
-            f"and {list(shape)} on rank {rank}, which is not part of its mesh; DTensor.from_local there needs shape= "
-            "and stride="
+            f"{min(layout.ranks)} and {list(shape)} on rank {rank}, which is not part of its mesh; DTensor.from_local "
+            "there needs shape= and stride="
         )
     return told

@@ -158,8 +158,7 @@ def _script(target: str, arguments: Sequence[str]) -> Recording:
 def _never(target: str) -> str:
     return (
         f"{target} never calls a function that torch.compile made: return the model and its inputs from a function and "
-        "name "
-        "that, script.py:function, or call torch.compile in it"
+        "name that, script.py:function, or call torch.compile in it"
     )
 
 

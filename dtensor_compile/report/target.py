@@ -161,8 +161,7 @@ def call_target(function: Callable[..., Any], target: str, mesh: Callable[[], An
     if [name for name in needed if name != "mesh"]:
         raise TargetError(
             f"{target} needs arguments ({', '.join(needed)}): write a function that takes none, or only mesh, and "
-            "returns "
-            "the model and its inputs"
+            "returns the model and its inputs"
         )
     with users_program(target):
         return function(**({"mesh": mesh()} if "mesh" in inspect.signature(function).parameters else {}))

@@ -102,30 +102,24 @@ class Waiting:
         )
         return (
             f"{self.graph} calls collectives ({', '.join(map(str, self.mine.calls[:3]))}), and rank {self.rank} has "
-            "said nothing of them "
-            f"within {seconds:.0f} s: it {does}. Nothing is wrong where it comes later, or calls them from other code; "
-            "if the job hangs, "
-            "look here for collectives that not all ranks call."
+            f"said nothing of them within {seconds:.0f} s: it {does}. Nothing is wrong where it comes later, or calls "
+            "them from other code; if the job hangs, look here for collectives that not all ranks call."
         )
 
     def missing(self) -> str:
         """Says that the other rank never redistributes over the group (`never_calls`)."""
         return (
             f"ranks {dist.get_rank()} and {self.rank} compiled {self.graph} to different collectives, and rank "
-            f"{dist.get_rank()} would "
-            f"wait for ever: it has {self.mine.calls[0]} over ranks {', '.join(map(str, self.ranks))}, and rank "
-            f"{self.rank} has none "
-            "over these. Every rank of a mesh has to redistribute in the same way: look for a branch on the rank or on "
-            "a value that "
-            "differs between ranks; where sizes vary (dynamic=True), ranks may have fixed other ones, and "
-            "dynamic=False compiles for each."
+            f"{dist.get_rank()} would wait for ever: it has {self.mine.calls[0]} over ranks "
+            f"{', '.join(map(str, self.ranks))}, and rank {self.rank} has none over these. Every rank of a mesh has to "
+            "redistribute in the same way: look for a branch on the rank or on a value that differs between ranks; "
+            "where sizes vary (dynamic=True), ranks may have fixed other ones, and dynamic=False compiles for each."
         )
 
     def _failure(self, reason: str) -> str:
         return (
             f"rank {self.rank} could not compile what rank {dist.get_rank()} compiled as {self.graph}, and rank "
-            f"{dist.get_rank()} would "
-            f"wait for it for ever in {self.mine.calls[0]}. Rank {self.rank} said: {reason}"
+            f"{dist.get_rank()} would wait for it for ever in {self.mine.calls[0]}. Rank {self.rank} said: {reason}"
         )
 
     def _difference(self, digest: str, theirs: list[str]) -> str:
@@ -134,13 +128,10 @@ class Waiting:
         here, there = (calls[at] if at < len(calls) else "no further collective" for calls in (mine, theirs))
         return (
             f"ranks {dist.get_rank()} and {self.rank} compiled {self.graph} to different collectives over the same "
-            "process group, "
-            f"and would wait for each other for ever. Collective {at + 1} of {len(mine)}: rank {dist.get_rank()} has "
-            f"{here}; rank "
-            f"{self.rank} (of {len(theirs)}) has {there}. Digests {self.mine.digest} and {digest}. Every rank of a "
-            "group has to "
-            "call the same collectives in the same order: look for a branch on the rank or on a value that differs "
-            "between ranks."
+            f"process group, and would wait for each other for ever. Collective {at + 1} of {len(mine)}: rank "
+            f"{dist.get_rank()} has {here}; rank {self.rank} (of {len(theirs)}) has {there}. Digests "
+            f"{self.mine.digest} and {digest}. Every rank of a group has to call the same collectives in the same "
+            "order: look for a branch on the rank or on a value that differs between ranks."
         )
 
 

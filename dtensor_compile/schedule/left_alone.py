@@ -215,8 +215,7 @@ def _kept_in_order(kind: str, where: str, own: int, seconds: float, standing: in
     if own:
         reason = (
             f"{own} collectives are the program's own, or between meshes, and other ranks may run another program: all "
-            "collectives start "
-            "in the order of the program, and waits stay behind the starts before them"
+            "collectives start in the order of the program, and waits stay behind the starts before them"
         )
         decisions.append(Decision(kind, where, reason, left_alone=True, seconds=seconds))
     if standing:

@@ -83,8 +83,7 @@ def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[D
         return []
     reason = (
         f"no order of these starts that was found keeps overlap_memory={overlap_memory:g}: {peak - bound:,.0f} bytes "
-        "more than the bound of "
-        f"{bound:,.0f}; gathers start earlier than in the program"
+        f"more than the bound of {bound:,.0f}; gathers start earlier than in the program"
     )
     return [Decision(OVER_BOUND, "", reason, f"{before:,} bytes", f"{peak:,} bytes")]
 

@@ -85,8 +85,7 @@ def check_rank(spec: Sequence[object], tensor_ndim: int) -> None:
     if len(spec) != tensor_ndim:
         raise PlacementError(
             f"the partition spec {tuple(spec)!r} has {len(spec)} entries, the tensor has {tensor_ndim} dims: write one "
-            "entry "
-            "per dim, None for a dim that is whole"
+            "entry per dim, None for a dim that is whole"
         )
 
 

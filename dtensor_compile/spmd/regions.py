@@ -112,8 +112,7 @@ def _refuse_marks(node: torch.fx.Node, region: ManualRegion) -> None:
     if node.target is constrain and region.axes & {axis for entry in node.args[2] for axis in entry}:
         raise ManualRegionError(
             f"a mark names an axis along which its tensor is manual already ({source_line(node)}): in a manual region "
-            "a mark cuts "
-            "along other axes alone"
+            "a mark cuts along other axes alone"
         )
 
 
@@ -139,8 +138,7 @@ def _refuse_results(
         )
         raise ManualRegionError(
             f"tensors leave a manual region unclosed: {names}. Close them with disable_manual_sharding; a graph ends "
-            "inside of a region "
-            "also where it breaks there, or where the program raises an exception"
+            "inside of a region also where it breaks there, or where the program raises an exception"
         )
     if wrong:
         where = f"{wrong[0].name} ({source_line(wrong[0])})"

@@ -74,8 +74,7 @@ def hosts_from_environment(world_size: int | None = None) -> list[dict[str, Any]
     if world_size is None and hosts is None and None not in (rank, host) and rank // local != host:  # type: ignore[operator]
         raise MeshError(
             f"rank {rank} is on host {host}, so that ranks are not numbered host by host: call init_process_group "
-            "first, and ranks "
-            "tell each other where they are, or give device_attributes with slice_index"
+            "first, and ranks tell each other where they are, or give device_attributes with slice_index"
         )
     return [{"name": str(rank), "slice_index": rank // local} for rank in range(n)]
 

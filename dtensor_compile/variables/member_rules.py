@@ -201,8 +201,7 @@ class TableVariable(MemberVariable):
                 "member-argument",
                 f"{self}.{name}({', '.join(map(str, [*args, *kwargs.values()]))})",
                 f"backend='dtensor' evaluates {type(self.as_python_constant()).__name__}.{name} while it traces, and "
-                "needs the "
-                "values of its arguments then.",
+                "needs the values of its arguments then.",
             )
         try:
             result = self.real_function(name)(*real_args, **real_kwargs)

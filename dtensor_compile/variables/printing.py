@@ -75,8 +75,7 @@ def _say(
             "message-argument",
             f"{what}({', '.join(map(str, [*args, *kwargs.values()]))})",
             f"backend='dtensor' calls {what} when the graph has run, and can hold back tensors, constants, meshes, "
-            "groups, "
-            "placements, and lists of those, outside of checkpointed regions.",
+            "groups, placements, and lists of those, outside of checkpointed regions.",
         )
     call_after_graph(tx, Say(function, place(tx, up), tuple(kwargs)), values)
     return build(tx, None)

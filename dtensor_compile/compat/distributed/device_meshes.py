@@ -147,8 +147,7 @@ def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
         return group_of_ranks(ranks)
     raise NoProcessGroupError(
         f"no process group with the ranks {list(wanted)} exists in this process: create the DeviceMesh before the "
-        "graph "
-        "that uses it is compiled or loaded"
+        "graph that uses it is compiled or loaded"
     )
 
 
@@ -167,8 +166,8 @@ def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
     if list(ranks) != sorted(ranks):
         raise UnsupportedTorchError(
             f"dtensor_compile: torch {torch.__version__} sorts the ranks of a process group, and {list(ranks)} have to "
-            "stay in their "
-            "order: number the ranks of the mesh so that they ascend along each mesh dim, or take torch 2.13"
+            "stay in their order: number the ranks of the mesh so that they ascend along each mesh dim, or take torch "
+            "2.13"
         )
     return dist.new_group(list(ranks), **options)
 
