@@ -1,18 +1,18 @@
 """``dtensor-compile parity``: its answers and exit statuses, and the script that it writes."""
 
 import importlib.util
-import unittest.mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import dtensor_compile.passes
 from dtensor_compile import cli
 from dtensor_compile.graph.nodes import redistributions
 from dtensor_compile.passes import PASSES
+from dtensor_compile.stages import joint
 from dtensor_compile.testing import RankError
+from tests.stages import with_run
 
 HERE = f"{__name__}:"
 
@@ -45,7 +45,7 @@ def wrong_model(mesh):
         return []
 
     wrong.__name__ = PASSES[0].__name__
-    unittest.mock.patch.object(dtensor_compile.passes, "PASSES", [wrong, *PASSES[1:]]).start()
+    with_run(joint, "PLAN", wrong.__name__, wrong).start()
     return model(mesh)
 
 

@@ -1,7 +1,6 @@
 """The harness itself: it sees every kind of difference, names the place, and finds what makes it."""
 
 import functools
-import unittest.mock
 
 import pytest
 import torch
@@ -9,13 +8,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import dtensor_compile.passes
 from dtensor_compile.graph.nodes import redistributions
 from dtensor_compile.passes import PASSES
+from dtensor_compile.stages import joint
 from dtensor_compile.testing import RankError, compare_steps, compare_values, make_mesh, on_ranks, parity
 from dtensor_compile.testing.check import check_case
 from dtensor_compile.testing.compare_values import Allowed
 from dtensor_compile.testing.parity import Settings, case_of, compare_case, sum_of_squares
+from tests.stages import with_run
 
 # ---- values --------------------------------------------------------------------------------------------------------
 
@@ -139,9 +139,7 @@ def seeded(name):
         return []
 
     wrong.__name__ = name
-    return unittest.mock.patch.object(
-        dtensor_compile.passes, "PASSES", [p if p.__name__ != name else wrong for p in PASSES]
-    )
+    return with_run(joint, "PLAN", name, wrong)
 
 
 def check_seeded(name, settings):
