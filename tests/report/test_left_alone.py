@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor_compile import backend, record, redistribute
+from dtensor_compile import record, redistribute
 from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.uncompiled import runs_uncompiled
 from dtensor_compile.graph import measured_kernels
@@ -31,6 +31,7 @@ from dtensor_compile.report.table import print_report
 from dtensor_compile.schedule import kernel_order
 from dtensor_compile.schedule.left_alone import kernels_left, left_out_of_buckets
 from dtensor_compile.schedule.list_scheduler import Buffer, Task, simulate
+from dtensor_compile.stages import compilation
 from dtensor_compile.topology.links import CLUSTERS
 from tests.passes.graphs import run_alone
 from tests.report.samples import sample_report
@@ -383,7 +384,7 @@ def test_kernels_of_collectives_whose_node_is_not_known(mesh, monkeypatch):
 
 
 def test_a_torch_without_an_order_of_kernels(mesh, monkeypatch):
-    monkeypatch.setattr(backend, "orders_kernels", lambda: False)
+    monkeypatch.setattr(compilation, "orders_kernels", lambda: False)
     found = left(compiled(lambda x: gathered(x) * 2, sharded(mesh, 2, 4), backend="dtensor"), "schedule_kernels")
     assert any("no hooks for an order of kernels" in reason for reason, *_ in found)
 
