@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable  # noqa: F401 - programs of this file name it in text
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
