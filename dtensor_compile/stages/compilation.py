@@ -71,9 +71,11 @@ class Compilation:
         """Logs decisions. Those about the order of a graph are kept back where its kernels are ordered again, which
         says more.
         """
-        kept = [decision for decision in decisions if decision.kind == ORDERED and self.orders_kernels]
-        self.order += kept
-        self.log.decided([decision for decision in decisions if decision not in kept])
+        for decision in decisions:
+            if decision.kind == ORDERED and self.orders_kernels:
+                self.order.append(decision)
+            else:
+                self.log.decided([decision])
 
     def timed(self, name: str, seconds: float) -> None:
         """Logs the seconds of a step."""

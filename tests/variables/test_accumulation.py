@@ -2,6 +2,9 @@
 way.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,15 +210,42 @@ def test_held_gradients_are_reduced_in_as_many_collectives_as_others():
     assert 0 < reductions((False, True)) == reductions((True,))
 
 
+@pytest.mark.parametrize("name", ["per block", "in a list"])
 @on_ranks(2)
-def test_evaluation_and_forwards_without_a_backward_in_between():
+def test_evaluation_and_forwards_without_a_backward_in_between(name):
     def between(model, call):
         x = local_input(6, 77)
         with torch.no_grad():
             call(x)
         call(x)
 
-    assert_same(per_block, 6, between=between)
+    assert_same(*BUILD[name], between=between)
+
+
+@pytest.mark.parametrize("name", ["per block", "in a list"])
+@on_ranks(2)
+def test_eager_forwards_in_between_leave_whole_parameters(name):
+    def between(model, call):
+        model(local_input(6, 77))
+        model.unshard()
+
+    assert_same(*BUILD[name], between=between)
+
+
+@on_ranks(4)
+def test_shards_that_eager_reduces_are_kept_no_longer():
+    """Compiled code makes the flat tensor of shards, and eager adds it to its own."""
+    torch.manual_seed(0)
+    model = hybrid()
+    groups, made = [], []
+    for reduces, call in ((False, in_one_graph(model, BACKEND)), (True, model)):
+        model.set_requires_all_reduce(reduces)
+        call(local_input(6, reduces)).exp().mean().backward()
+        if not reduces:
+            groups = [part._get_fsdp_state()._fsdp_param_group for part in (*model.blocks, model)]
+            made = [weakref.ref(group._partial_reduce_output) for group in groups]
+    gc.collect()
+    assert len(made) == 3 and not any(flat() is not None for flat in made)
 
 
 def assert_same_gradients(program):

@@ -67,7 +67,7 @@ class _Size:
     def __init__(self, version: int | None) -> None:
         self.version = version
         self.number: Any = _MISSING
-        self.text: str | None = None
+        self.text: Any = _MISSING
         self.results: dict[tuple[str, _Size], dict[str, Any]] = {}
         self.answers: dict[tuple[Any, ...], Any] = {}
 
@@ -191,29 +191,22 @@ def results_computed_once() -> Iterator[None]:
             known = numbers[num] = node.__dict__.copy()
         return _new(known)
 
-    as_int = SymNode.maybe_as_int
+    def read_once(name: str, slot: str) -> Callable[[SymNode], Any]:
+        stock = getattr(SymNode, name)
 
-    def maybe_as_int(self: Any) -> int | None:
-        size = self._dtensor_size
-        if size is None or size.version != self.shape_env._version_counter:
-            size = size_of(self)
-            if size is None:
-                return as_int(self)
-        if size.number is _MISSING:
-            size.number = as_int(self)
-        return size.number
+        def read(self: Any) -> Any:
+            size = self._dtensor_size
+            if size is None or size.version != self.shape_env._version_counter:
+                size = size_of(self)
+                if size is None:
+                    return stock(self)
+            value = getattr(size, slot)
+            if value is _MISSING:
+                value = stock(self)
+                setattr(size, slot, value)
+            return value
 
-    write = SymNode.str
-
-    def text(self: Any) -> str:
-        size = self._dtensor_size
-        if size is None or size.version != self.shape_env._version_counter:
-            size = size_of(self)
-            if size is None:
-                return write(self)
-        if size.text is None:
-            size.text = write(self)
-        return size.text
+        return read
 
     evaluate = ShapeEnv.evaluate_sym_node
 
@@ -243,8 +236,8 @@ def results_computed_once() -> Iterator[None]:
         for name in _OPERATIONS:
             stack.enter_context(mock.patch.object(SymNode, name, binary(name)))
         stack.enter_context(mock.patch.object(SymNode, "wrap_int", wrap_int))
-        stack.enter_context(mock.patch.object(SymNode, "maybe_as_int", maybe_as_int))
-        stack.enter_context(mock.patch.object(SymNode, "str", text))
+        stack.enter_context(mock.patch.object(SymNode, "maybe_as_int", read_once("maybe_as_int", "number")))
+        stack.enter_context(mock.patch.object(SymNode, "str", read_once("str", "text")))
         stack.enter_context(mock.patch.object(ShapeEnv, "evaluate_sym_node", evaluate_sym_node))
         stack.enter_context(mock.patch.object(symbolic_shapes, "uninteresting_files", uninteresting))
         yield

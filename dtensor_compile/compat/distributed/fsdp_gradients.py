@@ -69,11 +69,23 @@ def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
     return before.add_(grad).to(grad.dtype).contiguous()
 
 
+def _place_of(state: FSDPState, sharded: Sharded) -> tuple[FSDPParamGroup, FSDPParam]:
+    return next(
+        (group, param)
+        for group in groups_of(state)
+        for param in group.fsdp_params
+        if param.sharded_param is sharded.parameter
+    )
+
+
 def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
     """What is held of a parameter, as a local tensor; it is held no longer."""
-    return next(
-        _taken(p) for group in groups_of(state) for p in group.fsdp_params if p.sharded_param is sharded.parameter
-    )
+    return _taken(_place_of(state, sharded)[1])
+
+
+def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
+    """The tensor with the number of the group that has a parameter."""
+    return getattr(_place_of(state, sharded)[0], HOLDER)
 
 
 def _taken(param: FSDPParam) -> torch.Tensor | None:
@@ -105,17 +117,16 @@ def reduced_placements(
     )
 
 
-#: The attribute of a group with the flat tensor of held shards that compiled code made, and the indices of those that
-#: are in it.
-_SHARDS = "_dtensor_compile_held_shards"
+#: The attribute of a flat tensor of held shards with the indices of those that are in it; eager's has none, and all.
+_INDICES = "_dtensor_compile_indices"
 
 
 def _held_shards(group: FSDPParamGroup) -> set[int]:
     """Indices of the parameters whose shards wait; eager holds those of all that require gradients."""
-    flat, indices = getattr(group, _SHARDS, (None, set()))
-    if flat is None or flat is not group._partial_reduce_output:
-        indices = {i for i, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad}
-    return indices
+    flat = group._partial_reduce_output
+    if not hasattr(flat, _INDICES):
+        setattr(flat, _INDICES, {i for i, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad})
+    return getattr(flat, _INDICES)
 
 
 def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
@@ -144,7 +155,7 @@ def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
             param.padded_sharded_param_size.numel() for param in group.fsdp_params if param.sharded_param.requires_grad
         )
         group._partial_reduce_output = grad.new_zeros(sum(sizes))
-        setattr(group, _SHARDS, (group._partial_reduce_output, set()))
+        setattr(group._partial_reduce_output, _INDICES, set())
     _held_shard(group, index).add_(grad)
     _held_shards(group).add(index)
 
@@ -160,18 +171,6 @@ def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
     result = (grad + place).contiguous()
     place.zero_()
     indices.discard(index)
-    setattr(group, _SHARDS, (group._partial_reduce_output, indices))
     if not indices:
         group._partial_reduce_output = None
-        delattr(group, _SHARDS)
     return result
-
-
-def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
-    """The tensor with the number of the group that has a parameter."""
-    return next(
-        getattr(group, HOLDER)
-        for group in groups_of(state)
-        for p in group.fsdp_params
-        if p.sharded_param is sharded.parameter
-    )
