@@ -1,13 +1,18 @@
-"""Writes the files of docs/ that are made from the code: report.schema.json and causes.md.
+"""Writes the files of docs/ that are made from the code: report.schema.json, causes.md and patches.md.
 
 python tools/docs.py            (a test fails while they are out of date)
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import pathlib
+import pkgutil
+import re
 
+from dtensor_compile import compat
+from dtensor_compile.compat.patches import FEATURES, Feature, Hook, Patch
 from dtensor_compile.report.cause_pages import causes_page
 from dtensor_compile.report.model import schema
 
@@ -16,7 +21,75 @@ DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
 def pages() -> dict[str, str]:
     """File name -> text of every page that is made."""
-    return {"report.schema.json": json.dumps(schema(), indent=2) + "\n", "causes.md": causes_page()}
+    return {
+        "report.schema.json": json.dumps(schema(), indent=2) + "\n",
+        "causes.md": causes_page(),
+        "patches.md": patches_page(),
+    }
+
+
+# ---- patches.md ----------------------------------------------------------------------------------------------------
+
+_PATCHES = """# What is replaced in torch
+
+This backend has to replace or call functions of torch that have no public name. This page lists all of them, by what
+they are for; `tools/docs.py` makes it of the table in the code (`dtensor_compile/compat/patches.py`). A patch holds
+while this backend compiles, on the thread that compiles, and is undone at the end; four are marked *lasting*, and hand
+over to torch where another backend compiles. Parameters are those that we rely on: where a release has others, or has
+no such function, the feature is missing, with one warning that names it, and the rest works. A feature is *essential*
+where numbers could be wrong without it: to use it is an error then.
+
+"""
+
+
+def patches_page() -> str:
+    """All features with what they replace and call of torch."""
+    for module in pkgutil.walk_packages(compat.__path__, f"{compat.__name__}."):
+        importlib.import_module(module.name)
+    features = sorted(FEATURES.values(), key=lambda of: of.name.lower())
+    patched = [of for of in features if any(isinstance(hook, Patch) for hook in of.hooks)]
+    count = sum(isinstance(hook, Patch) for of in patched for hook in of.hooks)
+    summary = f"{count} functions, methods and tables are replaced, for {len(patched)} features.\n\n"
+    called = "## Called, and not replaced\n\n| feature | of torch | without it |\n|---|---|---|\n" + "".join(
+        f"| {of.name} | {', '.join(f'`{hook.place}`' for hook in of.hooks)} | {of.without} |\n"
+        for of in features
+        if of not in patched
+    )
+    return _PATCHES + summary + "".join(map(_feature, patched)) + called
+
+
+def _feature(of: Feature) -> str:
+    place, sentence = of.scope
+    lines = [f"## {of.name[:1].upper()}{of.name[1:]}", ""]
+    if sentence:
+        lines += [f"`{place}`: {sentence}", ""]
+    lines += [
+        f"- Without it {of.without}." + (" **Essential.**" if of.essential else ""),
+        f"- Upstream: {_linked(of.upstream)}.",
+        f"- Can go when {of.remove_when}.",
+        "",
+        "| of torch | parameters relied on | |",
+        "|---|---|---|",
+        *map(_row, of.hooks),
+        "",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(hook: Hook) -> str:
+    kind = ("lasting" if hook.lasting else "replaced") if isinstance(hook, Patch) else "called"
+    takes = " or ".join(f"`({', '.join(text.split())})`" for text in hook.takes)
+    return f"| `{hook.place}` | {takes} | {kind} |"
+
+
+def _linked(text: str) -> str:
+    """Numbers of issues and pull requests, of pytorch/pytorch where no repository stands before one, as links."""
+
+    def link(found: re.Match[str]) -> str:
+        return f"[{found[0]}](https://github.com/{found[1] or 'pytorch/pytorch'}/issues/{found[2]})"
+
+    return re.sub(r"([\w-]+/[\w-]+)?#(\d+)", link, text)
 
 
 if __name__ == "__main__":

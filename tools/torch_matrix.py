@@ -40,7 +40,7 @@ import importlib, json, pkgutil, platform, warnings
 warnings.simplefilter("ignore")
 import torch
 import dtensor_compile.compat
-from dtensor_compile.compat.hooks import FEATURES
+from dtensor_compile.compat.patches import FEATURES
 for module in pkgutil.walk_packages(dtensor_compile.compat.__path__, "dtensor_compile.compat."):
     importlib.import_module(module.name)
 features = {name: of.problems() for name, of in FEATURES.items()}
@@ -224,7 +224,7 @@ def document(found: Mapping[str, Mapping[str, Any]], by_hand: str = "") -> str:
         "# Releases of torch",
         "Made by `tools/torch_matrix.py` (`make releases`); the first release is the primary one. A feature is there "
         "where torch has every private function that it needs, with the parameters that it relies on "
-        f"(`dtensor_compile/compat/hooks.py`). Run on {reached}.",
+        f"(`dtensor_compile/compat/patches.py`). Run on {reached}.",
         table(["feature", *releases], rows),
     ]
     for title, text in (

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from dtensor_compile.compat.dtensor.sharding import fallback_reports, sharding_rules
-from dtensor_compile.compat.dynamo.tracing import options_on_stack, traces_for_us
+from dtensor_compile.compat.dynamo.tracing import options_on_stack
 from dtensor_compile.decisions import Decision
 
 
@@ -16,7 +16,7 @@ def rules_while_tracing() -> contextlib.AbstractContextManager[None]:
     """The rules for the time of tracing; ``options={"fallback": "error"}`` leaves operators without one to torch's
     error.
     """
-    return sharding_rules(traces_for_us, lambda: options_on_stack().get("fallback", "replicate") == "replicate")
+    return sharding_rules(lambda: options_on_stack().get("fallback", "replicate") == "replicate")
 
 
 @contextlib.contextmanager
@@ -45,4 +45,4 @@ def rules_anywhere() -> contextlib.AbstractContextManager[None]:
     """The rules for questions that are asked outside of tracing (which dims of an operator's tensors belong
     together).
     """
-    return sharding_rules(lambda: True, lambda: True)
+    return sharding_rules(lambda: True)

@@ -25,10 +25,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor._random
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._dynamo import device_interface
@@ -36,49 +34,94 @@ from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental import proxy_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_compile.compat.hooks import feature, hook
+from dtensor_compile.compat.patches import feature, hook, patch, patched, patched_entries, patched_value, patched_values
 from dtensor_compile.errors import OfflineError
 from dtensor_compile.native.loader import built_library
 
 if TYPE_CHECKING:
     from dtensor_compile.topology.gpus import Gpu
 
+#: What ``torch.cuda`` answers for the device.
+_ANSWERS = (
+    "is_available", "is_initialized", "is_bf16_supported", "is_current_stream_capturing", "device_count",
+    "current_device", "get_device_properties", "get_device_capability", "get_device_name", "get_arch_list",
+    "mem_get_info", "memory_stats_as_nested_dict", "get_rng_state", "_exchange_device", "_maybe_exchange_device",
+    "_DeviceGuard", "device", "Stream", "Event", "stream", "current_stream", "default_stream",
+)  # fmt: skip
+#: What acts on the device, and does nothing here.
+_ACTIONS = (
+    "_lazy_init", "init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all",
+)  # fmt: skip
+_CUDA = {name: patch(f"torch.cuda:{name}") for name in (*_ANSWERS, *_ACTIONS)}
+_STREAM = patch("torch._C:_cuda_getCurrentRawStream", optional=True)
+_GUARD_SET = patch("torch._C:_ensureCUDADeviceGuardSet")
+_AVOID_INIT = patch("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init")
+_INIT_CONTEXT = patch("torch._subclasses.fake_tensor:init_gpu_context", "device")
+_FALLBACK = patch("torch._subclasses.fake_tensor:run_fallback_kernel", "fake_mode func ...")
+_UNSET_FAKE = patch("torch.fx.experimental.proxy_tensor:unset_fake_temporarily", "")
+_TRACKER = patch("torch.distributed.tensor._random:_rng_tracker")
+_DDP = patch("torch.nn.parallel:DistributedDataParallel.__init__", "self module ...")
+#: Methods of optimizers, of each class that has one of its own.
+_GROUPS = tuple(
+    patch(f"torch.optim:{name}._init_group")
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and "_init_group" in vars(cls)
+)
+_RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log")
+_VERIFY = patch("torch.distributed:_verify_params_across_processes")
+_APPLY = patch("torch.nn:Module._apply", "self fn recurse")
+_INTERFACES = patch("torch._dynamo.device_interface:device_interfaces")
+_KERNEL = patch("torch._inductor.async_compile:AsyncCompile.triton", "self kernel_name source_code device_str")
+_LOAD = patch("torch._inductor.codecache:PyCodeCache.load_by_key_path", "cls key path ...")
+_ALLOCATOR = patch("torch._inductor.cudagraph_utils:check_caching_allocator_for_cudagraphs", "")
+_FOLDER = patch("torch._inductor.fx_passes.joint_graph:UniformValueConstantFolder")
+_LAZY_INIT = patch("torch._inductor.fx_passes.joint_graph:lazy_init", "input_device")
+_DRIVER = patch("torch._inductor.runtime.triton_helpers:set_driver_to_gpu", "")
+_SELECT = patch("torch._inductor.select_algorithm:AlgorithmSelectorCache.__call__", "self name choices ...")
 _GUARDS = "torch._C._dynamo.guards:"
+_EMPTY = patch(_GUARDS + "_empty_strided_cuda", optional=True)
+_VIEW = patch(_GUARDS + "_reinterpret_tensor")
+_ALIGNMENT = patch(_GUARDS + "assert_alignment")
+_MISALIGNED = patch(_GUARDS + "copy_if_misaligned")
 _GPU = feature(
     "a GPU that is not there",
-    *(
-        hook(f"torch.cuda:{name}")
-        for name in ("_exchange_device", "_maybe_exchange_device", "_DeviceGuard", "_lazy_init")
-    ),
-    hook("torch._C:_ensureCUDADeviceGuardSet"),
-    *(hook(_GUARDS + name) for name in ("_reinterpret_tensor", "assert_alignment", "copy_if_misaligned")),
+    *_CUDA.values(),
+    _STREAM,
+    _GUARD_SET,
+    _AVOID_INIT,
+    _INIT_CONTEXT,
+    _FALLBACK,
+    _UNSET_FAKE,
+    _TRACKER,
+    _DDP,
+    *_GROUPS,
+    _RUNTIME_STATS,
+    _VERIFY,
+    _APPLY,
+    _INTERFACES,
+    _KERNEL,
+    _LOAD,
+    _ALLOCATOR,
+    _FOLDER,
+    _LAZY_INIT,
+    _DRIVER,
+    _SELECT,
+    _EMPTY,
+    _VIEW,
+    _ALIGNMENT,
+    _MISALIGNED,
     hook("torch._dynamo.device_interface:CudaInterface.Worker"),
-    hook("torch._dynamo.device_interface:device_interfaces"),
     hook("torch._higher_order_ops.utils:registered_hop_fake_fns"),
-    hook("torch._inductor.async_compile:AsyncCompile.triton", "self kernel_name source_code device_str"),
-    hook("torch._inductor.codecache:PyCodeCache.load_by_key_path", "cls key path ..."),
-    hook("torch._inductor.cudagraph_utils:check_caching_allocator_for_cudagraphs", ""),
-    hook("torch._inductor.fx_passes.joint_graph:UniformValueConstantFolder"),
-    hook("torch._inductor.fx_passes.joint_graph:lazy_init", "input_device"),
-    hook("torch._inductor.runtime.triton_helpers:set_driver_to_gpu", ""),
-    hook("torch._inductor.select_algorithm:AlgorithmSelectorCache.__call__", "self name choices ..."),
     hook("torch._inductor.select_algorithm:ExternKernelCaller"),
-    hook("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init"),
-    hook("torch._subclasses.fake_tensor:init_gpu_context", "device"),
-    hook("torch._subclasses.fake_tensor:run_fallback_kernel", "fake_mode func ..."),
     hook("torch._C:_swap_tensor_impl"),
     hook("torch._C._distributed_c10d:_create_work_from_future"),
-    hook("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log"),
-    hook("torch.distributed:_verify_params_across_processes"),
-    hook("torch.nn:Module._apply", "self fn recurse"),
-    hook("torch.fx.experimental.proxy_tensor:unset_fake_temporarily", ""),
     without="programs are looked at on a CPU",
     essential=True,
+    upstream="#171425, #148977, #184976",
+    remove_when="torch can trace and compile for a GPU that is not there",
 )
 
 #: GPUs that a host seems to have.
@@ -160,7 +203,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         torch._dynamo.reset()
         _forget_devices()
         # DTensor keeps the tracker of the first device that draws: outside, it is that of another one.
-        stack.enter_context(mock.patch.object(torch.distributed.tensor._random, "_rng_tracker", None))
+        stack.enter_context(patched_value(_TRACKER, None))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
         stack.enter_context(_entered_while_traced(mode))
@@ -176,21 +219,13 @@ def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
     with `mode`.
     """
 
-    def under(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with mode:
-                return function(*args, **kwargs)
+    def under(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return stock(*args, **kwargs)
 
-        return functools.wraps(function)(run)
-
-    makers = [
-        (cls, "_init_group")
-        for cls in vars(torch.optim).values()
-        if isinstance(cls, type) and "_init_group" in vars(cls)
-    ]
     with contextlib.ExitStack() as stack:
-        for cls, name in (*makers, (DistributedDataParallel, "__init__")):
-            stack.enter_context(mock.patch.object(cls, name, under(vars(cls)[name])))
+        for row in (*_GROUPS, _DDP):
+            stack.enter_context(patched(row, under, every_thread=True))
         yield
 
 
@@ -198,10 +233,7 @@ def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
 def _no_measured_times() -> Iterator[None]:
     """``DistributedDataParallel`` does without the times that it measures on the device, and without comparing its
     parameters with those of other ranks, which it reads there."""
-    with (
-        mock.patch.object(dist.Logger, "set_runtime_stats_and_log", _nothing),
-        mock.patch.object(dist, "_verify_params_across_processes", _nothing),
-    ):
+    with patched_values({_RUNTIME_STATS: _nothing, _VERIFY: _nothing}):
         yield
 
 
@@ -212,10 +244,9 @@ def _modules_keep_parameters() -> Iterator[None]:
 
     torch replaces a parameter that becomes fake by another, and cannot convert one that is fake.
     """
-    stock = torch.nn.Module._apply
 
     def apply(
-        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+        stock: Any, self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> torch.nn.Module:
         for child in self.children() if recurse else ():
             child._apply(fn)
@@ -230,7 +261,7 @@ def _modules_keep_parameters() -> Iterator[None]:
                 {name: value for name, value in parameters.items() if self._parameters[name] is None}
             )
 
-    with mock.patch.object(torch.nn.Module, "_apply", apply):
+    with patched(_APPLY, apply, every_thread=True):
         yield
 
 
@@ -291,7 +322,7 @@ def _cuda_in_name() -> Iterator[None]:
         raise OfflineError("a device is emulated in this process already: leave that context first")
     try:
         # It would put another guard into the place of ours, for good.
-        with mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", _nothing):
+        with patched_value(_GUARD_SET, _nothing):
             yield
     finally:
         library.dtensor_compile_cuda_device(0)
@@ -392,39 +423,18 @@ def _torch_cuda(gpu: Gpu) -> Iterator[None]:
         "current_stream": _Stream,
         "default_stream": _Stream,
     }
-    for name in (
-        "_lazy_init",
-        "init",
-        "set_device",
-        "synchronize",
-        "empty_cache",
-        "set_rng_state",
-        "manual_seed",
-        "manual_seed_all",
-    ):
-        answers[name] = _nothing
-    with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _first, create=True))
-        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
-        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))
-        stack.enter_context(
-            mock.patch.object(fake_tensor, "run_fallback_kernel", _without_kernel(fake_tensor.run_fallback_kernel))
-        )
-        stack.enter_context(mock.patch.object(proxy_tensor, "unset_fake_temporarily", _real_on_cpu))
+    answers |= dict.fromkeys(_ACTIONS, _nothing)
+    values = {_CUDA[name]: answer for name, answer in answers.items()}
+    values |= {_STREAM: _first, _AVOID_INIT: True, _INIT_CONTEXT: _nothing, _UNSET_FAKE: _real_on_cpu}
+    with patched_values(values), patched(_FALLBACK, _without_kernel, every_thread=True):
         yield
 
 
-def _without_kernel(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _without_kernel(stock: Callable[..., Any], fake_mode: FakeTensorMode, func: Any, *args: Any) -> Any:
     """torch runs an operator that has no rule for fake tensors on the device. One that returns nothing, as fused SGD,
     needs no run.
     """
-
-    def run(fake_mode: FakeTensorMode, func: Any, *args: Any) -> Any:
-        return stock(fake_mode, func, *args) if func._schema.returns else None
-
-    return run
+    return stock(fake_mode, func, *args) if func._schema.returns else None
 
 
 @contextlib.contextmanager
@@ -464,28 +474,25 @@ def _interfaces(gpu: Gpu) -> Iterator[None]:
     Interface.Worker = Worker  # type: ignore[misc]
     device_interface.get_interface_for_device("cpu")  # registers torch's own
     named = {"cuda": Interface, **{f"cuda:{i}": Interface for i in range(PER_HOST)}}
-    with mock.patch.dict(device_interface.device_interfaces, named):
+    with patched_entries(_INTERFACES, named):
         yield
 
 
 @contextlib.contextmanager
 def _generated_code(hooks: Hooks) -> Iterator[None]:
     """Kernels and generated code are loaded through `hooks`; what was loaded meanwhile is unloaded."""
-    from torch._inductor import codecache, cudagraph_utils
-    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.fx_passes import joint_graph
-    from torch._inductor.runtime import triton_helpers
-    from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
+    from torch._inductor.select_algorithm import ExternKernelCaller
     from torch._inductor.virtualized import V
 
-    guards, cache = torch._C._dynamo.guards, codecache.PyCodeCache
-    stock_load, stock_view = cache.load_by_key_path.__func__, guards._reinterpret_tensor
+    stock_view = torch._C._dynamo.guards._reinterpret_tensor
 
     def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
         return hooks.kernel(kernel_name, source_code)
 
-    def load(cls: Any, key: str, path: str, *args: Any, **kwargs: Any) -> Any:
-        module = stock_load(cls, key, path, *args, **kwargs)
+    def load(stock: Any, cls: Any, key: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        module = stock(cls, key, path, *args, **kwargs)
         if hasattr(module, "call"):  # not the module of a kernel
             with open(path) as file:
                 scope = hooks.graph(file.read(), bool(V.graph.is_backward))
@@ -503,13 +510,10 @@ def _generated_code(hooks: Hooks) -> Iterator[None]:
             with _OnCpu():
                 return super().run(*args, **kwargs)
 
-    stock_select = AlgorithmSelectorCache.__call__
-
-    def select(self: Any, name: str, choices: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def select(stock: Any, self: Any, name: str, choices: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_libraries = [choice for choice in choices if isinstance(choice, ExternKernelCaller)]
-        return stock_select(
-            self, name, (of_libraries or choices)[:1], *args, **kwargs
-        )  # others would have to be measured
+        choices = (of_libraries or choices)[:1]  # others would have to be measured
+        return stock(self, name, choices, *args, **kwargs)
 
     def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
         as_strided = torch.as_strided if isinstance(tensor, FakeTensor) else stock_view
@@ -519,19 +523,22 @@ def _generated_code(hooks: Hooks) -> Iterator[None]:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
     loaded = set(sys.modules)
-    kept = [(table, table.copy()) for table in (cache.modules, cache.modules_no_attr, cache.linemaps)]
+    kept = [(table, table.copy()) for table in (PyCodeCache.modules, PyCodeCache.modules_no_attr, PyCodeCache.linemaps)]
+    values = {
+        _KERNEL: triton,
+        _EMPTY: empty,
+        _VIEW: view,
+        _ALIGNMENT: _nothing,
+        _MISALIGNED: lambda tensor: tensor,
+        _LAZY_INIT: _nothing,
+        _FOLDER: Folder,
+        _DRIVER: _nothing,
+        _ALLOCATOR: lambda: "the device is emulated",
+    }
     with (
-        mock.patch.object(AsyncCompile, "triton", triton),
-        mock.patch.object(cache, "load_by_key_path", classmethod(load)),
-        mock.patch.object(guards, "_empty_strided_cuda", empty, create=True),
-        mock.patch.object(guards, "_reinterpret_tensor", view),
-        mock.patch.object(guards, "assert_alignment", _nothing),
-        mock.patch.object(guards, "copy_if_misaligned", lambda tensor: tensor),
-        mock.patch.object(joint_graph, "lazy_init", _nothing),
-        mock.patch.object(joint_graph, "UniformValueConstantFolder", Folder),
-        mock.patch.object(triton_helpers, "set_driver_to_gpu", _nothing),
-        mock.patch.object(AlgorithmSelectorCache, "__call__", select),
-        mock.patch.object(cudagraph_utils, "check_caching_allocator_for_cudagraphs", lambda: "the device is emulated"),
+        patched_values(values),
+        patched(_LOAD, load, every_thread=True),
+        patched(_SELECT, select, every_thread=True),
     ):
         try:
             yield

@@ -52,7 +52,6 @@ from dtensor_compile.compat.dynamo.module_calls import (
     dict_of,
     function_of,
     handle_functions,
-    leave_frames_to_python,
     member,
     notes,
     real_value,
@@ -70,6 +69,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     fact_guard,
     graph_break,
     keep_ddp_graphs_whole,
+    leave_code_to_python,
 )
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.ops.unshard import Reduction, average_gradient, reduce_held, unshard
@@ -394,9 +394,10 @@ def _find(variable: UserFunctionVariable) -> Call | None:
     return HANDLERS.get(fsdp.method_of(function_of(variable)))
 
 
+leave_code_to_python(ddp.belongs_to_python)
+
 CONTEXTS = (
     keep_ddp_graphs_whole,
     attributes_are_static,
     functools.partial(handle_functions, _find),
-    functools.partial(leave_frames_to_python, ddp.belongs_to_python),
 )

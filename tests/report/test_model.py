@@ -7,6 +7,7 @@ import pathlib
 
 import jsonschema
 import pytest
+import torch
 
 from dtensor_compile.report import model
 from dtensor_compile.report.model import ReportFormatError, from_json, schema, to_dict, to_json
@@ -37,8 +38,11 @@ def test_pages_are_up_to_date():
     spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools" / "docs.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    primary = torch.__version__.startswith("2.13.")  # other releases have other functions to replace
     for name, text in tool.pages().items():
-        assert (ROOT / "docs" / name).read_text() == text, f"run python tools/docs.py: docs/{name} is out of date"
+        assert (name == "patches.md" and not primary) or (ROOT / "docs" / name).read_text() == text, (
+            f"run python tools/docs.py: docs/{name} is out of date"
+        )
 
 
 @pytest.mark.parametrize(

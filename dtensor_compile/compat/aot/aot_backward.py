@@ -7,11 +7,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._functorch._aot_autograd import graph_capture_wrappers
@@ -20,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtensor_compile.compat.aot.autograd_functions import BUILD, IS_GENERATED, functions_built
 from dtensor_compile.compat.aot.tangents import (
+    TANGENTS,
     Tangents,
     assumed_tangents,
     current_call,
@@ -27,16 +25,22 @@ from dtensor_compile.compat.aot.tangents import (
     results_with_tangents,
 )
 from dtensor_compile.compat.dtensor.specs import Spec
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, is_called_from, needs, patch, patched
 
 #: Gradients to put in place of an error: ``(error, inputs, tangents)``; None where the error stands.
 StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
 
 
+_GRAD = patch("torch.autograd:grad", "outputs inputs grad_outputs ...")
+
+
 @needs(
     "errors of a gradient formula in the backward pass, as in eager",
+    _GRAD,
     hook("torch._functorch._aot_autograd:graph_capture_wrappers"),
     without="they are errors of the compilation",
+    upstream="#104943",
+    remove_when="AOTAutograd traces the backward lazily, or hands a backend the error of the joint trace",
 )
 @contextlib.contextmanager
 def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
@@ -45,11 +49,9 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
     The one call in which AOTAutograd traces a backward pass is to ``torch.autograd.grad``, from its module
     ``graph_capture_wrappers``; every other call, a program's own among them, is torch's.
     """
-    owner, stock = threading.get_ident(), torch.autograd.grad
 
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        joint = threading.get_ident() == owner and sys._getframe(1).f_globals is vars(graph_capture_wrappers)
-        if not joint or not grad_outputs:
+    def grad(stock: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not is_called_from(graph_capture_wrappers) or not grad_outputs:
             return stock(outputs, inputs, grad_outputs, *args, **kwargs)
         try:
             return stock(outputs, inputs, grad_outputs, *args, **kwargs)
@@ -59,16 +61,18 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
                 raise
             return tuple(gradients)
 
-    with mock.patch.object(torch.autograd, "grad", grad):
+    with patched(_GRAD, grad):
         yield
 
 
 @needs(
     "gradients of results that the loss does not use, or that come placed otherwise than expected",
     BUILD,
-    hook("torch.distributed.tensor:DTensor.__coerce_tangent_metadata__", "self"),
-    hook("torch._functorch._aot_autograd.collect_metadata_analysis:coerce_tangent_and_suggest_memory_format", "x"),
+    *TANGENTS,
     without="they are an error of torch's in the backward pass",
+    upstream="#173123, #118600",
+    remove_when="AOTAutograd takes a plain zero gradient of a DTensor, and gradients that are placed otherwise than "
+    "expected",
 )
 @contextlib.contextmanager
 def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterator[None]:

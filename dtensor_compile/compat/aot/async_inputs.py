@@ -13,22 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._functorch import aot_autograd
 from torch._guards import TracingContext
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
-from dtensor_compile.compat.hooks import hook, if_there, needs
-
-#: Before 2.13 there is none, and the feature of this module is missing.
-subclass_codegen = if_there("torch._functorch._aot_autograd:subclass_codegen")
+from dtensor_compile.compat.patches import needs, patch, patched
 
 
 def async_inputs(values: Sequence[Any]) -> tuple[int, ...]:
@@ -100,43 +94,54 @@ def keep_gradients_of_async_inputs(example_inputs: Sequence[Any]) -> Iterator[No
         yield
 
 
+_PROCESS = patch(
+    "torch._functorch.aot_autograd:process_inputs", "flat_args aot_config fake_mode shape_env ignore_shape_env"
+)
+_WRAPPER = patch(
+    "torch._functorch._aot_autograd.subclass_codegen:codegen_subclass_wrapper",
+    "compiled_fn inp_metas out_metas num_fw_outs_saved_for_bw ...",
+)
+
+
 @needs(
     "gradients of inputs that are AsyncCollectiveTensors",
-    hook("torch._functorch.aot_autograd:process_inputs", "flat_args aot_config fake_mode shape_env ignore_shape_env"),
-    hook(
-        "torch._functorch._aot_autograd.subclass_codegen:codegen_subclass_wrapper",
-        "compiled_fn inp_metas out_metas num_fw_outs_saved_for_bw ...",
-    ),
+    _PROCESS,
+    _WRAPPER,
     without="torch decides about them, and their gradients can be lost",
+    upstream="#191113, #180614",
+    remove_when="process_inputs keeps requires_grad of an AsyncCollectiveTensor, and waits for one that is the local "
+    "tensor of a DTensor",
 )
 @contextlib.contextmanager
 def _traced_with_gradients() -> Iterator[None]:
-    owner, stock_process, stock_wrapper = (
-        threading.get_ident(),
-        aot_autograd.process_inputs,
-        subclass_codegen.codegen_subclass_wrapper,
-    )
+    """While it is entered, AOTAutograd traces such inputs on this thread with their place in autograd's graph."""
 
     def process(
-        flat_args: list[Any], aot_config: Any, fake_mode: Any, shape_env: Any, ignore_shape_env: bool = False
+        stock: Any,
+        flat_args: list[Any],
+        aot_config: Any,
+        fake_mode: Any,
+        shape_env: Any,
+        ignore_shape_env: bool = False,
     ) -> tuple[Any, list[int]]:
-        found = async_inputs(flat_args) if threading.get_ident() == owner else ()
+        found = async_inputs(flat_args)
         for i in found:
             flat_args[i] = _as_traced(flat_args[i], fake_mode, ignore_shape_env)
-        fake, others = stock_process(flat_args, aot_config, fake_mode, shape_env, ignore_shape_env)
+        fake, others = stock(flat_args, aot_config, fake_mode, shape_env, ignore_shape_env)
         return fake, sorted({*found, *others})
 
     def wrapper(
-        compiled_fn: Callable[..., Any], *metas: Any, act_input_indices: Sequence[int] | None = None, **others: Any
+        stock: Any,
+        compiled_fn: Callable[..., Any],
+        *metas: Any,
+        act_input_indices: Sequence[int] | None = None,
+        **others: Any,
     ) -> Any:
-        if threading.get_ident() != owner or not act_input_indices:
-            return stock_wrapper(compiled_fn, *metas, act_input_indices=act_input_indices, **others)
-        return _waiting(stock_wrapper(compiled_fn, *metas, **others), tuple(act_input_indices))
+        if not act_input_indices:
+            return stock(compiled_fn, *metas, act_input_indices=act_input_indices, **others)
+        return _waiting(stock(compiled_fn, *metas, **others), tuple(act_input_indices))
 
-    with (
-        mock.patch.object(aot_autograd, "process_inputs", process),
-        mock.patch.object(subclass_codegen, "codegen_subclass_wrapper", wrapper),
-    ):
+    with patched(_PROCESS, process), patched(_WRAPPER, wrapper):
         yield
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 
-from dtensor_compile.compat.hooks import hook, if_there
+from dtensor_compile.compat.patches import if_there, patch, patched
 
 _PLACE = "torch._functorch._aot_autograd.runtime_wrappers:"
 #: The class whose one method builds such a function; before 2.13 it is built amid a longer one.
@@ -22,10 +19,12 @@ _FACTORY: Any = if_there(_PLACE + "_AOTDispatchAutogradFunctionFactory")
 IS_GENERATED = _FACTORY is not None
 #: What `functions_built` replaces.
 BUILD = (
-    hook(_PLACE + "_AOTDispatchAutogradFunctionFactory.build", "self")
+    patch(_PLACE + "_AOTDispatchAutogradFunctionFactory.build", "self")
     if IS_GENERATED
-    else hook(_PLACE + "AOTDispatchAutograd.post_compile", "compiled_fw_func compiled_bw_func ...")
+    else patch(_PLACE + "AOTDispatchAutograd.post_compile", "compiled_fw_func compiled_bw_func ...")
 )
+_WRAP = patch(_PLACE + "RuntimeWrapper.post_compile")
+_NOTE = patch("torch._functorch._aot_autograd.schemas:SubclassCreationMeta.__post_init__", "self")
 
 
 def _leave(*_: Any) -> None: ...
@@ -38,37 +37,23 @@ def functions_built(
     """While it is entered, functions built on this thread pass by: `before` gets what AOTAutograd knows of the graph
     (``ViewAndMutationMeta``), `after` the function as well, which nothing has called yet.
     """
-    owner = threading.get_ident()
-    if IS_GENERATED:
-        stock_build = _FACTORY.build
 
-        def build(self: Any) -> type[torch.autograd.Function]:
-            if threading.get_ident() != owner:
-                return stock_build(self)
-            before(self.spec.fw_metadata)
-            compiled = stock_build(self)
-            after(compiled, self.spec.fw_metadata)
-            return compiled
+    def build(stock: Any, self: Any) -> type[torch.autograd.Function]:
+        before(self.spec.fw_metadata)
+        compiled = stock(self)
+        after(compiled, self.spec.fw_metadata)
+        return compiled
 
-        with mock.patch.object(_FACTORY, "build", build):
-            yield
-        return
-    stock = runtime_wrappers.AOTDispatchAutograd.post_compile
-
-    def post_compile(*args: Any, fw_metadata: Any, **others: Any) -> Callable[..., Any]:
-        if threading.get_ident() != owner:
-            return stock(*args, fw_metadata=fw_metadata, **others)
-        before(fw_metadata)
-        wrap = runtime_wrappers.RuntimeWrapper.post_compile
-
-        def wrap_function(self: Any, apply: Any, *rest: Any, **more: Any) -> Callable[..., Any]:
+    def post_compile(stock: Any, *args: Any, fw_metadata: Any, **others: Any) -> Callable[..., Any]:
+        def wrap_function(wrap: Any, self: Any, apply: Any, *rest: Any, **more: Any) -> Callable[..., Any]:
             after(apply.__self__, fw_metadata)
             return wrap(self, apply, *rest, **more)
 
-        with mock.patch.object(runtime_wrappers.RuntimeWrapper, "post_compile", wrap_function):
+        before(fw_metadata)
+        with patched(_WRAP, wrap_function):
             return stock(*args, fw_metadata=fw_metadata, **others)
 
-    with mock.patch.object(runtime_wrappers.AOTDispatchAutograd, "post_compile", staticmethod(post_compile)):
+    with patched(BUILD, build if IS_GENERATED else post_compile):
         yield
 
 
@@ -89,12 +74,10 @@ def strides_of_results() -> Iterator[None]:
     if IS_GENERATED:
         yield
         return
-    owner, stock = threading.get_ident(), SubclassCreationMeta.__post_init__
 
-    def note(self: SubclassCreationMeta) -> None:
-        stock(self)
-        if threading.get_ident() == owner:  # torch asks whether it is of this very class
-            self.compute_outer_size_and_stride = functools.partial(_right_strides, self)
+    def note(stock: Any, self: SubclassCreationMeta) -> None:
+        stock(self)  # an attribute of the object: torch asks whether it is of this very class
+        self.compute_outer_size_and_stride = functools.partial(_right_strides, self)
 
-    with mock.patch.object(SubclassCreationMeta, "__post_init__", note):
+    with patched(_NOTE, note):
         yield

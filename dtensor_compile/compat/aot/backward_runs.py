@@ -18,7 +18,7 @@ from torch._prims_common import clone_preserve_strides
 
 from dtensor_compile.compat.aot.autograd_functions import BUILD, functions_built
 from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs
 
 
 @needs(
@@ -28,6 +28,9 @@ from dtensor_compile.compat.hooks import hook, needs
     hook("torch._prims_common:clone_preserve_strides", "x"),
     without="torch refuses them where a backward pass uses the memory of saved tensors, and ranks do not compare their "
     "backward passes",
+    upstream="not reported: torch refuses them on purpose, where it writes over saved tensors",
+    remove_when="a backward with retain_graph=True gets copies of donated buffers, and a hook sees the function before it "
+    "is first called",
 )
 @contextlib.contextmanager
 def backward_runs(

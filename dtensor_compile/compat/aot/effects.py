@@ -5,24 +5,28 @@ Inductor.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._functorch._aot_autograd import graph_capture, graph_compile
 from torch._higher_order_ops.effects import _get_effect
 
 from dtensor_compile.compat.aot.fx import is_fake
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched
+
+#: The modules that import the function.
+_UNLIFT = tuple(
+    patch(f"torch._functorch._aot_autograd.{module}:unlift_tokens", "fw_module fw_metadata ...")
+    for module in ("graph_capture", "graph_compile")
+)
 
 
 @needs(
     "operators with effects inside of DTensor operators",
-    hook("torch._functorch._aot_autograd.graph_capture:unlift_tokens", "fw_module fw_metadata ..."),
-    hook("torch._functorch._aot_autograd.graph_compile:unlift_tokens", "fw_module fw_metadata ..."),
+    *_UNLIFT,
     without="they are an error of the compilation",
+    upstream="#184111 made the operators effectful; #190908, the same for while_loop",
+    remove_when="AOTAutograd finds the token for an operator with effects inside of a tensor subclass",
 )
 @contextlib.contextmanager
 def tokens_from_inputs() -> Iterator[None]:
@@ -32,17 +36,12 @@ def tokens_from_inputs() -> Iterator[None]:
     Inside a DTensor operator the tracer does not see that token and leaves a fake tensor in its place, as a constant;
     the token stays an input without a use, and AOTAutograd, which takes tokens out again for Inductor, refuses the
     graph."""
-    owner, stock = threading.get_ident(), graph_capture.unlift_tokens
 
-    def unlift(fw_module: torch.fx.GraphModule, fw_metadata: Any, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == owner:
-            _begin_with_inputs(fw_module, list(fw_metadata.tokens))
+    def unlift(stock: Any, fw_module: torch.fx.GraphModule, fw_metadata: Any, *args: Any, **kwargs: Any) -> None:
+        _begin_with_inputs(fw_module, list(fw_metadata.tokens))
         stock(fw_module, fw_metadata, *args, **kwargs)
 
-    with (
-        mock.patch.object(graph_capture, "unlift_tokens", unlift),
-        mock.patch.object(graph_compile, "unlift_tokens", unlift),
-    ):
+    with patched(_UNLIFT[0], unlift), patched(_UNLIFT[1], unlift):
         yield
 
 

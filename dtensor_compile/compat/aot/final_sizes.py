@@ -9,16 +9,13 @@ integer for it, and every later result is taken for the one before.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
-from torch._functorch._aot_autograd import graph_capture
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched
 
 T = TypeVar("T")
 
@@ -41,39 +38,40 @@ def plan_until_sizes_stay(compile: Callable[[], T]) -> T:
             continue
 
 
+_UNWRAP = patch(
+    "torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass",
+    "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only",
+)
+_CREATE = patch("torch._functorch._aot_autograd.graph_capture:_create_graph", "f args ...")
+
+
 @needs(
     "results whose sizes become numbers in the backward pass",
-    hook(
-        "torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass",
-        "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only",
-    ),
-    hook("torch._functorch._aot_autograd.graph_capture:_create_graph", "f args ..."),
+    _UNWRAP,
+    _CREATE,
     without="such a graph returns too little",
     essential=True,
+    upstream="#152963",
+    remove_when="AOTAutograd plans the results of subclasses after the joint graph is traced",
 )
 @contextlib.contextmanager
 def _plans_checked() -> Iterator[None]:
     """While it is entered, a graph traced on this thread that returns fewer integers than planned is an error, before
     any pass sees it.
     """
-    owner, unwrap, create = threading.get_ident(), graph_capture.aot_dispatch_subclass, graph_capture._create_graph
     planned: list[torch.SymInt] = []
 
-    def unwrap_ours(*args: Any, meta: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == owner:
-            planned[:] = _symbols(meta.subclass_fw_graph_out_meta)
-        return unwrap(*args, meta=meta, **kwargs)
+    def unwrap(stock: Any, *args: Any, meta: Any, **kwargs: Any) -> Any:
+        planned[:] = _symbols(meta.subclass_fw_graph_out_meta)
+        return stock(*args, meta=meta, **kwargs)
 
-    def create_ours(*args: Any, **kwargs: Any) -> Any:
-        graph = create(*args, **kwargs)
-        if threading.get_ident() == owner and any(size.node.expr.is_number for size in planned):
+    def create(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = stock(*args, **kwargs)
+        if any(size.node.expr.is_number for size in planned):
             raise _PlannedTooEarly
         return graph
 
-    with (
-        mock.patch.object(graph_capture, "aot_dispatch_subclass", unwrap_ours),
-        mock.patch.object(graph_capture, "_create_graph", create_ours),
-    ):
+    with patched(_UNWRAP, unwrap), patched(_CREATE, create):
         yield
 
 

@@ -82,16 +82,17 @@ def recomputed_in_backward(wanted: bool) -> Iterator[None]:
     """Nodes that are traced while it is entered run again in the backward instead of keeping their results, if
     `wanted`.
     """
-    before = fx_traceback.current_meta.get("recompute")
+    meta = fx_traceback.current_meta  # what this thread notes on nodes that it traces
+    before = meta.get("recompute")
     if wanted:
-        fx_traceback.current_meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     try:
         yield
     finally:
         if wanted and before is None:
-            fx_traceback.current_meta.pop("recompute", None)
+            meta.pop("recompute", None)
         elif wanted:
-            fx_traceback.current_meta["recompute"] = before
+            meta["recompute"] = before
 
 
 class BoxedCode(CodeGen):

@@ -7,36 +7,44 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._functorch import aot_autograd
-from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.aot.autograd_functions import BUILD, IS_GENERATED, functions_built, strides_of_results
 from dtensor_compile.compat.aot.tangents import expected_placements
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched, patched_entries, patched_value
+
+_ALIAS = patch("torch._functorch._aot_autograd.runtime_wrappers:gen_alias_from_base")
+_WRAPPER = patch("torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper")
+_ANALYZE = patch("torch._functorch.aot_autograd:run_functionalized_fw_and_collect_metadata", "f ...")
+_UNWRAP = patch(
+    "torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass",
+    "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only",
+)
+#: Before 2.13, the classes of objects that make views anew.
+_HANDLERS = patch("torch._functorch._aot_autograd.runtime_wrappers:_HANDLER_MAP")
 
 
 @needs(
     "results that are views of DTensors",
-    hook("torch._functorch._aot_autograd.runtime_wrappers:gen_alias_from_base"),
-    hook("torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper"),
+    _ALIAS,
+    _WRAPPER,
     BUILD,
-    hook("torch._functorch.aot_autograd:run_functionalized_fw_and_collect_metadata", "f ..."),
-    hook(
-        "torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass",
-        "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only",
-    ),
+    _ANALYZE,
+    _UNWRAP,
+    *(() if IS_GENERATED else (_HANDLERS,)),
     without="values of views could be wrong",
     essential=True,
+    upstream="#184002, #184367, #158954",
+    remove_when="AOTAutograd replays views of DTensors of symbolic sizes, and a view operator that redistributed its "
+    "argument gives a storage of its own",
 )
 @contextlib.contextmanager
 def views_of_dtensors() -> Iterator[None]:
@@ -57,22 +65,18 @@ def views_of_dtensors() -> Iterator[None]:
     And the graph returns the bases that the DTensors need. torch counts those that local tensors alone would need:
     DTensors that were made of one tensor are views of nothing, and their local tensors are of it.
     """
-    owner, build = threading.get_ident(), runtime_wrappers._create_runtime_wrapper
-    analyze, unwrap = aot_autograd.run_functionalized_fw_and_collect_metadata, graph_capture.aot_dispatch_subclass
     ours = functools.partial(_alias, runtime_wrappers.gen_alias_from_base)
 
-    def build_ours(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        if threading.get_ident() != owner:
-            return build(*args, **kwargs)
-        with mock.patch.object(runtime_wrappers, "gen_alias_from_base", ours), _handlers_that_call(ours):
-            return build(*args, **kwargs)
+    def build(stock: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        with patched_value(_ALIAS, ours), _handlers_that_call(ours):  # the code that is built keeps what stands there
+            return stock(*args, **kwargs)
 
-    def analyze_ours(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-        return analyze(_without_false_views(function) if threading.get_ident() == owner else function, **kwargs)
+    def analyze(stock: Any, function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+        return stock(_without_false_views(function), **kwargs)
 
-    def unwrap_ours(*args: Any, meta: Any, **kwargs: Any) -> Any:
-        unwrapped = unwrap(*args, meta=meta, **kwargs)
-        if threading.get_ident() == owner and unwrapped.maybe_subclass_meta is not None:
+    def unwrap(stock: Any, *args: Any, meta: Any, **kwargs: Any) -> Any:
+        unwrapped = stock(*args, meta=meta, **kwargs)
+        if unwrapped.maybe_subclass_meta is not None:
             results = meta.subclass_fw_graph_out_meta
             bases = results[len(results) - meta.num_intermediate_bases :]
             unwrapped.maybe_subclass_meta.fw_metadata.num_intermediate_bases = sum(
@@ -88,11 +92,11 @@ def views_of_dtensors() -> Iterator[None]:
         metadata.num_unsafe_view_outputs = len(metadata.unsafe_view_out_indices)
 
     with (
-        mock.patch.object(runtime_wrappers, "_create_runtime_wrapper", build_ours),
+        patched(_WRAPPER, build),
         functions_built(before=keep_views),
         strides_of_results(),
-        mock.patch.object(aot_autograd, "run_functionalized_fw_and_collect_metadata", analyze_ours),
-        mock.patch.object(graph_capture, "aot_dispatch_subclass", unwrap_ours),
+        patched(_ANALYZE, analyze),
+        patched(_UNWRAP, unwrap),
     ):
         yield
 
@@ -102,14 +106,16 @@ def _handlers_that_call(alias: Callable[..., torch.Tensor]) -> Iterator[None]:
     """While it is entered, objects that make views anew are made to call `alias`. As of 2.13 code does that which is
     generated, and keeps the function that it finds.
     """
-    handlers = {} if IS_GENERATED else runtime_wrappers._HANDLER_MAP
+    if IS_GENERATED:
+        yield
+        return
     ours = {}
-    for kind, handler in handlers.items():
+    for kind, handler in runtime_wrappers._HANDLER_MAP.items():
         names = {**handler.__call__.__globals__, "gen_alias_from_base": alias}
         ours[kind] = type(
             handler.__name__, (handler,), {"__call__": types.FunctionType(handler.__call__.__code__, names)}
         )
-    with mock.patch.dict(handlers, ours):
+    with patched_entries(_HANDLERS, ours):
         yield
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
@@ -14,13 +12,19 @@ from torch._functorch import partitioners
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs, patch, patched
+
+_BINDINGS = patch("torch._functorch.partitioners:find_symbol_binding_fx_nodes", "graph")
+_RANDOM = patch("torch._functorch.partitioners:functionalize_rng_ops", "joint_module fw_module bw_module num_sym_nodes")
+_REORDER = patch("torch._functorch.partitioners:reordering_to_mimic_autograd_engine", "gm")
 
 
 @needs(
     "symbolic sizes of shards in the backward pass",
-    hook("torch._functorch.partitioners:find_symbol_binding_fx_nodes", "graph"),
+    _BINDINGS,
     without="some dynamic shapes are an error of the compilation",
+    upstream="#152963",
+    remove_when="the partitioner binds the symbols of a DTensor's local sizes for the backward graph",
 )
 @contextlib.contextmanager
 def bind_shard_sizes() -> Iterator[None]:
@@ -31,21 +35,22 @@ def bind_shard_sizes() -> Iterator[None]:
     are its own (how a global size is cut depends on the rank). Where a saved tensor's shape has such a symbol,
     ``3*s3``, nothing in the backward graph says what ``s3`` is, and Inductor refuses the graph. The size becomes a node
     of the joint graph, to be saved like others."""
-    owner, stock = threading.get_ident(), partitioners.find_symbol_binding_fx_nodes
 
-    def find(graph: torch.fx.Graph) -> dict[sympy.Symbol, torch.fx.Node]:
+    def find(stock: Any, graph: torch.fx.Graph) -> dict[sympy.Symbol, torch.fx.Node]:
         bindings = stock(graph)
-        return {**_sizes_of_inputs(graph, set(bindings)), **bindings} if threading.get_ident() == owner else bindings
+        return {**_sizes_of_inputs(graph, set(bindings)), **bindings}
 
-    with mock.patch.object(partitioners, "find_symbol_binding_fx_nodes", find):
+    with patched(_BINDINGS, find):
         yield
 
 
 @needs(
     "random numbers in regions that are computed again",
-    hook("torch._functorch.partitioners:functionalize_rng_ops", "joint_module fw_module bw_module num_sym_nodes"),
+    _RANDOM,
     *([hook("torch._functorch.partitioners:is_opaque_node", "node")] if OPAQUE else []),
     without="such regions with a mesh are an error",
+    upstream="not reported: it takes an opaque mesh among the saved tensors of a recomputed region",
+    remove_when="functionalize_rng_ops saves states of generators before opaque objects",
 )
 @contextlib.contextmanager
 def place_random_states() -> Iterator[None]:
@@ -58,11 +63,10 @@ def place_random_states() -> Iterator[None]:
         before   return (out, saved, mesh, state)      def backward(saved, mesh, state, tangent)
         after    return (out, saved, state, mesh)      def backward(saved, state, mesh, tangent)
     """
-    owner, stock = threading.get_ident(), partitioners.functionalize_rng_ops
 
-    def place(joint: Any, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, symbols: int) -> Any:
-        if threading.get_ident() != owner:
-            return stock(joint, forward, backward, symbols)
+    def place(
+        stock: Any, joint: Any, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, symbols: int
+    ) -> Any:
         known = backward.graph.find_nodes(op="placeholder")
         saved = [node for node in known if not str(node.target).startswith("tangents")]
         opaque = [node for node in saved if OPAQUE and partitioners.is_opaque_node(node)]
@@ -72,7 +76,7 @@ def place_random_states() -> Iterator[None]:
         backward.recompile()
         return forward, backward
 
-    with mock.patch.object(partitioners, "functionalize_rng_ops", place):
+    with patched(_RANDOM, place):
         yield
 
 
@@ -108,6 +112,13 @@ def _copy_but_groups(self: torch.fx.GraphModule, memo: dict[int, Any]) -> torch.
     return torch.fx.GraphModule.__deepcopy__(self, memo)
 
 
+@needs(
+    "groups of messages of convolutions, before 2.13",
+    _REORDER,
+    without="the backward pass of such a convolution is an error of the compilation",
+    upstream="done in 2.13, where groups are opaque inputs",
+    remove_when="2.11 is not supported any more",
+)
 @contextlib.contextmanager
 def share_groups() -> Iterator[None]:
     """While it is entered, copies of a backward graph that is partitioned on this thread have its process groups.
@@ -118,15 +129,13 @@ def share_groups() -> Iterator[None]:
     if OPAQUE:
         yield
         return
-    owner, stock = threading.get_ident(), partitioners.reordering_to_mimic_autograd_engine
 
-    def reorder(backward: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    def reorder(stock: Any, backward: torch.fx.GraphModule) -> torch.fx.GraphModule:
         reordered = stock(backward)  # the last that a partitioner makes of it
-        if threading.get_ident() == owner:
-            type(reordered).__deepcopy__ = _copy_but_groups  # each graph module has a class of its own
+        type(reordered).__deepcopy__ = _copy_but_groups  # each graph module has a class of its own
         return reordered
 
-    with mock.patch.object(partitioners, "reordering_to_mimic_autograd_engine", reorder):
+    with patched(_REORDER, reorder):
         yield
 
 

@@ -8,7 +8,6 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import sympy
 import torch
@@ -17,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Max, Min
 
-from dtensor_compile.compat.hooks import hook, if_there, needs
+from dtensor_compile.compat.patches import if_there, needs, patch, patched, patched_entries
 
 #: Stands for a size that only the data decides, so that a plan can be made for it at all. (A size that equals what it
 #: is known to be a multiple of would read as fixed.)
@@ -125,13 +124,21 @@ def _nary_mul(*sizes: Any) -> Any:
     return math.prod(sizes)
 
 
+_REGISTER = patch("torch.fx.experimental.proxy_tensor:_sym_register", "tracer func args out")
+_HANDLERS = patch("torch.fx.experimental.proxy_tensor:_sympy_handlers", "")
+_NOTE = patch("torch.fx.experimental.proxy_tensor:_extract_tensor_metadata", "result ...")
+
+
 @needs(
     "sizes that sharding propagation computes",
-    hook("torch.fx.experimental.proxy_tensor:_sym_register", "tracer func args out"),
-    hook("torch.fx.experimental.proxy_tensor:_sympy_handlers"),
-    hook("torch.fx.experimental.proxy_tensor:_extract_tensor_metadata", "result ..."),
+    _REGISTER,
+    _HANDLERS,
+    _NOTE,
     without="strides could be wrong",
     essential=True,
+    upstream="#159709, #188278, #175398, #192677",
+    remove_when="a SymInt that the tracer did not see is rebuilt before anything is computed from it, with powers and "
+    "products of three, and metadata is noted without guards",
 )
 @contextlib.contextmanager
 def sizes_from_expressions() -> Iterator[None]:
@@ -150,9 +157,8 @@ def sizes_from_expressions() -> Iterator[None]:
       format where `s` is 3, and `s` became 3 in a graph that torch had already planned to return `s`. Here the note is
       made without guards.
     """
-    stock = proxy_tensor._sym_register
 
-    def register(tracer: Any, function: Any, args: tuple[Any, ...], out: object) -> None:
+    def register(stock: Any, tracer: Any, function: Any, args: tuple[Any, ...], out: object) -> None:
         for size in args if all(isinstance(arg, _NUMBERS) for arg in args) else pytree.tree_leaves(args):
             if isinstance(size, torch.SymInt) and size not in tracer.symnode_tracker:
                 known = proxy_tensor.get_proxy_slot(size, tracer, None)
@@ -160,18 +166,16 @@ def sizes_from_expressions() -> Iterator[None]:
                     tracer.symnode_tracker[size] = known
         stock(tracer, function, args, out)
 
-    note = proxy_tensor._extract_tensor_metadata
-
-    def note_without_guards(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def note_without_guards(stock: Any, result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         env = getattr(getattr(result, "fake_mode", None), "shape_env", None)
         with env.suppress_guards() if env is not None else contextlib.nullcontext():
-            return note(result, *args, **kwargs)
+            return stock(result, *args, **kwargs)
 
     handlers = {**(_OLDER if _SYM_MIN is _nary_min else {}), sympy.Pow: operator.pow, sympy.Mul: _nary_mul}
     with (
-        mock.patch.dict(proxy_tensor._sympy_handlers(), handlers),
-        mock.patch.object(proxy_tensor, "_sym_register", register),
-        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", note_without_guards),
+        patched_entries(_HANDLERS, handlers, proxy_tensor._sympy_handlers()),
+        patched(_REGISTER, register),
+        patched(_NOTE, note_without_guards),
     ):
         yield
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import sympy
 from torch.fx.experimental.sym_node import SymNode
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs, patch, patched_value
+
+_EXPR = patch("torch.fx.experimental.sym_node:SymNode.expr")
 
 
 @needs(
     "expressions of sizes that are read quickly",
-    hook("torch.fx.experimental.sym_node:SymNode.expr"),
+    _EXPR,
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv.replace"),
     without="programs of symbolic sizes compile more slowly",
+    upstream="#192677",
+    remove_when="SymNode.expr reads its cache first",
 )
 @contextlib.contextmanager
 def quick_expressions() -> Iterator[None]:
@@ -39,5 +42,5 @@ def quick_expressions() -> Iterator[None]:
         known = getattr(self, "_expr_cache", None)
         return known if known is not None and version == self._expr_ver else stock(self)
 
-    with mock.patch.object(SymNode, "expr", property(read)):
+    with patched_value(_EXPR, property(read)):  # on every thread: asking which costs what this saves
         yield

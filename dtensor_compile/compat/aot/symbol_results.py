@@ -19,7 +19,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
@@ -28,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs, patch, patched_values
 
 _OPERATIONS = (
     "add",
@@ -47,6 +46,17 @@ _OPERATIONS = (
     "and_",
     "or_",
 )
+_NODE = "torch.fx.experimental.sym_node:SymNode."
+_BINARY = {name: patch(_NODE + name, "self other") for name in _OPERATIONS}
+#: What we note of a size, where it is looked for.
+_SIZE = patch(_NODE + "_dtensor_size", optional=True)
+_WRAP_INT = patch(_NODE + "wrap_int", "self num")
+_AS_INT = patch(_NODE + "maybe_as_int", "self")
+_TEXT = patch(_NODE + "str", "self")
+_EVALUATE = patch(
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_sym_node", "self sym_node size_oblivious fallback_value"
+)
+_FILES = patch("torch.fx.experimental.symbolic_shapes:uninteresting_files", "")
 
 _MISSING: Any = object()
 
@@ -127,19 +137,19 @@ class _Kept:
 
 @needs(
     "operations on symbolic sizes that are computed once",
-    *(hook(f"torch.fx.experimental.sym_node:SymNode.{name}", "self other") for name in _OPERATIONS),
-    hook("torch.fx.experimental.sym_node:SymNode.wrap_int", "self num"),
-    hook("torch.fx.experimental.sym_node:SymNode.maybe_as_int", "self"),
-    hook("torch.fx.experimental.sym_node:SymNode.str", "self"),
-    hook(
-        "torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_sym_node",
-        "self sym_node size_oblivious fallback_value",
-    ),
+    *_BINARY.values(),
+    _SIZE,
+    _WRAP_INT,
+    _AS_INT,
+    _TEXT,
+    _EVALUATE,
+    _FILES,
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._suppress_guards_tls"),
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._update_version_counter"),
-    hook("torch.fx.experimental.symbolic_shapes:uninteresting_files", ""),
     hook("torch.fx.experimental.proxy_tensor:get_proxy_mode"),
     without="programs of symbolic sizes compile more slowly",
+    upstream="#193219, #193489",
+    remove_when="ShapeEnv keeps results of arithmetic between equal sizes, and answers",
 )
 @contextlib.contextmanager
 def results_computed_once() -> Iterator[None]:
@@ -230,14 +240,17 @@ def results_computed_once() -> Iterator[None]:
     def uninteresting() -> set[str]:
         return {*files(), __file__}  # a guard names the place that asked for it
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(kept.forget)
-        stack.enter_context(mock.patch.object(SymNode, "_dtensor_size", None, create=True))
-        for name in _OPERATIONS:
-            stack.enter_context(mock.patch.object(SymNode, name, binary(name)))
-        stack.enter_context(mock.patch.object(SymNode, "wrap_int", wrap_int))
-        stack.enter_context(mock.patch.object(SymNode, "maybe_as_int", read_once("maybe_as_int", "number")))
-        stack.enter_context(mock.patch.object(SymNode, "str", read_once("str", "text")))
-        stack.enter_context(mock.patch.object(ShapeEnv, "evaluate_sym_node", evaluate_sym_node))
-        stack.enter_context(mock.patch.object(symbolic_shapes, "uninteresting_files", uninteresting))
-        yield
+    replaced = {
+        _SIZE: None,
+        **{row: binary(name) for name, row in _BINARY.items()},
+        _WRAP_INT: wrap_int,
+        _AS_INT: read_once("maybe_as_int", "number"),
+        _TEXT: read_once("str", "text"),
+        _EVALUATE: evaluate_sym_node,
+        _FILES: uninteresting,
+    }
+    try:
+        with patched_values(replaced):  # on every thread: asking which costs what this saves
+            yield
+    finally:
+        kept.forget()

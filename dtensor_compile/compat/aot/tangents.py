@@ -20,12 +20,10 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +37,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     leave_frames_to_python,
     of_compilation_on_stack,
 )
+from dtensor_compile.compat.patches import patch, patched
 from dtensor_compile.native.loader import native
 
 #: Placements of the gradients of all results that are DTensors and require a gradient, in order.
@@ -248,6 +247,13 @@ def results_with_tangents(metadata: Any) -> tuple[int, ...]:
     )
 
 
+#: What `assumed_tangents` replaces.
+TANGENTS = (
+    patch("torch.distributed.tensor:DTensor.__coerce_tangent_metadata__", "self"),
+    patch("torch._functorch._aot_autograd.collect_metadata_analysis:coerce_tangent_and_suggest_memory_format", "x"),
+)
+
+
 @contextlib.contextmanager
 def assumed_tangents(tangents: Tangents) -> Iterator[None]:
     """While it is entered, AOTAutograd traces backward passes on this thread for the gradients that are assumed.
@@ -256,13 +262,10 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
     shards of the result for an order of shards, for which operators have other rules: eager's gradient is like the
     result in that too. And it makes the gradient of an expanded result contiguous first, for which DTensor shards what
     is not added up yet."""
-    owner, stock, asked = threading.get_ident(), DTensor.__coerce_tangent_metadata__, 0
-    suggest = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
+    asked = 0
 
-    def coerce(self: DTensor) -> DTensor:
+    def coerce(stock: Any, self: DTensor) -> DTensor:
         nonlocal asked
-        if threading.get_ident() != owner:
-            return stock(self)
         if tangents.assumed is None:
             found = _like_in_replicas(self)
             return stock(self) if found is None else found
@@ -275,14 +278,11 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
         local = self._local_tensor.new_empty(shape)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride())
 
-    def replicas_first(value: Any) -> Any:
-        found = _like_in_replicas(value) if isinstance(value, DTensor) and threading.get_ident() == owner else None
-        return suggest(value if found is None else found)
+    def replicas_first(stock: Any, value: Any) -> Any:
+        found = _like_in_replicas(value) if isinstance(value, DTensor) else None
+        return stock(value if found is None else found)
 
-    with (
-        mock.patch.object(DTensor, "__coerce_tangent_metadata__", coerce),
-        mock.patch.object(collect_metadata_analysis, "coerce_tangent_and_suggest_memory_format", replicas_first),
-    ):
+    with patched(TANGENTS[0], coerce), patched(TANGENTS[1], replicas_first):
         yield
 
 

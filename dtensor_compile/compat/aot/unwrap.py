@@ -16,12 +16,10 @@ import collections
 import contextlib
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta, SubclassCreationMeta
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _MaskPartial
@@ -29,7 +27,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 from dtensor_compile.compat.dtensor.sharding import unflatten
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
-from dtensor_compile.compat.hooks import hook, if_there, needs
+from dtensor_compile.compat.patches import hook, if_there, needs, patch, patched
 from dtensor_compile.native.loader import native
 
 #: Before 2.13 there is neither, and the feature of this module is missing.
@@ -43,81 +41,79 @@ class _NotPlain(Exception):
     """Something else than DTensors over plain tensors goes in or comes out."""
 
 
+_BUILD = patch("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self")
+_VERSIONS = patch(
+    "torch._functorch._aot_autograd.runtime_wrappers:_codegen_increment_mutation_versions",
+    "rw_lines rw_globals ...",
+    "buf ...",
+)
+_WRAPPER = patch(
+    "torch._functorch._aot_autograd.subclass_codegen:codegen_subclass_wrapper",
+    "compiled_fn inp_metas out_metas num_fw_outs_saved_for_bw ...",
+)
+_BACKWARD = patch("torch._functorch._aot_autograd.subclass_codegen:codegen_backward_subclass_fns", "grad_input_metas")
+
+
 @needs(
     "DTensors unwrapped and wrapped in C++",
-    hook("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self"),
-    hook(
-        "torch._functorch._aot_autograd.runtime_wrappers:_codegen_increment_mutation_versions",
-        "rw_lines rw_globals ...",
-        "buf ...",
-    ),
-    hook(
-        "torch._functorch._aot_autograd.subclass_codegen:codegen_subclass_wrapper",
-        "compiled_fn inp_metas out_metas num_fw_outs_saved_for_bw ...",
-    ),
-    hook("torch._functorch._aot_autograd.subclass_codegen:codegen_backward_subclass_fns", "grad_input_metas"),
+    _BUILD,
+    _VERSIONS,
+    _WRAPPER,
+    _BACKWARD,
     hook("torch._functorch._aot_autograd.subclass_codegen:_compute_placeholders", "outer"),
     hook("torch._functorch._aot_autograd.subclass_codegen:_concrete_value", "val"),
     without="calls cost what they cost under torch",
+    upstream="#122029",
+    remove_when="AOTAutograd unwraps and wraps DTensors in C++",
 )
 @contextlib.contextmanager
 def native_calls() -> Iterator[None]:
     """While it is entered, code that AOTAutograd puts around graphs on this thread is the one of this module."""
-    owner, factory = threading.get_ident(), runtime_wrappers._AOTDispatchAutogradFunctionFactory
-    stock_wrapper, stock_backward = (
-        subclass_codegen.codegen_subclass_wrapper,
-        subclass_codegen.codegen_backward_subclass_fns,
-    )
-    stock_build, stock_versions = factory.build, runtime_wrappers._codegen_increment_mutation_versions
-
-    def serves() -> bool:
-        return native() is not None and threading.get_ident() == owner
+    fast = native() is not None
 
     def wrapper(
+        stock: Any,
         compiled_fn: Callable[..., Any],
         inp_metas: Sequence[Meta],
         out_metas: Sequence[Meta],
         num_fw_outs_saved_for_bw: int | None,
         **others: Any,  # frozen inputs, unfinished collectives
     ) -> Callable[..., Any]:
-        if serves() and not any(others.values()):
+        if fast and not any(others.values()):
             with contextlib.suppress(_NotPlain):
                 return _around(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw is not None)
-        if threading.get_ident() == owner:
-            out_metas = list(map(_from_parts, out_metas))
-        return stock_wrapper(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw, **others)
+        return stock(compiled_fn, inp_metas, list(map(_from_parts, out_metas)), num_fw_outs_saved_for_bw, **others)
 
-    def backward(grad_input_metas: Sequence[Meta] | None = None) -> tuple[Any, Any]:
-        if grad_input_metas is None or threading.get_ident() != owner:
-            return stock_backward(grad_input_metas)
-        unwrap, wrap = stock_backward(list(map(_from_parts, grad_input_metas)))
-        if serves():
+    def backward(stock: Any, grad_input_metas: Sequence[Meta] | None = None) -> tuple[Any, Any]:
+        if grad_input_metas is None:
+            return stock(grad_input_metas)
+        unwrap, wrap = stock(list(map(_from_parts, grad_input_metas)))
+        if fast:
             with contextlib.suppress(_NotPlain):
                 return unwrap, native().Wrap(_results(grad_input_metas)[0], True)
         return unwrap, _apart(wrap)
 
-    def build(self: Any) -> type[torch.autograd.Function]:
-        compiled = stock_build(self)
-        if serves():
+    def build(stock: Any, self: Any) -> type[torch.autograd.Function]:
+        compiled = stock(self)
+        if fast:
             _accumulate(compiled, self.spec.fw_metadata)
             _save(compiled, self.spec.fw_metadata)
             _apply(compiled)
         return compiled
 
-    def versions(code: Any, *others: Any) -> None:
-        stock_versions(code, *others)
+    def versions(stock: Any, code: Any, *others: Any) -> None:
+        stock(code, *others)
         names = others[0] if isinstance(code, list) else code.globals  # lines and names; as of 2.14 one object of both
-        if serves() and "_increment_version_" in names:
+        if fast and "_increment_version_" in names:
             names["_increment_version_"] = native().increment_versions
 
-    subclass_codegen.codegen_subclass_wrapper, subclass_codegen.codegen_backward_subclass_fns = wrapper, backward
-    factory.build, runtime_wrappers._codegen_increment_mutation_versions = build, versions
-    try:
+    with (
+        patched(_WRAPPER, wrapper),
+        patched(_BACKWARD, backward),
+        patched(_BUILD, build),
+        patched(_VERSIONS, versions),
+    ):
         yield
-    finally:
-        subclass_codegen.codegen_subclass_wrapper = stock_wrapper
-        subclass_codegen.codegen_backward_subclass_fns = stock_backward
-        factory.build, runtime_wrappers._codegen_increment_mutation_versions = stock_build, stock_versions
 
 
 class _DTensorFromParts:

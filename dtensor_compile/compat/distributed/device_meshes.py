@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched
 from dtensor_compile.errors import NoProcessGroupError, UnsupportedTorchError
 
 
@@ -121,10 +119,20 @@ def seen_by(rank: int, coordinates: Sequence[tuple[DeviceMesh, tuple[int, ...]]]
     try:
         with contextlib.ExitStack() as stack:
             for mesh, coordinate in coordinates:
-                stack.enter_context(mock.patch.object(real_mesh(mesh), "_coordinate_on_dim", coordinate))
+                stack.enter_context(_at_coordinate(real_mesh(mesh), coordinate))
             yield
     finally:
         _other_rank.reset(token)
+
+
+@contextlib.contextmanager
+def _at_coordinate(mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Iterator[None]:
+    """While it is entered, a mesh says that this process is at another place in it."""
+    own, mesh._coordinate_on_dim = mesh._coordinate_on_dim, coordinate
+    try:
+        yield
+    finally:
+        mesh._coordinate_on_dim = own
 
 
 def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
@@ -179,11 +187,16 @@ class _Made:
     counts: Counter[tuple[int, ...]] = Counter()
 
 
+_NAME = patch("torch.distributed.distributed_c10d:_hash_ranks_to_str", "ranks")
+
+
 @needs(
     "groups that the ranks of a mesh make alone",
-    hook("torch.distributed.distributed_c10d:_hash_ranks_to_str", "ranks"),
+    _NAME,
     without="ranks of which one has made more groups than another could wait for each other",
     essential=True,
+    upstream="#173608, #189073",
+    remove_when="the name that new_group(use_local_synchronization=True) makes depends on the group's members alone",
 )
 @contextlib.contextmanager
 def _named_by_members() -> Iterator[None]:
@@ -193,26 +206,21 @@ def _named_by_members() -> Iterator[None]:
     Stock counts all groups of the process in the name: ranks of which one has made more of them would wait for each
     other for ever. And 2.14 counts such a group among those that all ranks make, by whose number it names the next of
     these: here it does not count."""
-    owner, stock, before = (
-        threading.get_ident(),
-        distributed_c10d._hash_ranks_to_str,
-        distributed_c10d._world.group_count,
-    )
+    world = distributed_c10d._world
+    before = world.group_count
 
-    def name(ranks: list[int]) -> str:
-        if threading.get_ident() != owner:
-            return stock(ranks)
+    def name(_: Any, ranks: list[int]) -> str:
         if _Made.group is not dist.group.WORLD:
             _Made.group, _Made.counts = dist.group.WORLD, Counter()
         members = tuple(ranks)
         _Made.counts[members] += 1
         return f"dtensor_compile_{'_'.join(map(str, members))}_{_Made.counts[members]}"
 
-    with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", name):
+    with patched(_NAME, name):
         try:
             yield
         finally:
-            distributed_c10d._world.group_count = before
+            world.group_count = before
 
 
 def device_is_available(device_type: str) -> bool:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 #: Operators on a process group that send no tensor.

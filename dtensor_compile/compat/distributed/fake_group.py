@@ -11,10 +11,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtensor_compile.compat.patches import needs, patch, patched
 
+#: Of both modules that have them.
+INIT, NEW = (
+    tuple(patch(f"{module}:{name}") for module in ("torch.distributed", "torch.distributed.distributed_c10d"))
+    for name in ("init_process_group", "new_group")
+)
+
+
+@needs(
+    "a job whose other ranks are not there",
+    *INIT,
+    *NEW,
+    without="reports need a job of real ranks",
+    upstream="not reported: nobody else wants every group to be a fake one",
+    remove_when="torch has a setting that replaces the backend of every process group",
+)
 @contextlib.contextmanager
 def simulated_job(world: int, rank: int) -> Iterator[None]:
     """While it is entered, this process is `rank` of a job of `world` ranks that exist in name only.
@@ -22,14 +37,14 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
     The default process group is there, the environment is that of ``torchrun``, and a program that makes process groups
     itself gets such ones, whatever backend it asks for. Values that come from other ranks mean nothing; shapes are
     right."""
-    stock_init, stock_new, stock_hook = dist.init_process_group, dist.new_group, sys.excepthook
+    stock_hook = sys.excepthook
 
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
+    def init(stock: Any, *args: Any, **kwargs: Any) -> None:
         if not dist.is_initialized():
-            stock_init("fake", store=FakeStore(), rank=rank, world_size=world)
+            stock("fake", store=FakeStore(), rank=rank, world_size=world)
 
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return stock_new(ranks, timeout, "fake", *args, **kwargs)
+    def new(stock: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return stock(ranks, timeout, "fake", *args, **kwargs)
 
     torchrun = {
         "RANK": rank,
@@ -41,14 +56,14 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
     }
     before = {name: os.environ.get(name) for name in torchrun}
     os.environ.update({name: str(value) for name, value in torchrun.items()})
-    for module in (dist, distributed_c10d):
-        module.init_process_group, module.new_group = init_process_group, new_group  # type: ignore[attr-defined]
     try:
-        init_process_group()
-        yield
+        with contextlib.ExitStack() as stack:
+            for rows, ours in ((INIT, init), (NEW, new)):
+                for row in rows:
+                    stack.enter_context(patched(row, ours, every_thread=True))
+            dist.init_process_group()
+            yield
     finally:
-        for module in (dist, distributed_c10d):
-            module.init_process_group, module.new_group = stock_init, stock_new  # type: ignore[attr-defined]
         sys.excepthook = stock_hook  # each default process group wraps one more around it
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})

@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import _tp_conv
 
 from dtensor_compile.compat.dtensor.specs import is_traced
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched_value
 
 #: Carries messages out: ``(tensors, whether each receives, peers in the group, group)``; gives what came, for each.
 Exchange = Callable[[list[torch.Tensor], list[bool], list[int], dist.ProcessGroup], Sequence[torch.Tensor]]
 
 
+_DIST = patch("torch.distributed.tensor._tp_conv:dist")
+
+
 @needs(
     "messages of convolutions over sharded images, which are waited for",
-    hook("torch.distributed.tensor._tp_conv:dist"),
+    _DIST,
     without="the columns at the edges are wrong",
     essential=True,
+    upstream="#161213, for messages in general",
+    remove_when="_tp_conv exchanges edges by functional operators that are waited for",
 )
 @contextlib.contextmanager
 def messages_of_convolutions(exchange: Exchange) -> Iterator[None]:
@@ -43,5 +46,5 @@ def messages_of_convolutions(exchange: Exchange) -> Iterator[None]:
         return []
 
     names = {name: getattr(dist, name) for name in ("P2POp", "isend", "irecv", "get_rank", "get_world_size")}
-    with mock.patch.object(_tp_conv, "dist", types.SimpleNamespace(**names, batch_isend_irecv=batch)):
+    with patched_value(_DIST, types.SimpleNamespace(**names, batch_isend_irecv=batch)):
         yield

@@ -10,33 +10,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
-from torch._dynamo.variables import builder
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from dtensor_compile.compat.dynamo.tracing import traces_for_us
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched
+
+_DYNAMIC = patch("torch._dynamo.variables.builder:_automatic_dynamic", "e tx source static_shapes ...")
 
 
 @needs(
     "one symbol for a global and a local size",
-    hook("torch._dynamo.variables.builder:_automatic_dynamic", "e tx source static_shapes ..."),
+    _DYNAMIC,
     without="a size that changes may compile more often",
+    upstream="#152963, #130935",
+    remove_when="automatic dynamic shapes decide for a DTensor and its local tensor together",
 )
 @contextlib.contextmanager
 def local_sizes_follow_global_ones() -> Iterator[None]:
     """While it is entered, what Dynamo decides for the sizes of a DTensor holds for its local tensor too."""
-    stock = builder._automatic_dynamic
 
-    def decide(e: Any, tx: Any, source: Any, static_shapes: bool, *args: Any, **kwargs: Any) -> Any:
-        found = stock(e, tx, source, static_shapes, *args, **kwargs)
-        local = (
-            getattr(found, "inner_contexts", {}).get("_local_tensor")
-            if isinstance(e, DTensor) and traces_for_us(tx)
-            else None
-        )
+    def decide(stock: Any, e: Any, *args: Any, **kwargs: Any) -> Any:
+        found = stock(e, *args, **kwargs)
+        local = getattr(found, "inner_contexts", {}).get("_local_tensor") if isinstance(e, DTensor) else None
         if local is not None and len(local.dynamic_sizes) == len(found.dynamic_sizes):
             for dim, size in enumerate(found.dynamic_sizes):
                 if (size is DimDynamic.STATIC) != (local.dynamic_sizes[dim] is DimDynamic.STATIC):
@@ -44,5 +40,5 @@ def local_sizes_follow_global_ones() -> Iterator[None]:
                     local.constraint_sizes[dim] = None
         return found
 
-    with mock.patch.object(builder, "_automatic_dynamic", decide):
+    with patched(_DYNAMIC, decide):
         yield

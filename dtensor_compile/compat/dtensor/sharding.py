@@ -35,23 +35,19 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor import _utils as shard_utils
 from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy
 from torch.distributed.tensor._ops import _view_ops
-from torch.distributed.tensor._ops import utils as op_utils
 from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false
@@ -62,8 +58,17 @@ from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.settings import implicit_replication
-from dtensor_compile.compat.dynamo.tracing import STANDS_FOR
-from dtensor_compile.compat.hooks import hook, if_there, needs
+from dtensor_compile.compat.patches import (
+    ABSENT,
+    Patch,
+    hook,
+    if_there,
+    needs,
+    on_this_thread,
+    patch,
+    patched,
+    patched_entries,
+)
 
 aten = torch.ops.aten
 
@@ -332,6 +337,12 @@ def _over_real_mesh(value: Any) -> Any:
     return real
 
 
+#: Tables of a propagator, by operator.
+_PROPAGATOR = "torch.distributed.tensor._sharding_prop:ShardingPropagator."
+_STRATEGIES = patch(_PROPAGATOR + "op_strategy_funcs", optional=True)
+_SINGLE_DIM_STRATEGIES = patch(_PROPAGATOR + "op_single_dim_strategy_funcs", optional=True)
+
+
 def _decide(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
     op_schema = _with_whole_slice(op_schema)
     op, layouts = op_schema.op, RULES.get(op_schema.op)
@@ -355,8 +366,11 @@ def _decide(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any,
             _thread.told(str(op))
     _thread.decided = True
     single = self.op_single_dim_strategy_funcs
-    with mock.patch.dict(self.op_strategy_funcs, {op: functools.partial(_strategy, layouts)}), mock.patch.dict(single):
-        single.pop(op, None)  # 2.14 has one for `slice_backward`, and asks it first
+    with contextlib.ExitStack() as stack:
+        rule = {op: functools.partial(_strategy, layouts)}
+        stack.enter_context(patched_entries(_STRATEGIES, rule, self.op_strategy_funcs))
+        if op in single:  # 2.14 has one for `slice_backward`, and asks it first
+            stack.enter_context(patched_entries(_SINGLE_DIM_STRATEGIES, {op: ABSENT}, single))
         return stock(self, op_schema)
 
 
@@ -392,7 +406,8 @@ def _gradient_of_convolution(stock: Callable[..., Any], self: Any, schema: OpSch
             for layout in rule.func(*args)
         ]
 
-    with mock.patch.dict(self.op_single_dim_strategy_funcs, {schema.op: dataclasses.replace(rule, func=layouts)}):
+    ours = {schema.op: dataclasses.replace(rule, func=layouts)}
+    with patched_entries(_SINGLE_DIM_STRATEGIES, ours, self.op_single_dim_strategy_funcs):
         return stock(self, schema)
 
 
@@ -517,22 +532,17 @@ def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwarg
 
 
 @contextlib.contextmanager
-def _kernel_replaced(
-    op: torch._ops.OpOverload, replacement: Callable[..., Any], ours: Callable[[], bool]
-) -> Iterator[None]:
-    """While it is entered, the Python kernel of a composite operator is ``replacement(stock, ...)`` for frames of ours.
+def _kernel_replaced(op: torch._ops.OpOverload, replacement: Callable[..., Any]) -> Iterator[None]:
+    """While it is entered, the Python kernel of a composite operator is ``replacement(stock, ...)`` on this thread.
 
     Before 2.13 there may be none.
     """
-    stock = op.py_kernels.get(torch._C.DispatchKey.CompositeImplicitAutograd)
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    stock = op.py_kernels.get(key)
     if stock is None:
         yield
         return
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return replacement(stock, *args, **kwargs) if ours() else stock(*args, **kwargs)
-
-    with mock.patch.dict(op.py_kernels, {torch._C.DispatchKey.CompositeImplicitAutograd: kernel}):
+    with patched_entries(_KERNELS, {key: on_this_thread(stock, replacement)}, op.py_kernels):
         op._dispatch_cache.clear()
         try:
             yield
@@ -628,13 +638,6 @@ def unflatten(
 
 #: As of 2.13 a view that flattens a sharded dim makes a strided shard of it; before, it redistributes.
 _VIEWS: Any = if_there("torch.distributed.tensor._ops._view_ops:_ViewShardingPropagator")
-_STRIDED_VIEWS = () if _VIEWS is None else (
-    hook("torch.distributed.tensor:DTensor.__tensor_unflatten__", "inner_tensors flatten_spec outer_size outer_stride"),
-    hook(
-        "torch.distributed.tensor._ops._view_ops:_ViewShardingPropagator._rewrite_plain_shard",
-        "self p mesh_dim placements strided_shard_claimed_dims local_tensor_shapes ...",
-    ),
-)  # fmt: skip
 
 
 def _meta_untraced(stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
@@ -645,81 +648,75 @@ def _meta_untraced(stock: Callable[..., Any], self: Any, op_schema: OpSchema) ->
         return stock(self, op_schema)
 
 
-def _replaced(owner: Any, name: str, replacement: Callable[..., Any], ours: Callable[[], bool]) -> Any:
-    """A context manager: ``owner.name`` is ``replacement(stock, ...)`` for frames of ours, and torch's own for all
-    others.
-    """
-    stock = getattr(owner, name)
-
-    @functools.wraps(stock)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return replacement(stock, *args, **kwargs) if ours() else stock(*args, **kwargs)
-
-    setattr(replaced, STANDS_FOR, stock)
-    return mock.patch.object(
-        owner, name, staticmethod(replaced) if isinstance(vars(owner)[name], staticmethod) else replaced
-    )
+#: Rows of torch's functions that decide about placements, and what takes their place: ``replacement(stock, ...)``.
+_CHANGES: dict[Patch, Callable[..., Any]] = {
+    patch(
+        "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
+        "op_info suggested_input_schema use_val_from_redistribute_schema",
+    ): _own_mask,
+    patch("torch.distributed.tensor._op_schema:OpSchema.__hash__", "self"): _hash,
+    patch("torch.distributed.tensor._dtensor_spec:DTensorSpec._hash_impl", "self"): _spec_hash,
+    patch("torch.distributed.device_mesh:DeviceMesh._is_current_rank_part_of_mesh", "self"): _is_part_of_mesh,
+    patch(
+        "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
+        "global_shape mesh_shape my_coordinate placements ...",
+    ): _local_shape_and_offset,
+    patch("torch.distributed.tensor._ops.utils:redistribute_cost", "current_spec target_spec"): _known_cost,
+    patch(
+        "torch.distributed.tensor.placement_types:_StridedShard.local_shard_size_and_offset",
+        "self curr_local_size num_chunks rank ...",
+    ): _strided_shard_size,
+}
+if not OPAQUE:
+    _CHANGES[
+        patch(
+            "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
+            "self op_schema",
+        )
+    ] = _meta_untraced
+if _VIEWS is not None:
+    _CHANGES[
+        patch(
+            "torch.distributed.tensor:DTensor.__tensor_unflatten__",
+            "inner_tensors flatten_spec outer_size outer_stride",
+        )
+    ] = unflatten
+    _CHANGES[
+        patch(
+            "torch.distributed.tensor._ops._view_ops:_ViewShardingPropagator._rewrite_plain_shard",
+            "self p mesh_dim placements strided_shard_claimed_dims local_tensor_shapes ...",
+        )
+    ] = _fix_flattened_sizes
+_PROPAGATE = patch(
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached", "self op_schema"
+)
+_KERNELS = patch("torch._ops:OpOverload.py_kernels", optional=True)
 
 
 @needs(
     "sharding rules that are the same on all ranks",
-    hook(
-        "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
-        "op_info suggested_input_schema use_val_from_redistribute_schema",
-    ),
-    hook("torch.distributed.tensor._op_schema:OpSchema.__hash__", "self"),
-    hook("torch.distributed.tensor._dtensor_spec:DTensorSpec._hash_impl", "self"),
-    hook("torch.distributed.device_mesh:DeviceMesh._is_current_rank_part_of_mesh", "self"),
-    hook(
-        "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
-        "global_shape mesh_shape my_coordinate placements ...",
-    ),
-    hook("torch.distributed.tensor._ops.utils:redistribute_cost", "current_spec target_spec"),
-    hook(
-        "torch.distributed.tensor.placement_types:_StridedShard.local_shard_size_and_offset",
-        "self curr_local_size num_chunks rank ...",
-    ),
-    *_STRIDED_VIEWS,
+    *_CHANGES,
+    _PROPAGATE,
+    _KERNELS,
+    _STRATEGIES,
+    _SINGLE_DIM_STRATEGIES,
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv._suppress_guards_tls"),
-    hook(
-        "torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached", "self op_schema"
-    ),
     without="ranks could decide differently",
     essential=True,
+    upstream="#160697, #185356, #127797, #152963, #184945, #166483, #158476, #162307, #187373",
+    remove_when="decisions do not depend on whether a rank is in the mesh, specs hash symbolic numbers, and DTensor has a "
+    "public fallback to replicas",
 )
 @contextlib.contextmanager
-def sharding_rules(serves: Callable[[], bool], replicate: Callable[[], bool]) -> Iterator[None]:
-    """While it is entered, DTensor's rules are those of this module for frames of ours; see the module's docstring.
+def sharding_rules(replicate: Callable[[], bool]) -> Iterator[None]:
+    """While it is entered, DTensor's rules on this thread are those of this module; see the module's docstring.
 
     Args:
-        serves: whether what this thread traces now is for our backend.
         replicate: whether an operator without a rule may run on replicated tensors.
     """
-    owner = threading.get_ident()
-
-    def ours() -> bool:
-        return threading.get_ident() == owner and serves()
-
-    changes = (
-        (OpDispatcher, "redistribute_local_args", _own_mask),
-        (OpSchema, "__hash__", _hash),
-        (DTensorSpec, "_hash_impl", _spec_hash),
-        (DeviceMesh, "_is_current_rank_part_of_mesh", _is_part_of_mesh),
-        (shard_utils, "_compute_local_shape_and_global_offset", _local_shape_and_offset),
-        (op_utils, "redistribute_cost", _known_cost),
-        (_StridedShard, "local_shard_size_and_offset", _strided_shard_size),
-        (ShardingPropagator, "propagate_op_sharding_non_cached", functools.partial(_propagate, replicate)),
-    )
-    if not OPAQUE:
-        changes += ((ShardingPropagator, "_propagate_tensor_meta_non_cached", _meta_untraced),)
-    if _VIEWS is not None:
-        changes += (
-            (DTensor, "__tensor_unflatten__", unflatten),
-            (_VIEWS, "_rewrite_plain_shard", _fix_flattened_sizes),
-        )
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_our_decisions)
-        for place, name, replacement in changes:
-            stack.enter_context(_replaced(place, name, replacement, ours))
-        stack.enter_context(_kernel_replaced(aten.one_hot.default, _one_hot, ours))
+        for row, replacement in {**_CHANGES, _PROPAGATE: functools.partial(_propagate, replicate)}.items():
+            stack.enter_context(patched(row, replacement))
+        stack.enter_context(_kernel_replaced(aten.one_hot.default, _one_hot))
         yield

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed.tensor._api as _api
-import torch.distributed.tensor._dispatch as _dispatch
 import torch.distributed.tensor._redistribute as _redistribute
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -20,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched
 from dtensor_compile.native.loader import native
 
 StridedShard = _StridedShard
@@ -178,39 +174,40 @@ def writes_to_arguments(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket)
     return any(overload._schema.is_mutable for overload in overloads)
 
 
+#: torch calls one function for explicit and implicit redistributions, forward and backward, and imports it by name into
+#: three modules.
+_REDISTRIBUTE = tuple(
+    patch(f"torch.distributed.tensor.{module}:redistribute_local_tensor", "local_tensor current_spec target_spec ...")
+    for module in ("_redistribute", "_dispatch", "_api")
+)
+
+
 @needs(
     "redistributions as nodes of the graph",
-    hook(
-        "torch.distributed.tensor._redistribute:redistribute_local_tensor", "local_tensor current_spec target_spec ..."
-    ),
-    hook("torch.distributed.tensor._dispatch:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
-    hook("torch.distributed.tensor._api:redistribute_local_tensor", "local_tensor current_spec target_spec ..."),
+    *_REDISTRIBUTE,
     without="there is nothing to compile",
     essential=True,
+    upstream="not reported: an extension point that only a backend which plans redistributions needs",
+    remove_when="DTensor lets a mode or a backend replace redistribute_local_tensor while tracing",
 )
 @contextlib.contextmanager
 def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
     """While it is entered, redistributions made by this thread go to `hook`.
 
     ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is what
-    torch would have done. torch calls one function for explicit and implicit redistributions, forward and backward, but
-    imports it by name into three modules, so three names change, and change back. Other threads keep torch's own
-    behaviour."""
-    owner = threading.get_ident()
+    torch would have done."""
 
     def redistribute_local_tensor(
-        local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **kwargs: Any
+        _: Any, local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **kwargs: Any
     ) -> torch.Tensor:
         def stock() -> torch.Tensor:
             return stock_redistribute_local(local_tensor, current_spec, target_spec, **kwargs)
 
-        if threading.get_ident() != owner:
-            return stock()
         return hook(local_tensor, current_spec, target_spec, stock)
 
     with contextlib.ExitStack() as stack:
-        for module in (_redistribute, _dispatch, _api):
-            stack.enter_context(mock.patch.object(module, "redistribute_local_tensor", redistribute_local_tensor))
+        for row in _REDISTRIBUTE:
+            stack.enter_context(patched(row, redistribute_local_tensor))
         yield
 
 

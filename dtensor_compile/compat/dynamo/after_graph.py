@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -22,9 +21,8 @@ from dtensor_compile.compat.dynamo.tracing import (
     Translator,
     build_unguarded,
     constant_source,
-    traces_for_us,
 )
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched
 
 #: Trackers of dicts: of any class before 2.14, from there on one for each class.
 _DICTS = (dicts.ConstDictVariable, getattr(dicts, "OrderedDictVariable", dicts.ConstDictVariable))
@@ -116,51 +114,57 @@ LogCall = Callable[
 ]
 
 
+_LOGGER = patch("torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "self tx name args kwargs")
+_FORMAT = patch("torch._dynamo.variables.misc:StringFormatVariable.create", "cls format_string sym_args sym_kwargs")
+
+
 @needs(
     "loggers in the region",
-    hook("torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "self tx name args kwargs"),
+    _LOGGER,
     without="they break the graph, as in torch",
+    upstream="#132635, #190840",
+    remove_when="reorderable_logging_functions takes methods of loggers and keeps the values of the call",
 )
 @contextlib.contextmanager
 def handle_loggers(call: LogCall) -> Iterator[None]:
     """While it is entered, methods of loggers go to `call`."""
-    stock = LoggingLoggerVariable.call_method
 
     def call_method(
+        stock: Any,
         self: LoggingLoggerVariable,
         tx: Translator,
         name: str,
         args: list[VariableTracker],
         kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
-        result = call(tx, self, name, list(args), dict(kwargs)) if traces_for_us(tx) else None
+        result = call(tx, self, name, list(args), dict(kwargs))
         return stock(self, tx, name, args, kwargs) if result is None else result
 
-    with mock.patch.object(LoggingLoggerVariable, "call_method", call_method):
+    with patched(_LOGGER, call_method):
         yield
 
 
 @needs(
     "texts of values that change later",
-    hook("torch._dynamo.variables.misc:StringFormatVariable.create", "cls format_string sym_args sym_kwargs"),
+    _FORMAT,
     without="they are what torch makes of them",
+    upstream="#182638, #186500",
+    remove_when="a string in which a tensor is formatted keeps the values of that moment",
 )
 @contextlib.contextmanager
 def format_values_of_now() -> Iterator[None]:
     """While it is entered, a string in which a tensor is formatted holds the values that the tensor has when it is
     formatted.
     """
-    stock = vars(StringFormatVariable)["create"]
-    make = StringFormatVariable.create
 
     def create(
-        cls: type, format_string: str, sym_args: list[VariableTracker], sym_kwargs: dict[str, VariableTracker]
+        stock: Any, cls: type, format_string: str, sym_args: list[VariableTracker], sym_kwargs: dict[str, Any]
     ) -> VariableTracker:
-        made = make(format_string, sym_args, sym_kwargs)
+        made = stock(cls, format_string, sym_args, sym_kwargs)
         tx = InstructionTranslator.current_tx()
-        return snapshot_or_same(tx, made) if isinstance(made, StringFormatVariable) and traces_for_us(tx) else made
+        return snapshot_or_same(tx, made) if isinstance(made, StringFormatVariable) else made
 
-    with mock.patch.object(StringFormatVariable, "create", classmethod(create)):
+    with patched(_FORMAT, create):
         yield
 
 

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dynamo import compiled_autograd, config, polyfills
@@ -28,9 +27,8 @@ from dtensor_compile.compat.dynamo.tracing import (
     fact_guard,
     graph_break,
     tensor_methods,
-    traces_for_us,
 )
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, patch, patched, patched_value
 
 _stock_accumulate_grad = polyfills.accumulate_grad
 
@@ -136,13 +134,22 @@ class TracedGrad(TorchInGraphFunctionVariable):
             return super().call_function(tx, args, kwargs)
 
 
+_COLLECT = patch("torch._dynamo.variables.tensor:TensorVariable._collect_backward_inputs", "self vars_iter ...")
+_READ = patch(f"torch._dynamo.variables.tensor:TensorVariable.{READ}", "self tx name")
+_ACCUMULATE = patch("torch._dynamo.polyfills:accumulate_grad", "x variable_grad new_grad")
+_VALIDATE = patch("torch._dynamo.output_graph:OutputGraph._validate_outputs_safe_for_autograd_nodes", "self rv tx")
+
+
 @needs(
     "backward passes inside of the region",
-    hook("torch._dynamo.variables.tensor:TensorVariable.method_backward", "self tx ..."),
-    hook("torch._dynamo.variables.tensor:TensorVariable._collect_backward_inputs", "self vars_iter ..."),
-    hook("torch._dynamo.polyfills:accumulate_grad", "x variable_grad new_grad"),
-    hook("torch._dynamo.output_graph:OutputGraph._validate_outputs_safe_for_autograd_nodes", "self rv tx"),
+    patch("torch._dynamo.variables.tensor:TensorVariable.method_backward", "self tx ..."),
+    _COLLECT,
+    _READ,
+    _ACCUMULATE,
+    _VALIDATE,
     without="backward() breaks the graph, as in torch",
+    upstream="#138217, #169415",
+    remove_when="Dynamo traces backward() by default, with DTensor gradients placed as in eager",
 )
 @contextlib.contextmanager
 def backward_in_the_region() -> Iterator[None]:
@@ -152,41 +159,35 @@ def backward_in_the_region() -> Iterator[None]:
     there before, and lose it at the end of the region.
     """
 
-    def method_backward(self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any) -> VariableTracker | None:
-        if not traces_for_us(tx):
-            return stock["method_backward"](self, tx, *args, **kwargs)
-        with _traceable(), mock.patch.object(polyfills, "accumulate_grad", _accumulate_grad):
-            return stock["method_backward"](self, tx, *args, **kwargs)
+    stock_backward = TensorVariable.method_backward
 
-    def collect(self: TensorVariable, variables: Iterable[VariableTracker], *args: Any, **kwargs: Any) -> Any:
-        if not traces_for_us():
-            return stock["_collect_backward_inputs"](self, variables, *args, **kwargs)
+    def method_backward(self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any) -> VariableTracker | None:
+        with _traceable(), patched_value(_ACCUMULATE, _accumulate_grad):  # Dynamo traces the function that is there
+            return stock_backward(self, tx, *args, **kwargs)
+
+    def collect(
+        stock: Any, self: TensorVariable, variables: Iterable[VariableTracker], *args: Any, **kwargs: Any
+    ) -> Any:
         if not args and not kwargs:  # all leaves, and not only a list that the program gave
             variables = itertools.chain(variables, _attributes())
-        leaves = stock["_collect_backward_inputs"](self, variables, *args, **kwargs)
+        leaves = stock(self, variables, *args, **kwargs)
         _check_hooks(leaves)
         return leaves
 
-    def var_getattr(self: TensorVariable, tx: Translator, name: str) -> VariableTracker:
-        if name == "grad" and traces_for_us(tx) and tx.output.side_effects.has_pending_mutation_of_attr(self, name):
+    def read(stock: Any, self: TensorVariable, tx: Translator, name: str) -> VariableTracker:
+        if name == "grad" and tx.output.side_effects.has_pending_mutation_of_attr(self, name):
             return tx.output.side_effects.load_attr(self, name)
-        return stock[READ](self, tx, name)
+        return stock(self, tx, name)
 
-    def validate(self: OutputGraph, results: list[VariableTracker], tx: Translator) -> None:
-        if not traces_for_us(tx):
-            return stock["_validate_outputs_safe_for_autograd_nodes"](self, results, tx)
+    def validate(_: Any, self: OutputGraph, results: list[VariableTracker], tx: Translator) -> None:
         return _detach_used_up(self, results, tx)
 
-    ours: dict[type, dict[str, Any]] = {
-        TensorVariable: {"_collect_backward_inputs": collect, READ: var_getattr},
-        OutputGraph: {"_validate_outputs_safe_for_autograd_nodes": validate},
-    }
-    stock = {name: vars(cls)[name] for cls, functions in ours.items() for name in functions}
-    stock["method_backward"] = TensorVariable.method_backward
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tensor_methods(backward=method_backward))
-        for cls, functions in ours.items():
-            stack.enter_context(mock.patch.multiple(cls, **functions))
+    with (
+        tensor_methods(backward=method_backward),
+        patched(_COLLECT, collect),
+        patched(_READ, read),
+        patched(_VALIDATE, validate),
+    ):
         yield
 
 

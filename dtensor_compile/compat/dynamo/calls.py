@@ -12,7 +12,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 from torch._dynamo.guards import GuardBuilder
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.dynamo.tracing import (
+    CALL_METHOD,
     COMPARE,
     READ,
     OpaqueClassVariable,
@@ -38,9 +38,8 @@ from dtensor_compile.compat.dynamo.tracing import (
     leave_calls_to_python,
     member_function,
     read_attribute,
-    traces_for_us,
 )
-from dtensor_compile.compat.hooks import FEATURES, hook, if_there, needs
+from dtensor_compile.compat.patches import FEATURES, if_there, needs, patch, patched
 
 #: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
 Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
@@ -421,20 +420,26 @@ def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
 
 @needs(
     "item() of tensors that are constants",
-    hook("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs"),
+    CALL_METHOD,
     without="it breaks the graph, as in torch",
+    upstream="not reported: torch breaks the graph on purpose",
+    remove_when="Dynamo gives item() of a tensor that follows from constants",
 )
 @contextlib.contextmanager
 def read_constant_tensors() -> Iterator[None]:
     """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the
     program.
     """
-    stock = TensorVariable.call_method
 
     def call_method(
-        self: TensorVariable, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+        stock: Any,
+        self: TensorVariable,
+        tx: Translator,
+        name: str,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
-        if name in ("item", "tolist") and traces_for_us(tx):
+        if name in ("item", "tolist"):
             try:
                 value = constant_value(self)
             except NotImplementedError:
@@ -442,28 +447,35 @@ def read_constant_tensors() -> Iterator[None]:
             return VariableTracker.build(tx, getattr(value, name)())
         return stock(self, tx, name, args, kwargs)
 
-    with mock.patch.object(TensorVariable, "call_method", call_method):
+    with patched(CALL_METHOD, call_method):
         yield
 
 
+_READ = patch(f"torch._dynamo.variables.tensor:TensorVariable.{READ}", "self tx name")
+
+
+@needs(
+    "members of tensor classes that cannot be traced",
+    CALL_METHOD,
+    _READ,
+    without="they break the graph for a cause that the report does not know",
+    upstream="not reported: an extension point",
+    remove_when="a backend can refuse members of a tensor subclass",
+)
 @contextlib.contextmanager
 def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[None]:
     """While it is entered, members of tensors of `cls` break a graph; `refused` is name -> code of the cause."""
-    stock = {name: vars(TensorVariable)[name] for name in ("call_method", READ)}
 
-    def ask(method: Callable[..., VariableTracker]) -> Callable[..., VariableTracker]:
-        def asked(self: TensorVariable, tx: Translator, name: str, *args: Any) -> VariableTracker:
-            if name in refused and self.python_type() is cls and traces_for_us(tx):
-                member = getattr(cls, name, None)
-                if method is stock["call_method"] or not callable(member):
-                    if isinstance(member, types.FunctionType):
-                        leave_calls_to_python(member)
-                    graph_break(refused[name], f"{cls.__name__}.{name}")
-            return method(self, tx, name, *args)
+    def ask(stock: Any, self: TensorVariable, tx: Translator, name: str, *args: Any) -> VariableTracker:
+        if name in refused and self.python_type() is cls:
+            member = getattr(cls, name, None)
+            if args or not callable(member):  # called, or read
+                if isinstance(member, types.FunctionType):
+                    leave_calls_to_python(member)
+                graph_break(refused[name], f"{cls.__name__}.{name}")
+        return stock(self, tx, name, *args)
 
-        return asked
-
-    with mock.patch.multiple(TensorVariable, **{name: ask(method) for name, method in stock.items()}):
+    with patched(CALL_METHOD, ask), patched(_READ, ask):
         yield
 
 
@@ -592,11 +604,16 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
     return any(isinstance(v, TensorVariable) and v.requires_grad and v.as_proxy().node in reached for v in returned)
 
 
+_CHECK = patch("torch._dynamo.output_graph:OutputGraph._check_requires_grad_intermediate_outputs", "self rv tx")
+
+
 @needs(
     _LEAVES,
-    hook("torch._dynamo.output_graph:OutputGraph._check_requires_grad_intermediate_outputs", "self rv tx"),
+    _CHECK,
     without="requires_grad_() inside of a region is what torch makes of it, and distribute_tensor of a leaf breaks the "
     "graph",
+    upstream="#170487, #196653",
+    remove_when="Dynamo breaks the graph only where the leaf itself is returned",
 )
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
@@ -605,12 +622,8 @@ def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
 
     What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient
     outside."""
-    stock = OutputGraph._check_requires_grad_intermediate_outputs
 
-    def check(self: OutputGraph, returned: list[VariableTracker], tx: Translator) -> None:
-        if not traces_for_us(tx):
-            stock(self, returned, tx)
-            return
+    def check(stock: Any, self: OutputGraph, returned: list[VariableTracker], tx: Translator) -> None:
         if _depends_on_leaves(self, returned):
             stock(self, returned, tx)
         leaves = [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node.target is make_leaf]
@@ -621,7 +634,7 @@ def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
         tx.speculation_log.graph_break_on_requires_grad_ = True
         raise _RequiresGradRestartAnalysis(restart_reason="a leaf made in the program is returned")
 
-    with mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", check):
+    with patched(_CHECK, check):
         yield
 
 

@@ -6,12 +6,11 @@ per compilation."""
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch._dynamo import utils
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables.base import VariableTracker
@@ -28,6 +27,17 @@ from dtensor_compile.compat.dynamo.tracing import (
     constant_source,
     graph_break,
     read_attribute,
+)
+from dtensor_compile.compat.patches import feature, patch, patched
+
+_RUN_NODE = patch("torch._dynamo.utils:run_node", "tracer node args kwargs nnmodule")
+_COUNTS = feature(
+    "CommDebugMode in the region",
+    _RUN_NODE,
+    without="a program that enters one in the region is an error",
+    essential=True,
+    upstream="#164143, for another mode",
+    remove_when="Dynamo traces CommDebugMode",
 )
 
 #: Operator packet -> how often.
@@ -108,21 +118,16 @@ class CommModeVariable(ContextVariable):
         return CommDebugMode
 
     def begin(self) -> Callable[[], None]:
+        _COUNTS.works()
         counter = self.counter = _Counter(self.ours)
-        stock, owner = utils.run_node, threading.get_ident()
 
-        def run_node(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != owner:
-                return stock(*args, **kwargs)
+        def run_node(stock: Any, *args: Any, **kwargs: Any) -> Any:
             with counter:
                 return stock(*args, **kwargs)
 
-        utils.run_node = run_node
-
-        def leave() -> None:
-            utils.run_node = stock
-
-        return leave
+        counting = contextlib.ExitStack()
+        counting.enter_context(patched(_RUN_NODE, run_node))
+        return counting.close
 
     def exit(self, tx: Translator, *args: VariableTracker) -> VariableTracker:
         result = super().exit(tx, *args)

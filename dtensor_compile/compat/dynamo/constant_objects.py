@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
@@ -25,6 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+
+from dtensor_compile.compat.patches import needs, patch, patched
 
 #: Whether torch itself carries these objects in graphs.
 OPAQUE = is_opaque_type(DeviceMesh)
@@ -103,15 +104,23 @@ def guard_constant(builder: VariableBuilder, value: Any) -> None:
     builder.install_guards(GuardBuilder.TYPE_MATCH if isinstance(value, ProcessGroup) else GuardBuilder.EQUALS_MATCH)
 
 
+_WORLD = patch("torch._dynamo.variables.distributed:WorldMetaClassVariable.var_getattr", "self tx name")
+
+
+@needs(
+    "the default process group as a constant, before 2.13",
+    _WORLD,
+    without="a program that reads it breaks the graph",
+    upstream="done in 2.13, where groups are opaque objects",
+    remove_when="2.11 is not supported any more",
+)
 @contextlib.contextmanager
 def track_world() -> Iterator[None]:
     """While it is entered, ``torch.distributed.group.WORLD`` has the tracker that any other group has."""
-    world = distributed.WorldMetaClassVariable
-    stock = world.var_getattr
 
-    def var_getattr(self: Any, tx: Any, name: str) -> VariableTracker:
+    def var_getattr(stock: Any, self: Any, tx: Any, name: str) -> VariableTracker:
         found = stock(self, tx, name)  # with a guard that it is this group
         return VariableTracker.build(tx, self.value.WORLD, AttrSource(self.source, name)) if name == "WORLD" else found
 
-    with mock.patch.object(world, "var_getattr", var_getattr):
+    with patched(_WORLD, var_getattr):
         yield

@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dynamo import config, convert_frame
@@ -45,9 +44,8 @@ from dtensor_compile.compat.dynamo.tracing import (
     compiles_for_us,
     graph_break,
     tensor_methods,
-    traces_for_us,
 )
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs, on_this_thread, patch, patched, patched_entries
 
 #: What is switched on in the first attempt to trace a frame, in the second, and in the last.
 _ATTEMPTS: tuple[dict[str, bool], ...] = (
@@ -74,21 +72,32 @@ def _first_lines(error: Exception) -> str:
     return " ".join([*lines[:1], *(line for line in lines if line.startswith("Caused by:"))])
 
 
+_TRACE = patch(
+    "torch._dynamo.convert_frame:trace_frame",
+    "code globals locals builtins closure compiler_fn tf_mode_stack one_graph speculation_log ...",
+)
+_FAKES = patch("torch._subclasses.fake_impls:op_implementations_dict")
+_LOG = patch(
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv._log_real_tensor_propagation", "self orig_expr unsound_result"
+)
+_DISPATCH = patch("torch._subclasses.fake_tensor:FakeTensorMode._dispatch_impl", "self func types args kwargs")
+_PROXY = patch("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func pre_dispatch args kwargs")
+
+
 @needs(
     "numbers that only the data decides",
-    hook(
-        "torch._dynamo.convert_frame:trace_frame",
-        "code globals locals builtins closure compiler_fn tf_mode_stack one_graph speculation_log ...",
-    ),
-    hook("torch._dynamo.variables.tensor:TensorVariable.method_item", "self tx args kwargs", "self tx"),
+    _TRACE,
+    patch("torch._dynamo.variables.tensor:TensorVariable.method_item", "self tx args kwargs", "self tx"),
     without="they break the graph, as in torch",
+    upstream="pytorch/torchdynamo#1139",
+    remove_when="Dynamo captures scalar outputs by default, and breaks the graph only where a value is needed",
 )
 @contextlib.contextmanager
 def numbers_in_the_graph() -> Iterator[None]:
     """While it is entered, frames that are compiled for our backend keep numbers that only the data decides in their
     graph.
     """
-    stock, signature = convert_frame.trace_frame, inspect.signature(convert_frame.trace_frame)
+    signature = inspect.signature(convert_frame.trace_frame)
     failed: list[
         tuple[Any, str]
     ] = []  # the log of a frame and what was said, for each attempt that needed to know a number
@@ -96,10 +105,8 @@ def numbers_in_the_graph() -> Iterator[None]:
     def said_of(log: Any) -> list[str]:
         return [said for other, said in failed if other is log]
 
-    def trace_frame(*args: Any, **kwargs: Any) -> Any:
+    def trace_frame(stock: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        if not compiles_for_us(given["compiler_fn"]):
-            return stock(*args, **kwargs)
         log = given["speculation_log"]
         attempt = len(said_of(log))
         try:
@@ -115,13 +122,10 @@ def numbers_in_the_graph() -> Iterator[None]:
             raise RestartAnalysis(restart_reason=cause("number-needed").title) from error
 
     def method_item(self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> None:
-        if traces_for_us(tx) and not tx.one_graph and not config.capture_scalar_outputs:
+        if not tx.one_graph and not config.capture_scalar_outputs:
             graph_break("number-needed", f"{self}.item(); " + " ".join(said_of(tx.speculation_log)))
 
-    with (
-        mock.patch.object(convert_frame, "trace_frame", trace_frame),
-        tensor_methods(item=method_item),
-    ):
+    with patched(_TRACE, trace_frame), tensor_methods(item=method_item):
         yield
 
 
@@ -138,11 +142,11 @@ def backward_in_time() -> AbstractContextManager[Any]:
 
 @needs(
     "bincount with minlength",
-    hook("torch._subclasses.fake_impls:op_implementations_dict"),
-    hook(
-        "torch.fx.experimental.symbolic_shapes:ShapeEnv._log_real_tensor_propagation", "self orig_expr unsound_result"
-    ),
+    _FAKES,
+    _LOG,
     without="a program that needs its length breaks the graph, as in torch",
+    upstream="#192343",
+    remove_when="the length of bincount(minlength=n) can be assumed to be n, with a check at run time",
 )
 @contextlib.contextmanager
 def lengths_of_counts() -> Iterator[None]:
@@ -152,24 +156,21 @@ def lengths_of_counts() -> Iterator[None]:
     torch has a value of last resort for a number without a value; asked for, it becomes a condition that the graph
     checks."""
     bincount = torch.ops.aten.bincount.default
-    stock, stock_log = op_implementations_dict[bincount], ShapeEnv._log_real_tensor_propagation
     ours: weakref.WeakSet[ShapeEnv] = weakref.WeakSet()
 
-    def fake(fake_mode: Any, func: Any, inputs: Any, weights: Any = None, minlength: Any = 0) -> Any:
+    def fake(stock: Any, fake_mode: Any, func: Any, inputs: Any, weights: Any = None, minlength: Any = 0) -> Any:
         counts = stock(fake_mode, func, inputs, weights, minlength)
         if isinstance(minlength, int) and minlength > 0 and compiles_for_us(backend_on_stack()):
             ours.add(fake_mode.shape_env)
             fake_mode.shape_env.set_real_tensor_prop_unbacked_vals(counts.shape[0].node.expr, minlength)
         return counts
 
-    def log(self: ShapeEnv, *args: Any) -> None:
+    def log(stock: Any, self: ShapeEnv, *args: Any) -> None:
         if self not in ours:  # it warns that a value was taken from example data, which this one is not
-            stock_log(self, *args)
+            stock(self, *args)
 
-    with (
-        mock.patch.dict(op_implementations_dict, {bincount: fake}),
-        mock.patch.object(ShapeEnv, "_log_real_tensor_propagation", log),
-    ):
+    entry = {bincount: on_this_thread(op_implementations_dict[bincount], fake)}
+    with patched_entries(_FAKES, entry), patched(_LOG, log):
         yield
 
 
@@ -203,38 +204,36 @@ def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], An
 
 @needs(
     "collectives of constants, which are sent when the program runs",
-    hook("torch._subclasses.fake_tensor:FakeTensorMode._dispatch_impl", "self func types args kwargs"),
-    hook("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func pre_dispatch args kwargs"),
+    _DISPATCH,
+    _PROXY,
     hook("torch.fx.experimental.proxy_tensor:get_proxy_slot", "obj tracer default transform"),
     without="they are sent while tracing",
     essential=True,
+    upstream="#126846, for propagated real tensors",
+    remove_when="constants of fake tensors and of proxies leave collectives out",
 )
 @contextlib.contextmanager
 def collectives_of_constants() -> Iterator[None]:
     """While it is entered, no collective is carried out on a thread that traces a frame for our backend."""
-    stock_dispatch, stock_call = FakeTensorMode._dispatch_impl, proxy_tensor.proxy_call
 
     def of_fake(x: torch.Tensor) -> Any:
         return x if isinstance(x, FakeTensor) and x.constant is not None else None
 
-    def dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not _sends(func) or not compiles_for_us(backend_on_stack()):
-            return stock_dispatch(self, func, types, args, kwargs)
+    def dispatch(stock: Any, self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not _sends(func):
+            return stock(self, func, types, args, kwargs)
         with _without_constants(func, (args, kwargs), of_fake):
-            return stock_dispatch(self, func, types, args, kwargs)
+            return stock(self, func, types, args, kwargs)
 
-    def call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+    def call(stock: Any, proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         def of_proxy(x: torch.Tensor) -> Any:
             slot = proxy_tensor.get_proxy_slot(x, proxy_mode.tracer, None)
             return slot if getattr(slot, "constant", None) is not None else None
 
-        if not _sends(func) or not compiles_for_us(backend_on_stack()):
-            return stock_call(proxy_mode, func, pre_dispatch, args, kwargs)
+        if not _sends(func):
+            return stock(proxy_mode, func, pre_dispatch, args, kwargs)
         with _without_constants(func, (args, kwargs), of_proxy):
-            return stock_call(proxy_mode, func, pre_dispatch, args, kwargs)
+            return stock(proxy_mode, func, pre_dispatch, args, kwargs)
 
-    with (
-        mock.patch.object(FakeTensorMode, "_dispatch_impl", dispatch),
-        mock.patch.object(proxy_tensor, "proxy_call", call),
-    ):
+    with patched(_DISPATCH, dispatch), patched(_PROXY, call):
         yield

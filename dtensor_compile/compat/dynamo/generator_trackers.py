@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dynamo.bytecode_transformation import create_call_function
@@ -20,8 +19,8 @@ from torch.distributed.tensor._ops import _math_ops
 from torch.nn import init
 
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo.tracing import Translator, graph_break, read_attribute, traces_for_us
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.dynamo.tracing import CALL_METHOD, Translator, graph_break, read_attribute
+from dtensor_compile.compat.patches import needs, patched
 
 #: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.
 trunc_normal_function: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_
@@ -121,21 +120,27 @@ DrawCall = Callable[
 
 @needs(
     "random numbers of a generator that is given",
-    hook("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs"),
+    CALL_METHOD,
     without="they break the graph",
+    upstream="#88576",
+    remove_when="Dynamo traces methods that draw from a generator",
 )
 @contextlib.contextmanager
 def handle_draws(call: DrawCall) -> Iterator[None]:
     """While it is entered, methods of tensors that are called with a generator go to `call`; None leaves the call to
     torch.
     """
-    stock = TensorVariable.call_method
 
     def call_method(
-        self: TensorVariable, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+        stock: Any,
+        self: TensorVariable,
+        tx: Translator,
+        name: str,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
-        result = call(tx, self, name, args, kwargs) if "generator" in kwargs and traces_for_us(tx) else None
+        result = call(tx, self, name, args, kwargs) if "generator" in kwargs else None
         return stock(self, tx, name, args, kwargs) if result is None else result
 
-    with mock.patch.object(TensorVariable, "call_method", call_method):
+    with patched(CALL_METHOD, call_method):
         yield

@@ -6,14 +6,10 @@ Built on ``compat/dynamo/tracing.py``; in place only while Dynamo traces for our
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
-from torch._dynamo.exc import SkipFrame
 from torch._dynamo.source import AttrSource, GetItemSource
-from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, tls
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
@@ -23,8 +19,8 @@ from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 from torch._guards import GuardSource
 
 from dtensor_compile.compat.dynamo.calls import Call, attribute
-from dtensor_compile.compat.dynamo.tracing import Source, Translator, traces_for_us
-from dtensor_compile.compat.hooks import hook, if_there, needs
+from dtensor_compile.compat.dynamo.tracing import Source, Translator
+from dtensor_compile.compat.patches import hook, if_there, needs, patch, patched
 
 #: A tracker as a key of a dict.
 _HashableTracker: Any = (
@@ -34,10 +30,16 @@ _HashableTracker: Any = (
 FindCall = Callable[[UserFunctionVariable], "Call | None"]
 
 
+_CALL = patch("torch._dynamo.variables.functions:UserFunctionVariable.call_function", "self tx args kwargs")
+_IS_OF_MODULE = patch("torch._guards:GuardSource.is_unspecialized_nn_module", "self")
+
+
 @needs(
     "functions of torch's with traced forms of ours",
-    hook("torch._dynamo.variables.functions:UserFunctionVariable.call_function", "self tx args kwargs"),
+    _CALL,
     without="some programs break the graph",
+    upstream="not reported: an extension point, substitute_in_graph is for all backends at once",
+    remove_when="torch.compiler.substitute_in_graph can be limited to a backend, and takes methods",
 )
 @contextlib.contextmanager
 def handle_functions(find: FindCall) -> Iterator[None]:
@@ -45,51 +47,31 @@ def handle_functions(find: FindCall) -> Iterator[None]:
 
     The arguments of a method begin with its object.
     """
-    stock = UserFunctionVariable.call_function
 
     def call_function(
-        self: UserFunctionVariable, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+        stock: Any,
+        self: UserFunctionVariable,
+        tx: Translator,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
         call = find(self)
-        if call is None or not traces_for_us(tx):
+        if call is None:
             return stock(self, tx, args, kwargs)
         return call(tx, self, [*self.self_args(), *args], dict(kwargs))
 
-    with mock.patch.object(UserFunctionVariable, "call_function", call_function):
-        yield
-
-
-@needs(
-    "functions that run in Python",
-    hook("torch._dynamo.symbolic_convert:InstructionTranslatorBase.run", "self"),
-    without="such functions would be compiled, and could be wrong",
-    essential=True,
-)
-@contextlib.contextmanager
-def leave_frames_to_python(leave: Callable[[types.CodeType], bool]) -> Iterator[None]:
-    """While it is entered, frames whose code `leave` says so of are not compiled for our backend: they run as they are.
-
-    What such a function does is traced where it is called from a frame that is compiled; called from Python, it stays
-    there."""
-
-    stock = InstructionTranslatorBase.run
-
-    def run(self: InstructionTranslatorBase) -> None:
-        if isinstance(self, InstructionTranslator) and leave(self.f_code) and traces_for_us(self):
-            raise SkipFrame(f"{self.f_code.co_qualname} runs in Python")
-        stock(self)
-
-    with mock.patch.object(InstructionTranslatorBase, "run", run):
+    with patched(_CALL, call_function):
         yield
 
 
 @needs(
     "attributes of sharded modules",
     hook("torch._guards:GuardSource.is_fsdp_module", "self"),
-    hook("torch._guards:GuardSource.is_unspecialized_nn_module", "self"),
-    hook("torch._dynamo.symbolic_convert:tls"),
+    _IS_OF_MODULE,
     without="numbers and buffers of modules under fully_shard have symbolic sizes with dynamic=True, which takes long "
     "to compile",
+    upstream="#194795",
+    remove_when="#194795 is in every supported release, and holds for buffers",
 )
 @contextlib.contextmanager
 def attributes_are_static() -> Iterator[None]:
@@ -98,12 +80,11 @@ def attributes_are_static() -> Iterator[None]:
     Dynamo takes the ints of every module for constants, and the sizes of its buffers, whatever ``dynamic`` says; those
     of a module that is marked as sharded it forgets. A head size that is a symbol makes quotients of all sizes that
     depend on it."""
-    stock = GuardSource.is_unspecialized_nn_module
 
-    def is_of_module(self: GuardSource) -> bool:
-        return stock(self) or (self.is_fsdp_module() and hasattr(tls, "current_tx") and traces_for_us())
+    def is_of_module(stock: Any, self: GuardSource) -> bool:
+        return stock(self) or self.is_fsdp_module()
 
-    with mock.patch.object(GuardSource, "is_unspecialized_nn_module", is_of_module):
+    with patched(_IS_OF_MODULE, is_of_module):
         yield
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
+from typing import Any
 
 from torch._dynamo import config
 from torch._dynamo.variables.builder import VariableBuilder
 
-from dtensor_compile.compat.dynamo.tracing import VariableTracker, traces_for_us
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.dynamo.tracing import VariableTracker
+from dtensor_compile.compat.patches import hook, needs, patch, patched
 
 
 def _of_module(builder: VariableBuilder) -> bool:
@@ -27,27 +27,31 @@ def _of_module(builder: VariableBuilder) -> bool:
     return source.is_unspecialized_nn_module() or source.is_fsdp_module()
 
 
+_WRAP = patch("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "self value")
+
+
 @needs(
     "floats of modules that are numbers under dynamic=True",
-    hook("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "self value"),
+    _WRAP,
     hook("torch._dynamo.config:automatic_dynamic_shapes"),
     hook("torch._dynamo.config:assume_static_by_default"),
     hook("torch._guards:GuardSource.is_unspecialized_nn_module", "self"),
     without="a program with such floats may be traced twice, as in torch",
+    upstream="#187882",
+    remove_when="Dynamo specializes floats of modules under dynamic=True",
 )
 @contextlib.contextmanager
 def floats_of_modules_are_numbers() -> Iterator[None]:
     """While it is entered, a float that a module keeps is a constant of the graph, under a guard, if it has not changed
     before.
     """
-    stock = VariableBuilder.wrap_symfloat
 
-    def wrap(self: VariableBuilder, value: float) -> VariableTracker:
+    def wrap(stock: Any, self: VariableBuilder, value: float) -> VariableTracker:
         # Where nothing becomes symbolic by changing, each change would compile again.
-        if not config.automatic_dynamic_shapes or not _of_module(self) or not traces_for_us(self.tx):
+        if not config.automatic_dynamic_shapes or not _of_module(self):
             return stock(self, value)
         with config.patch(assume_static_by_default=True):
             return stock(self, value)
 
-    with mock.patch.object(VariableBuilder, "wrap_symfloat", wrap):
+    with patched(_WRAP, wrap):
         yield

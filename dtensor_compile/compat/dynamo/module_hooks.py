@@ -17,7 +17,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dynamo import compiled_autograd
@@ -41,8 +40,8 @@ from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo.calls import call_site
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.dynamo.tracing import Translator, graph_break, traces_for_us
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.dynamo.tracing import Translator, graph_break
+from dtensor_compile.compat.patches import needs, patch, patched
 
 #: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of
 #: a DTensor.
@@ -368,10 +367,16 @@ def _register_on(tx: Translator, tensor: TensorVariable, hook: VariableTracker) 
     return RemovableHandleVariable(mutation_type=ValueMutationNew())
 
 
+_REGISTER = patch("torch._dynamo.variables.tensor:TensorVariable._method_register_hook", "self tx name hook")
+
+
 @needs(
     "hooks of tensors in the graph",
-    hook("torch._dynamo.variables.tensor:TensorVariable._method_register_hook", "self tx name hook"),
+    _REGISTER,
     without="such hooks are what torch makes of them",
+    upstream="#172020, #172126",
+    remove_when="Dynamo traces hooks of intermediate tensors with compiled autograd on, and for DTensors whose gradient "
+    "is placed otherwise",
 )
 @contextlib.contextmanager
 def hooks_in_the_graph() -> Iterator[None]:
@@ -380,15 +385,12 @@ def hooks_in_the_graph() -> Iterator[None]:
     torch does so unless compiled autograd is on; then it waits for that to see the hook, which the joint graph has
     taken in. And it takes the gradient of a DTensor to be placed as the tensor is.
     """
-    stock = TensorVariable._method_register_hook
 
-    def register(self: TensorVariable, tx: Translator, name: str, hook: VariableTracker) -> VariableTracker:
-        if not traces_for_us(tx):
-            return stock(self, tx, name, hook)
+    def register(stock: Any, self: TensorVariable, tx: Translator, name: str, hook: VariableTracker) -> VariableTracker:
         if name == "register_hook" and not self.source and self.python_type() is DTensor:
             return _register_on(tx, self, hook)
         with compiled_autograd._disable():
             return stock(self, tx, name, hook)
 
-    with mock.patch.object(TensorVariable, "_method_register_hook", register):
+    with patched(_REGISTER, register):
         yield

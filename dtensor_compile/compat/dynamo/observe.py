@@ -18,16 +18,15 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed.tensor._dispatch as _dispatch
-from torch._dynamo import convert_frame, exc, symbolic_convert
-from torch._dynamo.backends import common
+from torch._dynamo import exc
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from dtensor_compile.compat.dynamo.module_names import root_names
-from dtensor_compile.compat.hooks import feature, hook, needs
 from dtensor_compile.compat.inductor.compile import GraphPass
+from dtensor_compile.compat.patches import feature, hook, needs, patch, patched
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>\w+)_at_\d+")
 
@@ -113,23 +112,39 @@ def name_modules(gm: torch.fx.GraphModule) -> None:
                 node.meta["nn_module_stack"] = {key: (named(path), of) for key, (path, of) in stack.items()}
 
 
+_COMPILE = patch(
+    "torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."
+)
+_REASONS = patch("torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons")
+_BREAK = patch(
+    "torch._dynamo.symbolic_convert:InstructionTranslatorBase.log_graph_break", "self code_options reason exc"
+)
+_SIMPLIFIED = patch("torch._dynamo.backends.common:aot_module_simplified", "mod args fw_compiler ...")
+
+
 @needs(
     "compilations and graph breaks, in the report",
-    hook("torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."),
-    hook("torch._dynamo.convert_frame:get_and_maybe_log_recompilation_reasons"),
-    hook("torch._dynamo.symbolic_convert:InstructionTranslatorBase.log_graph_break", "self code_options reason exc"),
+    _COMPILE,
+    _REASONS,
+    _BREAK,
     hook("torch._dynamo.callback:CallbackTrigger.LAZY_BACKWARD"),
     without="the report tells of no graph break, no recompilation and no time of a compilation",
+    upstream="not reported: an extension point, torch has no listener for graph breaks",
+    remove_when="torch._dynamo.callback tells of graph breaks, reasons of recompilations and backends",
 )
 @contextlib.contextmanager
 def watch_dynamo(watcher: Watcher) -> Iterator[None]:
     """While it is entered, `watcher` is told of every compilation and every graph break in this process."""
-    translator = symbolic_convert.InstructionTranslatorBase
-    stock_compile, stock_reasons = convert_frame._compile, convert_frame.get_and_maybe_log_recompilation_reasons
-    stock_log = translator.log_graph_break
 
-    def _compile(
-        code: Any, global_values: Any, local_values: Any, builtins: Any, closure: Any, *args: Any, **kwargs: Any
+    def compile_(
+        stock: Any,
+        code: Any,
+        global_values: Any,
+        local_values: Any,
+        builtins: Any,
+        closure: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         global _count
         under_way = _local.__dict__.setdefault("under_way", [])
@@ -142,7 +157,7 @@ def watch_dynamo(watcher: Watcher) -> Iterator[None]:
         under_way.append(this)
         began = time.perf_counter()
         try:
-            return stock_compile(code, global_values, local_values, builtins, closure, *args, **kwargs)
+            return stock(code, global_values, local_values, builtins, closure, *args, **kwargs)
         except Exception as error:
             if _ends_compilation(error):
                 watcher.broke(_break(error, this, error=True))
@@ -151,17 +166,17 @@ def watch_dynamo(watcher: Watcher) -> Iterator[None]:
             this.seconds = time.perf_counter() - began
             under_way.pop()
 
-    def reasons(*args: Any, **kwargs: Any) -> list[str]:
-        found = stock_reasons(*args, **kwargs)
+    def reasons(stock: Any, *args: Any, **kwargs: Any) -> list[str]:
+        found = stock(*args, **kwargs)
         this = current_compilation()
         if this is not None:
             this.reason = found[0] if found else "a guard of an earlier compilation"
         return found
 
-    def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+    def log_graph_break(stock: Any, self: Any, code_options: Any, reason: str, exc: Any) -> None:
         if not getattr(exc, "logged", False):
             watcher.broke(_break(exc, current_compilation(), error=False))
-        stock_log(self, code_options, reason, exc)
+        stock(self, code_options, reason, exc)
 
     starts: list[float] = []
 
@@ -175,13 +190,13 @@ def watch_dynamo(watcher: Watcher) -> Iterator[None]:
 
     callback_handler.register_start_callback(start)
     callback_handler.register_end_callback(end)
-    convert_frame._compile, convert_frame.get_and_maybe_log_recompilation_reasons = _compile, reasons
-    translator.log_graph_break = log_graph_break
+    ours = ((_COMPILE, compile_), (_REASONS, reasons), (_BREAK, log_graph_break))
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for row, replacement in ours:
+                stack.enter_context(patched(row, replacement, every_thread=True))
+            yield
     finally:
-        convert_frame._compile, convert_frame.get_and_maybe_log_recompilation_reasons = stock_compile, stock_reasons
-        translator.log_graph_break = stock_log
         for callbacks, ours in ((callback_handler.start_callbacks, start), (callback_handler.end_callbacks, end)):
             if ours in callbacks:  # torch._dynamo.reset() takes all of them out
                 callbacks.remove(ours)
@@ -267,9 +282,11 @@ Graphs = Callable[[torch.fx.Graph], None]
 
 @needs(
     "graphs of other backends, in the report",
-    hook("torch._dynamo.backends.common:aot_module_simplified", "mod args fw_compiler ..."),
+    _SIMPLIFIED,
     hook("torch._inductor.config:post_grad_custom_post_pass"),
     without="the report has nothing of stock torch beside it",
+    upstream="not reported: an extension point",
+    remove_when="AOTAutograd has a listener for the graphs that it hands to a compiler",
 )
 @contextlib.contextmanager
 def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
@@ -281,8 +298,6 @@ def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
     """
     from torch._inductor import config
 
-    stock = common.aot_module_simplified
-
     def told(compiler: Any) -> Any:
         def compile_(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             tell(gm.graph)
@@ -290,7 +305,7 @@ def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
 
         return compile_
 
-    def aot_module_simplified(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+    def aot_module_simplified(stock: Any, gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
         if getattr(kwargs.get("partition_fn"), "__module__", "").startswith("dtensor_compile."):
             return stock(gm, example_inputs, **kwargs)
         name_modules(gm)
@@ -304,12 +319,12 @@ def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
         if not isinstance(config.post_grad_custom_pre_pass, GraphPass):  # ours tells of its own graphs
             tell(graph)
 
-    common.aot_module_simplified = aot_module_simplified
-    try:
-        with config.patch(post_grad_custom_post_pass=GraphPass(of_inductor, None, config.post_grad_custom_post_pass)):
-            yield
-    finally:
-        common.aot_module_simplified = stock
+    told_of = GraphPass(of_inductor, None, config.post_grad_custom_post_pass)
+    with (
+        patched(_SIMPLIFIED, aot_module_simplified, every_thread=True),
+        config.patch(post_grad_custom_post_pass=told_of),
+    ):
+        yield
 
 
 def uncompiled(function: Any) -> Any:

@@ -10,14 +10,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dynamo import trace_rules
-from torch._dynamo.variables import torch as _torch
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
@@ -30,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, build, tensor_methods, traces_for_us
+from dtensor_compile.compat.patches import needs, patch, patched, patched_entries
 
 
 def _of_numbers(function: Callable[..., Any]) -> tuple[Any, Retrack]:
@@ -69,8 +67,6 @@ def _tensors_with_sources(
     subclass.
     """
     variable = variable.realize()
-    if not traces_for_us():
-        return stock(variable)
     if isinstance(variable, BaseListVariable):
         return [pair for item in variable.items for pair in _tensors_with_sources(stock, item)]
     if not isinstance(variable, TensorVariable):
@@ -78,15 +74,28 @@ def _tensors_with_sources(
     return [(variable.as_proxy().node.meta["example_value"], variable.source.name if variable.source else None)]
 
 
+_HANDLERS = patch("torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers", "")
+_RULES = patch("torch._dynamo.trace_rules:get_torch_obj_rule_map", "")
+_COLLECT = patch("torch._dynamo.variables.torch:_collect_tensors_with_sources", "var")
+
+
+@needs(
+    "DTensors and torch.autograd.grad as Dynamo traces them since 2.13",
+    _HANDLERS,
+    _RULES,
+    _COLLECT,
+    without="more programs break the graph",
+    upstream="done in 2.13",
+    remove_when="2.11 is not supported any more",
+)
 @contextlib.contextmanager
 def _traced_as_of_2_13() -> Iterator[None]:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     methods = {name: _as_a_node(getattr(TensorVariable, f"method_{name}")) for name in ("to_local", "redistribute")}
-    tensors = functools.partial(_tensors_with_sources, _torch._collect_tensors_with_sources)
     with (
-        mock.patch.dict(handlers, {DTensor.from_local: _as_a_node(handlers[DTensor.from_local])}),
-        mock.patch.dict(trace_rules.get_torch_obj_rule_map(), {_maybe_view_chunk_cat: UserFunctionVariable}),
-        mock.patch.object(_torch, "_collect_tensors_with_sources", tensors),
+        patched_entries(_HANDLERS, {DTensor.from_local: _as_a_node(handlers[DTensor.from_local])}, handlers),
+        patched_entries(_RULES, {_maybe_view_chunk_cat: UserFunctionVariable}, trace_rules.get_torch_obj_rule_map()),
+        patched(_COLLECT, _tensors_with_sources),
         tensor_methods(**methods),
     ):
         yield

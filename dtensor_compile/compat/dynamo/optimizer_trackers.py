@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.optim.optimizer as _optimizer
@@ -34,7 +33,6 @@ from torch._dynamo.source import (
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_static_address_type
-from torch._dynamo.variables import builder as _builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
@@ -47,8 +45,8 @@ from torch.optim import lr_scheduler
 
 from dtensor_compile.compat.dynamo.calls import Call
 from dtensor_compile.compat.dynamo.guards import Together, guarded_together
-from dtensor_compile.compat.dynamo.tracing import Source, Translator, fact_guard, read_attribute, traces_for_us
-from dtensor_compile.compat.hooks import hook, if_there, needs
+from dtensor_compile.compat.dynamo.tracing import Source, Translator, fact_guard, read_attribute
+from dtensor_compile.compat.patches import if_there, needs, patch, patched
 
 #: The trackers of what is in a list.
 _items = if_there("torch._dynamo.utils:unpack_iterable") or (lambda tx, variable: variable.unpack_var_sequence(tx))
@@ -438,12 +436,19 @@ def _without_value(builder: VariableBuilder, number: VariableTracker) -> Variabl
     return copy.call_method(builder.tx, "item", [], {})
 
 
+_TRACK = patch("torch._dynamo.variables.builder:OptimizerVariable")
+_CHECK_FILE = patch("torch._dynamo.trace_rules:check_file", "filename is_inlined_call")
+_WRAP = patch("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "self value")
+
+
 @needs(
     "optimizer steps inside of the region",
-    hook("torch._dynamo.variables.builder:OptimizerVariable"),
-    hook("torch._dynamo.trace_rules:check_file", "filename is_inlined_call"),
-    hook("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "self value"),
+    _TRACK,
+    _CHECK_FILE,
+    _WRAP,
     without="a step breaks the graph, as in torch",
+    upstream="#120814, #98461",
+    remove_when="Dynamo traces optimizer.step() inside of a larger region without running _init_group",
 )
 @contextlib.contextmanager
 def optimizers_in_the_region() -> Iterator[None]:
@@ -452,29 +457,21 @@ def optimizers_in_the_region() -> Iterator[None]:
     Their schedulers and the scaler of gradients are code like other code then, and a learning rate that has changed
     between calls is a number of the graph.
     """
-    stock_track, stock_check = _builder.OptimizerVariable, trace_rules.check_file
-    stock_wrap = VariableBuilder.wrap_symfloat
 
-    def track(value: torch.optim.Optimizer, **options: Any) -> OptimizerVariable:
-        if not traces_for_us():
-            return stock_track(value, **options)
+    def track(_: Any, value: torch.optim.Optimizer, **options: Any) -> OptimizerVariable:
         variable = TracedOptimizerVariable(value, **options)  # torch forgets what the program sets on an optimizer
         return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, variable)
 
-    def check_file(filename: str | None, is_inlined_call: bool = False) -> trace_rules.SkipResult:
-        if is_inlined_call and filename in _TRACED_FILES and traces_for_us():
+    def check_file(stock: Any, filename: str | None, is_inlined_call: bool = False) -> trace_rules.SkipResult:
+        if is_inlined_call and filename in _TRACED_FILES:
             return trace_rules.SkipResult(False, "traced by backend='dtensor'")
-        return stock_check(filename, is_inlined_call)
+        return stock(filename, is_inlined_call)
 
-    def wrap_symfloat(self: VariableBuilder, value: float) -> VariableTracker:
-        number = stock_wrap(self, value)
-        return _without_value(self, number) if traces_for_us(self.tx) and _is_learning_rate(self.source) else number
+    def wrap_symfloat(stock: Any, self: VariableBuilder, value: float) -> VariableTracker:
+        number = stock(self, value)
+        return _without_value(self, number) if _is_learning_rate(self.source) else number
 
-    with (
-        mock.patch.object(_builder, "OptimizerVariable", track),
-        mock.patch.object(trace_rules, "check_file", check_file),
-        mock.patch.object(VariableBuilder, "wrap_symfloat", wrap_symfloat),
-    ):
+    with patched(_TRACK, track), patched(_CHECK_FILE, check_file), patched(_WRAP, wrap_symfloat):
         yield
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch._dynamo import config
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs, patch, patched_values
 
 #: Name of a layer's function, and the function: ``(x, states, weights, biases, layers, dropout, train, bidirectional,
 #: batch_first)``.
@@ -20,11 +19,17 @@ FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
 }
 
 
+_FUNCTIONS = {name: patch(f"torch._VF:{name}", optional=True) for name in FUNCTIONS}
+
+
 @needs(
     "recurrent layers in graphs",
     hook("torch._dynamo.config:allow_rnn"),
+    *_FUNCTIONS.values(),
     hook("torch.nn.modules.rnn:RNNBase._init_flat_weights", "self"),
     without="recurrent layers run outside of graphs, on whole tensors",
+    upstream="#158007, #185902",
+    remove_when="allow_rnn is on by default and DTensor has rules for recurrent operators",
 )
 def taken_into_graphs() -> contextlib.AbstractContextManager[None]:
     """While it is entered, Dynamo traces through recurrent layers, which it leaves out of graphs otherwise."""
@@ -34,9 +39,7 @@ def taken_into_graphs() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """While it is entered, recurrent layers call these functions in place of torch's."""
-    with contextlib.ExitStack() as stack:
-        for name, function in functions.items():
-            stack.enter_context(mock.patch.object(torch._VF, name, function, create=True))
+    with patched_values({_FUNCTIONS[name]: function for name, function in functions.items()}):
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch._dynamo.backends import registry
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs, patch, set_for_good
 
 
 class _Backends(dict[str, Any]):
@@ -26,17 +26,24 @@ class _Backends(dict[str, Any]):
         return super().__contains__(name)
 
 
+_BACKENDS = patch("torch._dynamo.backends.registry:_COMPILER_FNS", lasting=True)
+
+
 @needs(
     "backends that several threads load at once",
-    hook("torch._dynamo.backends.registry:_COMPILER_FNS"),
+    _BACKENDS,
     hook("torch._dynamo.backends.registry:register_backend", "compiler_fn name tags"),
     without="one of the threads loads them, and the others raise AssertionError: duplicate name",
+    upstream="not reported: few programs compile first on several threads",
+    remove_when="lookup_backend loads an entry point under a lock",
 )
 def register_again(name: str) -> None:
     """This thread is about to register a backend of that name, which another thread may have done since it looked.
 
     torch looks whether a name is known, loads its entry point, and refuses the name if it is known by then.
     """
-    if not isinstance(registry._COMPILER_FNS, _Backends):
-        registry._COMPILER_FNS = _Backends(registry._COMPILER_FNS)
-    registry._COMPILER_FNS.loaded.name = name
+    known = registry._COMPILER_FNS
+    if not isinstance(known, _Backends):
+        known = _Backends(known)
+        set_for_good(_BACKENDS, known)
+    known.loaded.name = name

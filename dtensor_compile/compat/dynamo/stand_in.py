@@ -26,7 +26,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     member_function,
     raise_in_program,
 )
-from dtensor_compile.compat.hooks import if_there
+from dtensor_compile.compat.patches import if_there
 
 #: torch's comparison of objects that know none of their own. (On 2.11, ``==`` asks for the method.)
 _object_richcompare = if_there("torch._dynamo.variables.object_protocol:object_richcompare")

@@ -24,18 +24,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._dynamo.callback import CallbackTrigger, callback_handler
-from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, set_code_exec_strategy, skip_code
+from torch._dynamo.callback import CallbackTrigger
+from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, skip_code
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, raise_observed_exception, unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.source import AttrSource, GlobalSource, GradSource, TypeSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import script_object
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
@@ -56,7 +56,20 @@ from dtensor_compile.compat.dynamo.constant_objects import (
     guard_constant,
     track_world,
 )
-from dtensor_compile.compat.hooks import feature, hook
+from dtensor_compile.compat.patches import (
+    ABSENT,
+    STANDS_FOR,
+    Patch,
+    feature,
+    hook,
+    on_this_thread,
+    patch,
+    patch_for_good,
+    patched,
+    patched_entries,
+    patched_value,
+    stock_torch,
+)
 
 Translator = InstructionTranslatorBase
 
@@ -76,17 +89,28 @@ def read_attribute(owner: Any, tx: Translator, name: str) -> VariableTracker:
     return getattr(owner, READ)(tx, name)
 
 
+#: Methods of tensors that are called while a program is traced; several features replace it.
+CALL_METHOD = patch("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs")
+_METHODS = patch("torch._dynamo.variables.tensor:TensorVariable.tp_methods", optional=True)
+
+
 @contextmanager
 def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterator[None]:
     """While it is entered, calls of these methods of tensors go to these functions in place of
     ``TensorVariable.method_...``.
     """
     table = getattr(TensorVariable, "tp_methods", {})  # as of 2.14 it holds the functions themselves
-    entries = {
-        name: dataclasses.replace(table[name], handler=handler) for name, handler in handlers.items() if name in table
-    }
-    functions = {f"method_{name}": handler for name, handler in handlers.items()}
-    with mock.patch.dict(table, entries), mock.patch.multiple(TensorVariable, **functions):
+    with ExitStack() as stack:
+        for name, handler in handlers.items():
+            row = patch(f"torch._dynamo.variables.tensor:TensorVariable.method_{name}")
+            ours = on_this_thread(
+                getattr(TensorVariable, f"method_{name}"), lambda _, *args, _h=handler, **k: _h(*args, **k)
+            )
+            stack.enter_context(patched_value(row, ours))
+            if name in table:
+                stack.enter_context(
+                    patched_entries(_METHODS, {name: dataclasses.replace(table[name], handler=ours)}, table)
+                )
         yield
 
 
@@ -175,19 +199,38 @@ def real_object(value: Any) -> Any:
 
 
 _BUILDER = "torch._dynamo.variables.builder:"
+_FACTORY = patch(f"torch._dynamo.variables.script_object:{OpaqueVariable.__name__}.create", "proxy value ...")
+_BY_ID = patch(_BUILDER + "VariableBuilder._id_dispatch", "cls")
+_BY_TYPE = patch(_BUILDER + "VariableBuilder._type_dispatch", "cls")
+_MADE = patch(_BUILDER + "SourcelessBuilder._type_handlers")
+#: The tables that these rows stand for.
+_TABLES: dict[Patch, Callable[[], dict[Any, Any]]] = {
+    _BY_ID: lambda: VariableBuilder._id_dispatch(),
+    _BY_TYPE: lambda: VariableBuilder._type_dispatch(),
+    _MADE: lambda: SourcelessBuilder._type_handlers,
+}
+_CALLBACKS = patch(
+    "torch._dynamo.callback:CompilationCallbackHandler.install_callbacks", "self trigger compile_id", lasting=True
+)
+_COMPILE = patch(
+    "torch._dynamo.convert_frame:_compile",
+    "code globals locals builtins closure compiler_fn one_graph ...",
+    lasting=True,
+)
 _TRACKERS = feature(
     "meshes, groups, placements and DTensors in the graph",
-    hook(f"torch._dynamo.variables.script_object:{OpaqueVariable.__name__}.create", "proxy value ...")
-    if OPAQUE
-    else hook("torch._dynamo.variables.distributed:WorldMetaClassVariable.var_getattr", "self tx name"),
-    hook(_BUILDER + "VariableBuilder._id_dispatch", "cls"),
-    hook(_BUILDER + "VariableBuilder._type_dispatch", "cls"),
+    *((_FACTORY,) if OPAQUE else ()),
+    _BY_ID,
+    _BY_TYPE,
     hook(_BUILDER + "VariableBuilder._wrap", "self value"),
-    hook(_BUILDER + "SourcelessBuilder._type_handlers"),
-    hook("torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."),
-    hook("torch._dynamo.callback:callback_handler.install_callbacks", "self trigger compile_id", "trigger compile_id"),
+    _MADE,
+    _COMPILE,
+    _CALLBACKS,
+    hook("torch._dynamo.types:ConvertFrameReturn", "frame_exec_strategy apply_to_code guarded_code ..."),
     without="most programs with them break, and guards would be missing",
     essential=True,
+    upstream="#189136, for devices",
+    remove_when="torch.compile lets a backend register VariableTrackers",
 )
 
 # ---- the scope -----------------------------------------------------------------------------------------------------
@@ -262,8 +305,8 @@ class _Scope:
 
     backend: Backend
     entries: Entries
-    undo: list[Callable[[], None]] = field(default_factory=list)
     depth: int = 0
+    _in_place: ExitStack = field(default_factory=ExitStack)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -289,42 +332,34 @@ class _Scope:
         _TRACKERS.works()
         self.remove()
         if OPAQUE:
-            self._replace_factory()
+            self._in_place.enter_context(patched(_FACTORY, self._create))
         else:
             self._enter_constants()
         for cls, track in self.entries.made.items():
-            self._enter(SourcelessBuilder._type_handlers, cls, functools.partial(self._made, track))
+            self._enter(_MADE, cls, functools.partial(self._made, track))
         for thing, retrack in self.entries.objects:
-            self._enter(VariableBuilder._id_dispatch(), id(thing), functools.partial(self._object, retrack))
+            self._enter(_BY_ID, id(thing), functools.partial(self._object, retrack))
         for cls, track_tensor in self.entries.tensors.items():
-            self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._tensor, track_tensor))
+            self._enter(_BY_TYPE, cls, functools.partial(self._tensor, track_tensor))
         for cls, track_given in self.entries.given.items():
-            self._enter(VariableBuilder._type_dispatch(), cls, functools.partial(self._given, track_given))
-        contexts = ExitStack()
-        self.undo.append(contexts.close)
+            self._enter(_BY_TYPE, cls, functools.partial(self._given, track_given))
         for context in (*self.entries.contexts, *(() if OPAQUE else (track_world,))):
-            contexts.enter_context(context())
+            self._in_place.enter_context(context())
 
     def remove(self) -> None:
-        while self.undo:
-            self.undo.pop()()
+        self._in_place.close()
 
-    def _replace_factory(self) -> None:
+    def _create(
+        self, stock: Any, proxy: Any, value: Any, *args: Any, tx: Translator | None = None, **options: Any
+    ) -> VariableTracker:
         """torch makes every tracker of an opaque object, with a source or as the result of a node, in one static
         method.
         """
-        before = vars(OpaqueVariable)["create"]
-        stock = OpaqueVariable.create
-
-        def create(proxy: Any, value: Any, *args: Any, tx: Translator | None = None, **options: Any) -> VariableTracker:
-            track = self._track_of(type(real_object(value)))
-            if track is None or not self.serves(tx):
-                return stock(proxy, value, *args, tx=tx, **options)
-            source = options.pop("source", None)
-            return track(tx or InstructionTranslator.current_tx(), proxy, value, source, options)
-
-        OpaqueVariable.create = staticmethod(create)
-        self.undo.append(lambda: setattr(OpaqueVariable, "create", before))
+        track = self._track_of(type(real_object(value)))
+        if track is None:
+            return stock(proxy, value, *args, tx=tx, **options)
+        source = options.pop("source", None)
+        return track(tx or InstructionTranslator.current_tx(), proxy, value, source, options)
 
     def _enter_constants(self) -> None:
         """Where torch carries no such objects in graphs, it makes their trackers in several places; these are looked up
@@ -334,9 +369,9 @@ class _Scope:
             track = self._track_of(cls)
             if track is not None:
                 made = functools.partial(self._made, functools.partial(_track_constant, track))
-                self._enter(SourcelessBuilder._type_handlers, cls, made)
+                self._enter(_MADE, cls, made)
                 given = functools.partial(self._given, functools.partial(_track_given_constant, track))
-                self._enter(VariableBuilder._type_dispatch(), cls, given)
+                self._enter(_BY_TYPE, cls, given)
 
     def _track_of(self, cls: type) -> Track | None:
         return next((self.entries.opaque[base] for base in cls.__mro__ if base in self.entries.opaque), None)
@@ -363,23 +398,19 @@ class _Scope:
     ) -> VariableTracker:
         return track(builder, value) if self.serves(builder.tx) else stock(builder._wrap, value)
 
-    def _enter(self, table: dict[Any, Any], key: Any, entry: Callable[..., VariableTracker]) -> None:
+    def _enter(self, row: Patch, key: Any, entry: Callable[..., VariableTracker]) -> None:
         """Puts ``entry(stock, *args)`` into a table of Dynamo's, where ``stock(look_up, *args)`` is what torch does
         itself.
         """
+        table = _TABLES[row]()
         if key in table:
             return  # someone else's, torch.compiler.substitute_in_graph for instance
 
         def stock(look_up: Callable[..., VariableTracker], *args: Any) -> VariableTracker:
-            del table[key]
-            try:
+            with patched_entries(row, {key: ABSENT}, table):
                 return look_up(*args)
-            finally:
-                table[key] = ours
 
-        ours = functools.partial(entry, stock)
-        table[key] = ours
-        self.undo.append(lambda: table.pop(key))
+        self._in_place.enter_context(patched_entries(row, {key: functools.partial(entry, stock)}, table))
 
 
 def _track_constant(track: Track, tx: Translator, value: Any) -> VariableTracker:
@@ -401,28 +432,28 @@ def install_while_tracing(backend: Backend, entries: Entries) -> None:
     if any(scope.backend is backend for scope in _scopes):
         return
     _scopes.append(_Scope(backend, entries))
-    if "install_callbacks" not in vars(callback_handler):
-        callback_handler.install_callbacks = _around_compilation(callback_handler.install_callbacks)
+    if len(_scopes) == 1:
+        patch_for_good(_CALLBACKS, _around_compilation)
+        patch_for_good(_COMPILE, _leave_some_to_python)
 
 
+@contextmanager
 def _around_compilation(
-    stock: Callable[..., AbstractContextManager[None]],
-) -> Callable[..., AbstractContextManager[None]]:
+    stock: Any, handler: Any, trigger: CallbackTrigger, *args: Any, **kwargs: Any
+) -> Iterator[None]:
     """``install_callbacks(trigger, compile_id)`` with the scope of the backend inside, where one of ours compiles."""
-
-    @contextmanager
-    def install_callbacks(trigger: CallbackTrigger, *args: Any, **kwargs: Any) -> Iterator[None]:
-        backend = backend_on_stack() if trigger is CallbackTrigger.DYNAMO else None
-        scope = next((scope for scope in _scopes if scope.backend is backend), None)
-        with stock(trigger, *args, **kwargs), scope.around() if scope is not None else nullcontext():
-            yield
-
-    return install_callbacks
+    with ExitStack() as stack:
+        stack.enter_context(stock(handler, trigger, *args, **kwargs))
+        if trigger is CallbackTrigger.DYNAMO:
+            backend = backend_on_stack()
+            scope = next((scope for scope in _scopes if scope.backend is backend), None)
+            stack.enter_context(scope.around() if scope is not None else stock_torch())
+        yield
 
 
 def installed_backends() -> list[Backend]:
     """The backends whose entries are in place right now."""
-    return [scope.backend for scope in _scopes if scope.undo]
+    return [scope.backend for scope in _scopes if scope.depth]
 
 
 def traces_for_us(tx: Translator | None = None) -> bool:
@@ -447,27 +478,61 @@ def describe_fake(value: Any) -> None:
         object.__setattr__(value, "__str__", lambda: str(real))
 
 
+#: Code whose frames a backend of ours leaves to Python, and whether what they call is left to it, too.
+_left: dict[types.CodeType, bool] = {}
+_left_if: list[Callable[[types.CodeType], bool]] = []
+
+
+def _leave_some_to_python(
+    stock: Any,
+    code: types.CodeType,
+    globals: Any,
+    locals: Any,
+    builtins: Any,
+    closure: Any,
+    compiler_fn: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Dynamo's ``_compile``, without the frames that a backend of ours leaves to Python.
+
+    Nothing is noted on the code, as ``skip_code`` would: another backend may compile it.
+    """
+    with_calls = _left.get(code)
+    if with_calls is None and any(leave(code) for leave in _left_if):
+        with_calls = False
+    if with_calls is None or not compiles_for_us(compiler_fn):
+        return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if with_calls else FrameAction.DEFAULT)
+    return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+
 @functools.cache
 def leave_to_python(cls: type) -> None:
-    """Frames of methods of `cls` that Python enters stay with Python from now on; calls from what is traced are traced
-    as ever.
+    """Frames of methods of `cls` that Python enters stay with Python under our backend; calls from what is traced are
+    traced as ever.
 
     Dynamo does so itself for objects that it cannot look into: it cannot trace one that is half made, or half copied.
     """
     for member in vars(cls).values():
         function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(function, types.FunctionType):
-            skip_code(function.__code__)
+            _left.setdefault(getattr(function, STANDS_FOR, function).__code__, False)
 
 
-def leave_frames_to_python(function: types.FunctionType) -> None:
-    """Frames of `function` that Python enters stay with Python from now on; what it calls may be compiled."""
-    skip_code(function.__code__)
+def leave_code_to_python(leave: Callable[[types.CodeType], bool]) -> None:
+    """Frames whose code `leave` says so of stay with Python under our backend; calls from what is traced are traced."""
+    _left_if.append(leave)
 
 
 def leave_calls_to_python(function: types.FunctionType) -> None:
-    """Frames of `function` that Python enters stay with Python from now on, and so does what they call."""
-    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    """Frames of `function` that Python enters stay with Python under our backend, and so does what they call."""
+    _left[function.__code__] = True
+
+
+def leave_frames_to_python(function: types.FunctionType) -> None:
+    """Frames of `function`, one of ours, stay with Python under any backend; what it calls may be compiled."""
+    skip_code(function.__code__)
 
 
 def graph_break(code: str, context: str, explanation: str = "", hint: str = "") -> NoReturn:
@@ -513,11 +578,6 @@ def member_function(
     """The bound method `name` of `owner`, which calls `call` with the trackers of its arguments."""
     source = AttrSource(owner.source, name) if owner.source else None
     return LambdaVariable(lambda *args, **kwargs: call(list(args), kwargs), source=source)
-
-
-#: Attribute of a function that stands in the place of one of torch's while our backend traces: that one, which programs
-#: call.
-STANDS_FOR = "_dtensor_compile_stands_for"
 
 
 def inline_member(owner: VariableTracker, tx: Translator, name: str) -> VariableTracker | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
@@ -16,13 +14,18 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
-from dtensor_compile.compat.hooks import feature, hook, needs
+from dtensor_compile.compat.patches import feature, hook, needs, patch, patched
+
+_REDUCE = patch("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t")
+_SYMINTS = patch("torch._inductor.codecache:GuardedCache._filter_backed_symints", "cls inputs")
 
 
 @needs(
     "graphs kept in caches from process to process",
-    hook("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t"),
+    _REDUCE,
     without="programs with a mesh compile anew in each process",
+    upstream="#183999, #173526",
+    remove_when="FxGraphCachePickler reduces a mesh to a value that is the same in every process",
 )
 @contextlib.contextmanager
 def meshes_by_layout() -> Iterator[None]:
@@ -33,25 +36,25 @@ def meshes_by_layout() -> Iterator[None]:
     """
     from torch._inductor.codecache import FxGraphCachePickler, _ident
 
-    stock = FxGraphCachePickler._reduce_fake_script_object
-
-    def reduce(self: FxGraphCachePickler, value: FakeScriptObject) -> tuple[Any, ...]:
+    def reduce(stock: Any, self: FxGraphCachePickler, value: FakeScriptObject) -> tuple[Any, ...]:
         mesh = value.real_obj
         if not isinstance(mesh, DeviceMesh):
             return stock(self, value)
         layout = (mesh.device_type, mesh.mesh_dim_names, mesh_dims(mesh), rank_map(mesh))
         return _ident, ((value.script_class_name, repr(layout)),)
 
-    with mock.patch.object(FxGraphCachePickler, "_reduce_fake_script_object", reduce):
+    with patched(_REDUCE, reduce):
         yield
 
 
 #: Where it does not work, no graph is kept: it could be found by a program of other sizes.
 GUARDS_LOCAL_SIZES = feature(
     "graphs over dynamic local sizes in caches",
-    hook("torch._inductor.codecache:GuardedCache._filter_backed_symints", "cls inputs"),
+    _SYMINTS,
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv.create_symintnode", "self sym hint ..."),
     without="graphs are compiled again in each process",
+    upstream="#127970, #128045",
+    remove_when="_filter_backed_symints and get_pruned_guards look into sizes of tensors and of what subclasses hold",
 )
 
 
@@ -63,21 +66,17 @@ def guards_of_local_sizes() -> Iterator[None]:
     is an input, and may be an expression (``2*s3``) of a symbol that only the size of the local tensor is: guards on
     ``s3`` are then left out, and those that compare such an expression name where Dynamo found ``s3`` and cannot be
     evaluated.
-
-    Upstream: `_filter_backed_symints` and `get_pruned_guards`. Can go once they look into sizes of tensors.
     """
     if not GUARDS_LOCAL_SIZES.works():
         yield
         return
     from torch._inductor.codecache import GuardedCache
 
-    owner, stock = threading.get_ident(), GuardedCache._filter_backed_symints
+    def backed_symints(stock: Any, cls: type[GuardedCache[Any]], inputs: Sequence[Any]) -> list[torch.SymInt]:
+        found = stock(cls, inputs)
+        return [*found, *_left_out(found, inputs)]
 
-    def backed_symints(cls: type[GuardedCache[Any]], inputs: Sequence[Any]) -> list[torch.SymInt]:
-        found = stock.__func__(cls, inputs)
-        return [*found, *_left_out(found, inputs)] if threading.get_ident() == owner else found
-
-    with mock.patch.object(GuardedCache, "_filter_backed_symints", classmethod(backed_symints)):
+    with patched(_SYMINTS, backed_symints):
         yield
 
 

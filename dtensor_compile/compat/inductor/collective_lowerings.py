@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from dtensor_compile.compat.distributed.functional_collectives import functional
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import needs, on_this_thread, patch, patched_entries
 
 #: Those with a number beside the tensor: the size of the group, or the rank that sends.
 _WITH_NUMBERS = (functional("all_gather_into_tensor"), functional("broadcast"))
 
 
+_LOWERINGS = patch("torch._inductor.lowering:lowerings")
+
+
 @needs(
     "masks that are sent as they are",
-    hook("torch._inductor.lowering:lowerings"),
+    _LOWERINGS,
     without="masks are gathered as integers of eight bytes, and kernels that choose by them are not written",
+    upstream="not reported: the result is right, and eight times as large",
+    remove_when="all_gather_into_tensor and broadcast are lowered with type_promotion_kind=None",
 )
 @contextlib.contextmanager
 def masks_are_sent_as_they_are() -> Iterator[None]:
@@ -31,19 +34,10 @@ def masks_are_sent_as_they_are() -> Iterator[None]:
     """
     from torch._inductor.lowering import lowerings
 
-    owner = threading.get_ident()
-
-    def unpromoted(stock: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(stock)
-        def lower(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            ours = threading.get_ident() == owner and tensor.get_dtype() == torch.bool
-            return (stock.__wrapped__ if ours else stock)(tensor, *args, **kwargs)
-
-        return lower
+    def unpromoted(stock: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        lower = stock.__wrapped__ if tensor.get_dtype() == torch.bool else stock  # type: ignore[attr-defined]
+        return lower(tensor, *args, **kwargs)
 
     stock = {op: lowerings[op] for op in _WITH_NUMBERS if hasattr(lowerings.get(op), "__wrapped__")}
-    lowerings.update({op: unpromoted(lowering) for op, lowering in stock.items()})
-    try:
+    with patched_entries(_LOWERINGS, {op: on_this_thread(lower, unpromoted) for op, lower in stock.items()}):
         yield
-    finally:
-        lowerings.update(stock)  # what others added to the table meanwhile stays

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.compat.aot.partition import HeldNodes
-from dtensor_compile.compat.hooks import feature, hook, if_there
 from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, meshes_by_layout
 from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_uncompiled
+from dtensor_compile.compat.patches import feature, hook, if_there
 
 GraphFunction = Callable[[torch.fx.Graph], None]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 from torch._dynamo.bytecode_transformation import create_call_function, create_instruction
 from torch._dynamo.codegen import PyCodegen
@@ -26,30 +25,34 @@ from torch._dynamo.source import (
     OptimizerSource,
 )
 
-from dtensor_compile.compat.dynamo.tracing import Source, constant_source, traces_for_us
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.dynamo.tracing import Source, constant_source
+from dtensor_compile.compat.patches import needs, patch, patched
 from dtensor_compile.native.loader import READS, native
 
 #: For fewer inputs a call costs more than it saves.
 FEWEST = 8
 
 
+_CALL = patch("torch._dynamo.codegen:PyCodegen.make_call_generated_code", "self fn_name")
+
+
 @needs(
     "inputs of a graph read in one walk in C++",
-    hook("torch._dynamo.codegen:PyCodegen.make_call_generated_code", "self fn_name"),
+    _CALL,
     without="calls cost what they cost under torch",
+    upstream="#161783",
+    remove_when="Dynamo reads the inputs of a graph in one C++ walk",
 )
 @contextlib.contextmanager
 def inputs_in_one_walk() -> Iterator[None]:
     """While it is entered, code that Dynamo writes for our backend reads inputs of graphs in one walk."""
-    stock = PyCodegen.make_call_generated_code
 
-    def call_graph(self: PyCodegen, name: str) -> None:
-        if traces_for_us(self.tx) and not self.tx.export and native() is not None:
+    def call_graph(stock: Any, self: PyCodegen, name: str) -> None:
+        if not self.tx.export and native() is not None:
             _fetch(self, [arg.source for arg in self.tx.output.graphargs if arg.source is not None])
         stock(self, name)
 
-    with mock.patch.object(PyCodegen, "make_call_generated_code", call_graph):
+    with patched(_CALL, call_graph):
         yield
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-from unittest import mock
+from typing import TYPE_CHECKING, Any
 
-from dtensor_compile.compat.hooks import hook, needs
+from dtensor_compile.compat.patches import hook, needs, patch, patched
 from dtensor_compile.native import layouts
 
 if TYPE_CHECKING:
@@ -24,11 +22,16 @@ if TYPE_CHECKING:
 FEWEST = 4
 
 
+_ASSERTS = patch("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_input_size_asserts", "self")
+
+
 @needs(
     "layouts of inputs checked in one call",
-    hook("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_input_size_asserts", "self"),
+    _ASSERTS,
     hook("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_deferred_input_asserts", "self input_names"),
     without="inputs are checked one by one, as in torch",
+    upstream="#184752, #177719",
+    remove_when="Inductor checks the layouts of all inputs in one call",
 )
 @contextlib.contextmanager
 def inputs_checked_at_once() -> Iterator[None]:
@@ -37,14 +40,12 @@ def inputs_checked_at_once() -> Iterator[None]:
     """
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-    owner, stock = threading.get_ident(), PythonWrapperCodegen.codegen_input_size_asserts
-
-    def write(self: PythonWrapperCodegen) -> None:
+    def write(stock: Any, self: PythonWrapperCodegen) -> None:
         stock(self)
-        if threading.get_ident() == owner and type(self) is PythonWrapperCodegen:
+        if type(self) is PythonWrapperCodegen:
             _at_once(self)
 
-    with mock.patch.object(PythonWrapperCodegen, "codegen_input_size_asserts", write):
+    with patched(_ASSERTS, write):
         yield
 
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._inductor import custom_graph_pass
 
-from dtensor_compile.compat.hooks import feature, hook, needs
+from dtensor_compile.compat.patches import feature, hook, needs, patch, patched
 
 Nodes = list[Any]
 
@@ -49,14 +47,23 @@ TIES = feature(
 )
 
 
+#: What computes the dependencies of a kernel again; the second since 2.13, on GPUs.
+_AGAIN = (
+    patch("torch._inductor.scheduler:SchedulerNode.recompute_size_and_body", "self ..."),
+    patch("torch._inductor.scheduler:SchedulerNode.cancel_reduction_split", "self ...", optional=True),
+)
+
+
 @needs(
     "fused kernels that wait for all that they read",
-    hook("torch._inductor.scheduler:SchedulerNode.recompute_size_and_body", "self ..."),
+    *_AGAIN,
     hook("torch._inductor.scheduler:SchedulerNode.set_read_writes", "self ..."),
     hook("torch._inductor.dependencies:StarDep"),
     hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
     without="one could run before the wait for a collective whose result it reads",
     essential=True,
+    upstream="#185873, #178486, #177816",
+    remove_when="2.13 is not supported any more: 2.14 keeps the dependency",
 )
 @contextlib.contextmanager
 def waits_are_kept() -> Iterator[None]:
@@ -67,26 +74,14 @@ def waits_are_kept() -> Iterator[None]:
     and has the fused kernel run when the buffer is there, with what this rank alone put into it.
     """
     from torch._inductor.dependencies import StarDep, WeakDep
-    from torch._inductor.scheduler import SchedulerNode
     from torch.utils._ordered_set import OrderedSet
 
-    owner = threading.get_ident()
+    def compute_again(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        tied = OrderedSet(dep for dep in self.read_writes.reads if isinstance(dep, (StarDep, WeakDep)))  # lost on 2.11
+        stock(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.with_read(tied).rename(self.mutation_renames))
 
-    def keeping(stock: Callable[..., None]) -> Callable[..., None]:
-        def compute_again(self: Any, *args: Any, **kwargs: Any) -> None:
-            tied = OrderedSet(
-                dep for dep in self.read_writes.reads if isinstance(dep, (StarDep, WeakDep))
-            )  # lost on 2.11
-            stock(self, *args, **kwargs)
-            if threading.get_ident() == owner:
-                self.set_read_writes(self.read_writes.with_read(tied).rename(self.mutation_renames))
-
-        return compute_again
-
-    with contextlib.ExitStack() as stack:
-        for name in ("recompute_size_and_body", "cancel_reduction_split"):
-            if hasattr(SchedulerNode, name):  # the second since 2.13, on GPUs
-                stack.enter_context(mock.patch.object(SchedulerNode, name, keeping(getattr(SchedulerNode, name))))
+    with patched(_AGAIN[0], compute_again), patched(_AGAIN[1], compute_again):
         yield
 
 

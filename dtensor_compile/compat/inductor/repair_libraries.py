@@ -9,26 +9,29 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
-from torch._inductor import codecache, cpu_vec_isa
+from dtensor_compile.compat.patches import needs, patch, patched
 
-from dtensor_compile.compat.hooks import hook, needs
+_LOAD = patch(
+    "torch._inductor.codecache:CppCodeCache.load_async",
+    "cls main_code device_type submit_fn extra_flags optimized_code ...",
+)
+_LOAD_LIBRARY = patch("torch._inductor.codecache:CppCodeCache._load_library", "cls path key")
+_CHECK = patch("torch._inductor.cpu_vec_isa:VecISA.check_build", "self code")
+_PROBE = patch("torch._inductor.cpu_vec_isa:VecISA._probe_load", "self output_path")
 
 
 @needs(
     "damaged libraries in Inductor's cache built again",
-    hook(
-        "torch._inductor.codecache:CppCodeCache.load_async",
-        "cls main_code device_type submit_fn extra_flags optimized_code ...",
-    ),
-    hook("torch._inductor.codecache:CppCodeCache._load_library", "cls path key"),
-    hook("torch._inductor.cpu_vec_isa:VecISA.check_build", "self code"),
-    hook("torch._inductor.cpu_vec_isa:VecISA._probe_load", "self output_path"),
+    _LOAD,
+    _LOAD_LIBRARY,
+    _CHECK,
+    _PROBE,
     without="they are an error, as in torch",
+    upstream="#102539",
+    remove_when="Inductor links libraries under another name and renames them, or rebuilds one that does not load",
 )
 @contextlib.contextmanager
 def rebuild_damaged_libraries() -> Iterator[None]:
@@ -36,30 +39,31 @@ def rebuild_damaged_libraries() -> Iterator[None]:
 
     That holds for kernels, and for the small library by which Inductor finds out whether vector instructions can be
     used."""
-    kernels, vectors, owner = codecache.CppCodeCache, cpu_vec_isa.VecISA, threading.get_ident()
-    load_async, load_library = kernels.load_async.__func__, kernels._load_library.__func__
-    check_build, probe = vectors.check_build, vectors._probe_load
 
     def check(path: str) -> None:
-        if threading.get_ident() == owner and not is_whole_library(path):
+        if not is_whole_library(path):
             os.remove(path)
             raise _Damaged(path)
 
-    def load_whole(cls: Any, path: str, key: str) -> Any:
-        check(path)
-        return load_library(cls, path, key)
+    def load(stock: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return _twice(stock(*args, **kwargs))
 
-    def probe_whole(self: Any, path: str) -> bool:
+    def load_whole(stock: Any, cls: Any, path: str, key: str) -> Any:
         check(path)
-        return probe(self, path)
+        return stock(cls, path, key)
+
+    def check_build(stock: Any, self: Any, code: str) -> Any:
+        return _twice(lambda: stock(self, code))()
+
+    def probe_whole(stock: Any, self: Any, path: str) -> bool:
+        check(path)
+        return stock(self, path)  # type: ignore[no-any-return]
 
     with (
-        mock.patch.object(
-            kernels, "load_async", classmethod(lambda *args, **kwargs: _twice(load_async(*args, **kwargs)))
-        ),
-        mock.patch.object(kernels, "_load_library", classmethod(load_whole)),
-        mock.patch.object(vectors, "check_build", lambda self, code: _twice(lambda: check_build(self, code))()),
-        mock.patch.object(vectors, "_probe_load", probe_whole),
+        patched(_LOAD, load),
+        patched(_LOAD_LIBRARY, load_whole),
+        patched(_CHECK, check_build),
+        patched(_PROBE, probe_whole),
     ):
         yield
 

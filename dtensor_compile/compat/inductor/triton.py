@@ -85,13 +85,13 @@ def driver_for(gpu: Gpu) -> Iterator[None]:
         def is_active() -> bool:
             return True
 
-    before = driver._active, driver._default
+    active, default = driver._active, driver._default  # Triton's, and not torch's
     driver.set_active(Driver())
     driver._default = driver._active
     try:
         yield
     finally:
-        driver._active, driver._default = before
+        driver._active, driver._default = active, default
 
 
 def load_kernel(name: str, source: str) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.callback import callback_handler
+from torch._dynamo.callback import CompilationCallbackHandler
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch.distributed.tensor import Shard
@@ -165,10 +165,10 @@ def test_trackers_are_in_place_while_another_thread_compiles_a_backward():
 
 @on_ranks(1)
 def test_installing_again_changes_nothing():
-    around = callback_handler.install_callbacks
+    around = CompilationCallbackHandler.install_callbacks
     install_trackers(dtensor)
     install_while_tracing(dtensor, Entries({}, {}, ()))
-    assert callback_handler.install_callbacks is around
+    assert CompilationCallbackHandler.install_callbacks is around
 
 
 # ---- processes of their own: what a process looks like before and after us -----------------------------------------
@@ -274,7 +274,10 @@ def _run(script):
 def test_no_attribute_of_torch_differs_after_a_step_through_our_backend():
     compared, differing = _run(_ATTRIBUTES)
     assert compared > 10_000
-    assert differing == []
+    assert sorted(differing) == [  # the lasting patches, which hand over to torch where another backend compiles
+        "torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",
+        "torch._dynamo.convert_frame._compile",
+    ]
 
 
 @pytest.mark.slow
