@@ -21,6 +21,7 @@ stock does not."""
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -227,6 +228,12 @@ def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.P
     dist.destroy_process_group()
 
 
+def _title(path: pathlib.Path) -> str:
+    """The first paragraph of a program's docstring, on one line."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
 def run(name: str, path: pathlib.Path, repeats: int, timeout: float) -> dict[str, Any]:
     """The figures of one program."""
     ranks = ranks_of(path)
@@ -243,7 +250,7 @@ def run(name: str, path: pathlib.Path, repeats: int, timeout: float) -> dict[str
             print(done.stderr, file=sys.stderr)
             return {"program": name, "ranks": ranks, "failed": said[0]}
         each = [json.loads(pathlib.Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
-    row: dict[str, Any] = {"program": name, "ranks": ranks, "title": path.read_text().split('"""')[1].splitlines()[0]}
+    row: dict[str, Any] = {"program": name, "ranks": ranks, "title": _title(path)}
     for variant, first in each[0].items():
         if "failed" in first:
             row[variant] = first

@@ -316,6 +316,15 @@ def patched(row: Patch, replacement: Callable[..., Any], *, every_thread: bool =
     if row.optional and not row.is_there():
         yield
         return
+    put_back = _put(row, replacement, every_thread)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def _put(row: Patch, replacement: Callable[..., Any], every_thread: bool) -> Callable[[], None]:
+    """Puts a replacement in place; returns what takes it out again."""
     owner, name = row.target()
     thread, key = threading.get_ident(), (id(owner), name)
     with _lock:
@@ -326,9 +335,8 @@ def patched(row: Patch, replacement: Callable[..., Any], *, every_thread: bool =
         layer = functools.partial(replacement, site.of_all[-1] if every_thread and site.of_all else site.top(thread))
         layers = site.of_all if every_thread else site.of_thread.setdefault(thread, [])
         layers.append(layer)
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         with _lock:
             layers.remove(layer)
             if not site.of_thread.get(thread, True):
@@ -336,6 +344,8 @@ def patched(row: Patch, replacement: Callable[..., Any], *, every_thread: bool =
             if not site.of_thread and not site.of_all:
                 site.remove()
                 _sites.pop(key, None)
+
+    return put_back
 
 
 def is_called_from(module: types.ModuleType) -> bool:
@@ -443,16 +453,10 @@ def on_this_thread(stock: Callable[..., Any], replacement: Callable[..., Any]) -
 def patch_for_good(row: Patch, replacement: Callable[..., Any]) -> None:
     """From now on calls of the function of `row`, which says that it is `lasting`, go to ``replacement(stock, ...)``."""
     assert row.lasting, row
-    scope = patched(row, replacement, every_thread=True)
-    scope.__enter__()
-    _for_good.append(scope)
+    _put(row, replacement, every_thread=True)
 
 
 def set_for_good(row: Patch, value: Any) -> None:
     """The attribute of `row`, which says that it is `lasting`, is `value` from now on."""
     assert row.lasting, row
     setattr(*row.target(), value)
-
-
-#: A scope that nothing refers to would end.
-_for_good: list[AbstractContextManager[None]] = []

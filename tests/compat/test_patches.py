@@ -38,6 +38,9 @@ from dtensor_compile.compat.patches import (
 )
 from dtensor_compile.testing import make_mesh, on_ranks
 
+for _module in pkgutil.walk_packages(compat.__path__, f"{compat.__name__}."):
+    importlib.import_module(_module.name)
+
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch):
@@ -391,8 +394,6 @@ def _root(node):
 
 
 def test_every_lasting_patch_is_known():
-    for module in pkgutil.walk_packages(compat.__path__, f"{compat.__name__}."):
-        importlib.import_module(module.name)
     lasting = {h.place for of in FEATURES.values() for h in of.hooks if isinstance(h, Patch) and h.lasting}
     assert lasting == {
         "torch._dynamo.backends.registry:_COMPILER_FNS",

@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import operator
 import pathlib
 import subprocess
 import sys
@@ -19,7 +20,15 @@ from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch.distributed.tensor import Shard
 
 from dtensor_compile.backend import dtensor
-from dtensor_compile.compat.dynamo.tracing import Entries, OpaqueVariable, install_while_tracing, installed_backends
+from dtensor_compile.compat.dynamo import tracing
+from dtensor_compile.compat.dynamo.tracing import (
+    Entries,
+    OpaqueVariable,
+    install_while_tracing,
+    installed_backends,
+    leave_calls_to_python,
+    leave_code_to_python,
+)
 from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.stages import program
 from dtensor_compile.testing import make_mesh, on_ranks
@@ -278,6 +287,48 @@ def test_no_attribute_of_torch_differs_after_a_step_through_our_backend():
         "torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",
         "torch._dynamo.convert_frame._compile",
     ]
+
+
+def _helper(x):
+    return _inner(x) + 1
+
+
+def _inner(x):
+    return x.sin()
+
+
+@torch._dynamo.disable(recursive=False)
+def _runs_in_python(x):
+    return _helper(x)
+
+
+def _calls_it(x):
+    return _runs_in_python(x)
+
+
+@on_ranks(1)
+def test_frames_that_we_leave_to_python_are_compiled_by_other_backends():
+    """Nothing is noted on the code: our backend is first, and what it leaves alone another one takes."""
+    names = []
+
+    def backend(gm, inputs):
+        names.append({node.target for node in gm.graph.nodes if node.op in ("call_function", "call_method")})
+        return gm.forward
+
+    x = torch.ones(2)
+    for leave, left in ((leave_code_to_python, [{"sin"}]), (leave_calls_to_python, [])):
+        with mock.patch.multiple(tracing, _left={}, _left_if=[], _scopes=[*tracing._scopes]):
+            install_while_tracing(backend, Entries({}, {}, ()))
+            leave(_helper if leave is leave_calls_to_python else _helper.__code__.__eq__)
+            for compiler, expected in (
+                (backend, left),
+                (lambda gm, inputs: backend(gm, inputs), [{"sin", operator.add}]),
+            ):
+                torch._dynamo.reset()
+                names.clear()
+                for _ in range(2):
+                    torch.testing.assert_close(torch.compile(_calls_it, backend=compiler)(x), x.sin() + 1)
+                assert names == expected
 
 
 @pytest.mark.slow
