@@ -37,7 +37,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_compile.compat.patches import feature, hook, patch, patched, patched_entries, patched_value, patched_values
+from dtensor_compile.compat.apply_patches import patched, patched_entries, patched_value, patched_values
+from dtensor_compile.compat.patches import feature, hook, patch
 from dtensor_compile.errors import OfflineError
 from dtensor_compile.native.loader import built_library
 
@@ -481,9 +482,6 @@ def _interfaces(gpu: Gpu) -> Iterator[None]:
 @contextlib.contextmanager
 def _generated_code(hooks: Hooks) -> Iterator[None]:
     """Kernels and generated code are loaded through `hooks`; what was loaded meanwhile is unloaded."""
-    from torch._inductor.codecache import PyCodeCache
-    from torch._inductor.fx_passes import joint_graph
-    from torch._inductor.select_algorithm import ExternKernelCaller
     from torch._inductor.virtualized import V
 
     stock_view = torch._C._dynamo.guards._reinterpret_tensor
@@ -499,9 +497,47 @@ def _generated_code(hooks: Hooks) -> Iterator[None]:
             module.call = _called_in(scope, module.call)
         return module
 
-    class Folder(joint_graph.UniformValueConstantFolder):
-        """Constants that are one number each are computed, and that is done on the CPU."""
+    def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+        as_strided = torch.as_strided if isinstance(tensor, FakeTensor) else stock_view
+        return as_strided(tensor, size, stride, offset)
 
+    values = {
+        _KERNEL: triton,
+        _EMPTY: _empty_on_cuda,
+        _VIEW: view,
+        _ALIGNMENT: _nothing,
+        _MISALIGNED: lambda tensor: tensor,
+        _LAZY_INIT: _nothing,
+        _FOLDER: _folder(),
+        _DRIVER: _nothing,
+        _ALLOCATOR: lambda: "the device is emulated",
+    }
+    with (
+        _unloaded_at_the_end(),
+        patched_values(values),
+        patched(_LOAD, load, every_thread=True),
+        patched(_SELECT, _select_a_library, every_thread=True),
+    ):
+        yield
+
+
+def _empty_on_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _select_a_library(stock: Any, self: Any, name: str, choices: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Of the ways to multiply the first that is a library's; others would have to be measured."""
+    from torch._inductor.select_algorithm import ExternKernelCaller
+
+    of_libraries = [choice for choice in choices if isinstance(choice, ExternKernelCaller)]
+    return stock(self, name, (of_libraries or choices)[:1], *args, **kwargs)
+
+
+def _folder() -> type:
+    """The class that computes constants that are one number each, on the CPU."""
+    from torch._inductor.fx_passes import joint_graph
+
+    class Folder(joint_graph.UniformValueConstantFolder):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with _OnCpu():
                 super().__init__(*args, **kwargs)
@@ -510,45 +546,25 @@ def _generated_code(hooks: Hooks) -> Iterator[None]:
             with _OnCpu():
                 return super().run(*args, **kwargs)
 
-    def select(stock: Any, self: Any, name: str, choices: list[Any], *args: Any, **kwargs: Any) -> Any:
-        of_libraries = [choice for choice in choices if isinstance(choice, ExternKernelCaller)]
-        choices = (of_libraries or choices)[:1]  # others would have to be measured
-        return stock(self, name, choices, *args, **kwargs)
+    return Folder
 
-    def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
-        as_strided = torch.as_strided if isinstance(tensor, FakeTensor) else stock_view
-        return as_strided(tensor, size, stride, offset)
 
-    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+@contextlib.contextmanager
+def _unloaded_at_the_end() -> Iterator[None]:
+    """Modules of generated code that are loaded meanwhile are forgotten."""
+    from torch._inductor.codecache import PyCodeCache
 
     loaded = set(sys.modules)
     kept = [(table, table.copy()) for table in (PyCodeCache.modules, PyCodeCache.modules_no_attr, PyCodeCache.linemaps)]
-    values = {
-        _KERNEL: triton,
-        _EMPTY: empty,
-        _VIEW: view,
-        _ALIGNMENT: _nothing,
-        _MISALIGNED: lambda tensor: tensor,
-        _LAZY_INIT: _nothing,
-        _FOLDER: Folder,
-        _DRIVER: _nothing,
-        _ALLOCATOR: lambda: "the device is emulated",
-    }
-    with (
-        patched_values(values),
-        patched(_LOAD, load, every_thread=True),
-        patched(_SELECT, select, every_thread=True),
-    ):
-        try:
-            yield
-        finally:
-            for table, before in kept:
-                table.clear()
-                table.extend(before) if isinstance(table, list) else table.update(before)
-            for name in set(sys.modules) - loaded:
-                if name.startswith("torch._inductor.runtime.compile_tasks."):
-                    del sys.modules[name]
+    try:
+        yield
+    finally:
+        for table, before in kept:
+            table.clear()
+            table.extend(before) if isinstance(table, list) else table.update(before)
+        for name in set(sys.modules) - loaded:
+            if name.startswith("torch._inductor.runtime.compile_tasks."):
+                del sys.modules[name]
 
 
 def _called_in(

@@ -54,21 +54,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_o
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor_compile.compat.aot.shapes import has_hint
+from dtensor_compile.compat.apply_patches import ABSENT, on_this_thread, patched, patched_entries
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map, real_mesh
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.settings import implicit_replication
-from dtensor_compile.compat.patches import (
-    ABSENT,
-    Patch,
-    hook,
-    if_there,
-    needs,
-    on_this_thread,
-    patch,
-    patched,
-    patched_entries,
-)
+from dtensor_compile.compat.patches import Patch, hook, if_there, needs, patch
 
 aten = torch.ops.aten
 
@@ -704,8 +695,8 @@ _KERNELS = patch("torch._ops:OpOverload.py_kernels", optional=True)
     without="ranks could decide differently",
     essential=True,
     upstream="#160697, #185356, #127797, #152963, #184945, #166483, #158476, #162307, #187373",
-    remove_when="decisions do not depend on whether a rank is in the mesh, specs hash symbolic numbers, and DTensor has a "
-    "public fallback to replicas",
+    remove_when="decisions do not depend on whether a rank is in the mesh, specs hash symbolic numbers, and DTensor "
+    "has a public fallback to replicas",
 )
 @contextlib.contextmanager
 def sharding_rules(replicate: Callable[[], bool]) -> Iterator[None]:

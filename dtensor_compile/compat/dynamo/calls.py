@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.tracing import (
     CALL_METHOD,
     COMPARE,
@@ -39,7 +40,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     member_function,
     read_attribute,
 )
-from dtensor_compile.compat.patches import FEATURES, if_there, needs, patch, patched
+from dtensor_compile.compat.patches import FEATURES, if_there, needs, patch
 
 #: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
 Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]

@@ -47,6 +47,16 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils.weak import TensorWeakRef
 
 from dtensor_compile.causes import break_title, cause
+from dtensor_compile.compat.apply_patches import (
+    ABSENT,
+    STANDS_FOR,
+    on_this_thread,
+    patch_for_good,
+    patched,
+    patched_entries,
+    patched_value,
+    stock_torch,
+)
 from dtensor_compile.compat.dynamo.constant_objects import (
     OPAQUE,
     STOCK_CLASSES,
@@ -56,20 +66,7 @@ from dtensor_compile.compat.dynamo.constant_objects import (
     guard_constant,
     track_world,
 )
-from dtensor_compile.compat.patches import (
-    ABSENT,
-    STANDS_FOR,
-    Patch,
-    feature,
-    hook,
-    on_this_thread,
-    patch,
-    patch_for_good,
-    patched,
-    patched_entries,
-    patched_value,
-    stock_torch,
-)
+from dtensor_compile.compat.patches import Patch, feature, hook, patch
 
 Translator = InstructionTranslatorBase
 
@@ -205,8 +202,8 @@ _BY_TYPE = patch(_BUILDER + "VariableBuilder._type_dispatch", "cls")
 _MADE = patch(_BUILDER + "SourcelessBuilder._type_handlers")
 #: The tables that these rows stand for.
 _TABLES: dict[Patch, Callable[[], dict[Any, Any]]] = {
-    _BY_ID: lambda: VariableBuilder._id_dispatch(),
-    _BY_TYPE: lambda: VariableBuilder._type_dispatch(),
+    _BY_ID: VariableBuilder._id_dispatch,
+    _BY_TYPE: VariableBuilder._type_dispatch,
     _MADE: lambda: SourcelessBuilder._type_handlers,
 }
 _CALLBACKS = patch(
@@ -498,13 +495,15 @@ def _leave_some_to_python(
 
     Nothing is noted on the code, as ``skip_code`` would: another backend may compile it.
     """
-    with_calls = _left.get(code)
-    if with_calls is None and any(leave(code) for leave in _left_if):
-        with_calls = False
-    if with_calls is None or not compiles_for_us(compiler_fn):
+    if not is_left_to_python(code, compiler_fn):
         return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
-    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if with_calls else FrameAction.DEFAULT)
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if _left.get(code) else FrameAction.DEFAULT)
     return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+
+def is_left_to_python(code: types.CodeType, compiler_fn: Any) -> bool:
+    """Whether a frame that Dynamo is about to compile with `compiler_fn` runs in Python as it is."""
+    return (code in _left or any(leave(code) for leave in _left_if)) and compiles_for_us(compiler_fn)
 
 
 @functools.cache
@@ -616,7 +615,8 @@ def constant_source(tx: Translator, kind: str, value: Any) -> Source:
 
 def tracked(tx: Translator, value: Any) -> VariableTracker | None:
     """The tracker that `value` already has in this frame, if any."""
-    return tx.output.side_effects[value] if value in tx.output.side_effects else None
+    known = tx.output.side_effects  # no dict
+    return known[value] if value in known else None  # noqa: SIM401
 
 
 def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTracker:
