@@ -61,15 +61,14 @@ from dtensor_compile.compat.dynamo.module_calls import (
     submodule,
     tuple_of,
 )
-from dtensor_compile.compat.dynamo.tracing import (
+from dtensor_compile.compat.dynamo.tracing import keep_ddp_graphs_whole, leave_code_to_python
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     UserFunctionVariable,
     VariableTracker,
     build,
     fact_guard,
     graph_break,
-    keep_ddp_graphs_whole,
-    leave_code_to_python,
 )
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.ops.unshard import Reduction, average_gradient, reduce_held, unshard

@@ -32,12 +32,8 @@ from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
-from dtensor_compile.compat.dynamo.tracing import (
-    constant_source,
-    fact_guard,
-    leave_frames_to_python,
-    of_compilation_on_stack,
-)
+from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python, of_compilation_on_stack
+from dtensor_compile.compat.dynamo.tracker_tools import constant_source, fact_guard
 from dtensor_compile.compat.patches import patch
 from dtensor_compile.native.loader import native
 

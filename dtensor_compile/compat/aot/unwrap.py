@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dtensor.sharding import unflatten
+from dtensor_compile.compat.dtensor.shard_sizes import unflatten
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
 from dtensor_compile.compat.patches import hook, if_there, needs, patch

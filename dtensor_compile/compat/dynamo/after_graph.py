@@ -17,12 +17,8 @@ from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVari
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.tracing import (
-    OpaqueVariable,
-    Translator,
-    build_unguarded,
-    constant_source,
-)
+from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, build_unguarded, constant_source
 from dtensor_compile.compat.patches import needs, patch
 
 #: Trackers of dicts: of any class before 2.14, from there on one for each class.

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
 from dtensor_compile.compat.dynamo.calls import ContextVariable
-from dtensor_compile.compat.dynamo.tracing import (
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     build,
     build_unguarded,

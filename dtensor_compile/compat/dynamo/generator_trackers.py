@@ -20,7 +20,8 @@ from torch.nn import init
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo.tracing import CALL_METHOD, Translator, graph_break, read_attribute
+from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break, read_attribute
 from dtensor_compile.compat.patches import needs
 
 #: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.

@@ -41,7 +41,7 @@ from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo.calls import call_site
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.dynamo.tracing import Translator, graph_break
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break
 from dtensor_compile.compat.patches import needs, patch
 
 #: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of

@@ -46,7 +46,7 @@ from torch.optim import lr_scheduler
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.calls import Call
 from dtensor_compile.compat.dynamo.guards import Together, guarded_together
-from dtensor_compile.compat.dynamo.tracing import Source, Translator, fact_guard, read_attribute
+from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator, fact_guard, read_attribute
 from dtensor_compile.compat.patches import if_there, needs, patch
 
 #: The trackers of what is in a list.

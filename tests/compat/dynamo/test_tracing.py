@@ -21,9 +21,9 @@ from torch.distributed.tensor import Shard
 
 from dtensor_compile.backend import dtensor
 from dtensor_compile.compat.dynamo import tracing
+from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
 from dtensor_compile.compat.dynamo.tracing import (
     Entries,
-    OpaqueVariable,
     install_while_tracing,
     installed_backends,
     leave_calls_to_python,
