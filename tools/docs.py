@@ -103,7 +103,7 @@ _STEPS = """# The pipeline, step by step
 What this backend does to a program, in order (`dtensor_compile/stages`); `tools/docs.py` makes this page of the lists
 in the code. A step that is *required* is one that numbers depend on: its error ends the compilation. Any other that
 fails is taken back, with a warning and a decision, and the rest goes on; `options={"strict": True}` makes an error of
-it. Decisions in the report carry the name of the step. `options={"passes": ...}` leaves passes out by name.
+it. Decisions in the report carry the name of the step. `options={"disable_passes": (...)}` leaves passes out by name.
 
 """
 _LISTS = (
