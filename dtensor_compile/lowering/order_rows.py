@@ -11,8 +11,10 @@ input has the same order, or meets a copy that is made anyway (the transposition
 Products of gradients and activations sum over rows: both sides have them in the same order. Rows keep their values to
 the bit; sums over rows have another order.
 
-    before   g = redistribute(x, S(1)->R, [B, S, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(1))
-    after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
+    before   g = redistribute(x, S(1)->R, [B, S, D])
+             y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(1))
+    after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D])
+             y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
 
 It pays where fewer bytes are written by copies of their own afterwards (`graph/extra_copies.py`); else nothing changes.
 Left alone: symbolic and uneven sizes, with a decision each, dims that another mesh dim cuts too, and gathers of the
@@ -31,19 +33,17 @@ from torch.fx.node import map_arg
 from dtensor_compile.compat.aot.fx import copy_of_graph, put_back
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.extra_copies import VIEWS, bytes_of, is_outside, is_standalone, readers
+from dtensor_compile.graph.arguments import node_arg
+from dtensor_compile.graph.extra_copies import bytes_of, is_outside, is_standalone, readers
+from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import has_even_shards, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.operator_traits import CASTS, RESHAPES, VIEWS, draws, is_pointwise, transposes
 from dtensor_compile.graph.rank_uniformity import nodes_of_equal_sizes
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.ops.redistribute import redistribute_op
 
 aten = torch.ops.aten
-
-_RESHAPES = frozenset(
-    {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default, aten.alias.default}
-)
-_ROWWISE = frozenset({aten.clone.default, torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 
 
 class Rows(NamedTuple):
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     length: int
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return math.prod(self)
 
 
@@ -126,10 +126,11 @@ def moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, i
     if len(changed) != 1:
         return None
     (i,) = changed
-    if type(before[i]) is Shard and isinstance(after[i], Replicate):
-        dim = before[i].dim  # type: ignore[attr-defined]
-    elif isinstance(before[i], Partial) and type(after[i]) is Shard:
-        dim = after[i].dim  # type: ignore[attr-defined]
+    was, now = before[i], after[i]
+    if type(was) is Shard and isinstance(now, Replicate):
+        dim = was.dim
+    elif isinstance(was, Partial) and type(now) is Shard:
+        dim = now.dim
     else:
         return None
     others = [p for j, p in enumerate(before) if j != i]
@@ -242,7 +243,7 @@ class _Order:
         if not value.is_contiguous():
             return None
         for k in range(1, value.dim() + 1):
-            if math.prod(value.shape[:k]) == self.rows.count:
+            if math.prod(value.shape[:k]) == self.rows.total:
                 return list(value.shape[k:])
         return None
 
@@ -255,14 +256,14 @@ class _Order:
             or not any(source in self.in_order for source in node.all_input_nodes)
         ):
             return node in self.in_order
-        if node.target in _RESHAPES:
-            self._view(node, self.in_order[node.args[0]], rest)
+        if node.target in RESHAPES:
+            self._view(node, self.in_order[node_arg(node, 0)], rest)
         elif node.target is aten.mm.default and node.args[0] in self.in_order and node.args[1] not in self.in_order:
             if not self._from_rows(node.args[1]):
-                self._add(node, node.target, self.in_order[node.args[0]], node.args[1])
+                self._add(node, node.target, self.in_order[node_arg(node, 0)], node.args[1])
         elif is_redistribution(node):
             self._redistribute(node, rest)
-        elif node.target in _ROWWISE or _is_pointwise(node.target):
+        elif node.target is aten.clone.default or node.target in CASTS or _is_elementwise(node.target):
             if all(self._elementwise(source, rest) for source in node.all_input_nodes):
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.in_order.get(n, n))
                 self._add(node, node.target, *args, **{**kwargs, **self._contiguous(node)})
@@ -280,7 +281,7 @@ class _Order:
             spec_text([Shard(p.dim - first + 1) if isinstance(p, Shard) else p for p in spec]) for spec in placements
         ]
         self._add(
-            node, redistribute_op, self.in_order[this.local], *texts, this.mesh, [self.rows.count, *this.shape[first:]]
+            node, redistribute_op, self.in_order[this.local], *texts, this.mesh, [self.rows.total, *this.shape[first:]]
         )
 
     @staticmethod
@@ -304,10 +305,10 @@ class _Order:
 
     def _view(self, node: torch.fx.Node, place: torch.fx.Node, rest: list[int]) -> None:
         """`node`, a view, in order: `place`, in another shape where it has another."""
-        if place.meta["val"].shape == torch.Size([self.rows.count, *rest]):
+        if place.meta["val"].shape == torch.Size([self.rows.total, *rest]):
             self.in_order[node] = place
         else:
-            self._add(node, aten.view.default, place, [self.rows.count, *rest])
+            self._add(node, aten.view.default, place, [self.rows.total, *rest])
 
     def _add(self, node: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
         self.in_order[node] = self._call(node, node, target, *args, **kwargs)
@@ -315,10 +316,7 @@ class _Order:
     def _call(self, after: torch.fx.Node, like: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A new node behind `after` and those that were put there before it."""
         with self.graph.inserting_after(self.behind.get(after, after)):
-            new = self.graph.call_function(target, args, kwargs)
-        new.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta")}
-        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-        new.meta["val"] = target(*values, **named)
+            new = add_call(self.graph, target, args, kwargs, meta=inherited(like))
         self.behind[after] = new
         self.made.add(new)
         return new
@@ -354,7 +352,7 @@ class _Order:
         whole = self._call(node, node, redistribute_op, local, source, target, this.mesh, shape)
         rest = self._rest(node)
         assert rest is not None
-        self._add(node, aten.view.default, whole, [self.rows.count, *rest])
+        self._add(node, aten.view.default, whole, [self.rows.total, *rest])
         self.old.add(node)
 
     def _scatter(self, node: torch.fx.Node) -> None:
@@ -390,9 +388,9 @@ class _Order:
         rest = self._rest(node)
         if rest is None or node.op != "call_function":
             return []
-        if node.target in _RESHAPES or node.target is aten.mm.default:
-            return [node.args[0]]  # type: ignore[list-item]
-        if not _is_pointwise(node.target):
+        if node.target in RESHAPES or node.target is aten.mm.default:
+            return [node_arg(node, 0)]
+        if not _is_elementwise(node.target):
             return []
         return [
             source for source in node.all_input_nodes if not self._elementwise(source, rest) or source in self.in_order
@@ -412,16 +410,16 @@ class _Order:
         parts = self._call(node, node, aten.view.default, node, [lead, chunks, length, *rest])
         first = self._call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
         copy = self._call(node, node, aten.clone.default, first, memory_format=torch.contiguous_format)
-        self._add(node, aten.view.default, copy, [self.rows.count, *rest])
+        self._add(node, aten.view.default, copy, [self.rows.total, *rest])
         self.freely.add(node)
         return True
 
     def _sum_over_rows(self, node: torch.fx.Node) -> None:
         """``mm(t(x), y)`` with rows on both sides: in order, if one of them is and the other can be."""
-        left, right = node.args
-        if node in self.in_order or not isinstance(left, torch.fx.Node) or not _transposes(left):
+        left, right = node_arg(node, 0), node_arg(node, 1)
+        if node in self.in_order or not transposes(left):
             return
-        x = left.args[0]
+        x = node_arg(left, 0)
         if x not in self.in_order and right not in self.in_order:
             return
         if len(self._rest(x) or []) == 1 and self._rows_written_freely(x) and self._rows_written_freely(right):
@@ -449,12 +447,5 @@ class _Order:
                 self.graph.erase_node(node)
 
 
-def _is_pointwise(target: Any) -> bool:
-    tags = getattr(target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-
-
-def _transposes(node: torch.fx.Node) -> bool:
-    if node.target is aten.t.default:
-        return True
-    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]
+def _is_elementwise(target: Any) -> bool:
+    return is_pointwise(target) and not draws(target)

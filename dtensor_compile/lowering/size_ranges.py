@@ -37,6 +37,7 @@ import torch
 from dtensor_compile.compat.aot.shapes import Symbol, divisors, expressions, symbols_of
 from dtensor_compile.compat.dtensor.specs import Replicate
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.nodes import read, redistributions, source_line
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.ir.spec import parse_spec
@@ -62,8 +63,7 @@ def tell_ranges(graph: torch.fx.Graph) -> list[Decision]:
     decisions = []
     for node in redistributions(graph):
         this = read(node)
-        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
-        layout, itemsize = parse_mesh(this.mesh), node.meta["val"].element_size()
+        layout, shape, itemsize = parse_mesh(this.mesh), this.sizes, value_of(node).element_size()
         reason = cheapest_for(this.source, this.target, layout, shape, itemsize)
         if reason:
             names = [layout.dim_name(dim) for dim in range(len(layout.dims))]

@@ -79,7 +79,7 @@ def canonical(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     if not all(isinstance(size, int) for size in x.shape):
         return x
-    strides, step = [], 1
+    strides, step = list[int](), 1
     for size in reversed(x.shape):
         strides.insert(0, step)
         step *= max(size, 1)

@@ -50,8 +50,8 @@ def plan_of(
         bounded: whether the bound of memory counts. It does not where passes may still change what is to be planned.
     """
     sizes, memory = size_hints(shape), current_memory() if bounded else None
-    about = {"network": network_of(layout), "divisors": divisors(shape), "memory": memory}
-    return plan(source, target, layout.shape, sizes, itemsize, **about)
+    known, network = divisors(shape), network_of(layout)
+    return plan(source, target, layout.shape, sizes, itemsize, network=network, divisors=known, memory=memory)
 
 
 def _my_rank() -> int:

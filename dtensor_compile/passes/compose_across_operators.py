@@ -42,8 +42,8 @@ def compose_across_operators(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _compose(node: torch.fx.Node) -> Decision | None:
-    this, between = read(node), []
-    inner = this.local
+    this = read(node)
+    inner, between = this.local, list[torch.fx.Node]()
     while not is_redistribution(inner):
         if (
             len(between) == LONGEST

@@ -20,6 +20,7 @@ import torch
 
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
 from dtensor_compile.graph.nodes import (
     cost,
@@ -79,7 +80,7 @@ def owes_no_more(source: str, target: str) -> bool:
 
 def _is_only_reader(node: torch.fx.Node, inner: torch.fx.Node) -> bool:
     """Whether `inner` goes away when `node` does: nobody else reads it or the copies and views between the two."""
-    between = node.args[0]
+    between = node_arg(node, 0)
     while len(between.users) == 1 and between is not inner:
-        between = between.args[0]
+        between = node_arg(between, 0)
     return between is inner and len(inner.users) == 1

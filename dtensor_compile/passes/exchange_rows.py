@@ -15,7 +15,8 @@ gathered for it, one small collective more. It has to be asked for (`OPTIONAL`):
 taken on trust, as nothing in a graph of plain tensors says so.
 
     before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
-    after    k = redistribute(i, S(0) -> R); e = embedding(x, k % 8); y = redistribute(where(own(k), e, 0), P(sum) -> S(0))
+    after    k = redistribute(i, S(0) -> R); e = embedding(x, k % 8)
+             y = redistribute(where(own(k), e, 0), P(sum) -> S(0))
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from dtensor_compile.graph.nodes import (
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, sizes_differ
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import spec_text
-from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.spec_rules import Global
 
 aten = torch.ops.aten
 
@@ -99,11 +100,11 @@ class LookedUpTable:
         self, local: torch.fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]
     ) -> RedistributeNode:
         """A redistribution over the same mesh dim."""
-        specs = (
+        before, after = (
             spec_text([p if dim == self.mesh_dim else Replicate() for dim in range(self.dims)])
             for p in (source, target)
         )
-        return RedistributeNode(local, *specs, self.this.mesh, shape)
+        return RedistributeNode(local, before, after, self.this.mesh, shape)
 
 
 #: The indices of all ranks, by the node of those of this one and the ranks: a mesh and a dim of it.

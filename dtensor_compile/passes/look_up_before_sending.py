@@ -10,7 +10,8 @@ It pays where fewer rows are read than half of those that there are: the lookup'
 gathered.
 
     before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
-    after    k = sub(i, 2); m = (k < 0) | (k >= 2); e = embedding(x, where(m, 0, k)); y = redistribute(where(m, 0, e), P(sum) -> R)
+    after    k = sub(i, 2); m = (k < 0) | (k >= 2); e = embedding(x, where(m, 0, k))
+             y = redistribute(where(m, 0, e), P(sum) -> R)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import const_arg, value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
@@ -38,7 +40,7 @@ from dtensor_compile.graph.nodes import (
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import spec_text
-from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.spec_rules import Global
 
 aten = torch.ops.aten
 
@@ -107,12 +109,12 @@ def _looks_up(user: torch.fx.Node, node: torch.fx.Node, dim: int, mesh: str) -> 
     if user.target is aten.embedding.default:
         return dim == 0 and _is_same(args[1], mesh)
     if user.target is aten.index_select.default:
-        return args[1] % len(node.meta["val"].shape) == dim and _is_same(args[2], mesh)  # type: ignore[operator]
+        return const_arg(user, 1, int) % value_of(node).dim() == dim and _is_same(args[2], mesh)
     if user.target in (aten.slice.Tensor, aten.select.int):
-        at = args[1] % len(node.meta["val"].shape) if len(args) > 1 else 0  # type: ignore[operator]
+        at = const_arg(user, 1, int) % value_of(node).dim() if len(args) > 1 else 0
         numbers = all(type(x) is int for x in args[1:])
         step = args[4] if len(args) > 4 else 1
-        return at == dim and numbers and step == 1 and _is_same(user, mesh)
+        return at == dim and numbers and bool(step == 1) and _is_same(user, mesh)
     return False
 
 

@@ -40,7 +40,8 @@ def reduce_before_sending(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _reduce(node: torch.fx.Node) -> Decision | None:
-    this, behind, last = read(node), [], node
+    this, last = read(node), node
+    behind: list[torch.fx.Node] = []
     while not (behind and is_reduction(last)):
         if len(behind) == LONGEST or len(last.users) != 1 or when(last) != when(node):
             return None

@@ -28,12 +28,15 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.errors import PlanError
+from dtensor_compile.graph.arguments import const_arg, node_arg, values_of
 from dtensor_compile.graph.copies import can_be_dense, erase_dead, replace
 from dtensor_compile.graph.nodes import Cost, RedistributeNode, cost, is_redistribution, read, redistribute, when
+from dtensor_compile.graph.operator_traits import SIZED_VIEWS
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
-from dtensor_compile.passes.algebra import VIEWS, Form, Global, form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.algebra import Form, form, has_numbers, may_round, run, tensors_of
 from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.spec_rules import Global
 
 #: What a node that has no mark is globally; None where nothing says.
 Guess = Callable[[torch.fx.Node], Global | None]
@@ -85,7 +88,7 @@ class Region:
             if last in self.alike:
                 pending.pop()
             elif mark_of(last) is not None:
-                self.alike[last] = last.target not in VIEWS or mark_of(last.args[0]) is not None
+                self.alike[last] = last.target not in SIZED_VIEWS or mark_of(last.args[0]) is not None
             elif last.op != "call_function" or isinstance(value, torch.Tensor) and not value.dim() or not last.users:
                 self.alike[last] = False
             else:
@@ -120,7 +123,9 @@ class Region:
 
     def readers(self, node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node], list[torch.fx.Node]]:
         """Who reads a member: other members, redistributions of it, and the rest."""
-        mine, moved, others = [], [], []
+        mine: list[torch.fx.Node] = []
+        moved: list[torch.fx.Node] = []
+        others: list[torch.fx.Node] = []
         for user in node.users:
             if is_redistribution(user):
                 same = read(user).source == self.members[node].was[0].spec and read(user).mesh == self.mesh
@@ -212,7 +217,7 @@ class Region:
                 this = read(node)._replace(target=member.held[0].spec)
                 made[node] = this.local if this.source == this.target else redistribute(this, like=node, before=node)
             elif node.target is operator.getitem:
-                made[node] = self._run(node, [made[node.args[0]]], member.held)  # type: ignore[index]
+                made[node] = self._run(node, [made[node_arg(node, 0)]], member.held)
             else:
                 operands = [operand_of(node, x, need) for x, need in zip(tensors_of(node) or (), member.needs)]
                 made[node] = self._run(node, operands, member.held)
@@ -238,7 +243,7 @@ class Region:
 
     def _run(self, node: torch.fx.Node, operands: list[torch.fx.Node], results: tuple[Global, ...]) -> torch.fx.Node:
         new = run(node, operands, results, self.layout, self.coordinate, node)
-        for value, result in zip(_values(new), results):
+        for value, result in zip(values_of(new), results):
             assert list(value.shape) == result.local_shape(self.layout, self.coordinate), (
                 f"{node} does not give {result}"
             )
@@ -285,21 +290,21 @@ def _member(region: Region, node: torch.fx.Node, seeds: Mapping[torch.fx.Node, G
     if node.op != "call_function" or not any(x in members for x in node.all_input_nodes):
         return None
     if node.target is operator.getitem:
-        made, k = members[node.args[0]], node.args[1]  # type: ignore[index]
-        return Member((made.was[k],), (made.held[k],), made.held)  # type: ignore[index]
-    operands = tensors_of(node)
-    given = [region.known(x) for x in operands or ()]
-    if not given or None in given:
+        made, k = members[node_arg(node, 0)], const_arg(node, 1, int)
+        return Member((made.was[k],), (made.held[k],), made.held)
+    operands = tensors_of(node) or []
+    given = [known for x in operands if (known := region.known(x)) is not None]
+    if not given or len(given) < len(operands):
         return None
     mark = mark_of(node)
     if has_numbers(node) and not region.is_alike(node) and region.guess(node) is None:
         return None
     shapes = (mark.shape,) if mark is not None and mark.mesh == region.mesh else None
-    there = form(node, given, region.layout, shapes)  # type: ignore[arg-type]
+    there = form(node, given, region.layout, shapes)
     if there is None or there.needs != tuple(given) or not _agrees(region, node, there):
         return None
-    other = [members[x].held[0] if x in members else g for x, g in zip(operands or (), given)]
-    held = form(node, other, region.layout, tuple(g.shape for g in there.gives))  # type: ignore[arg-type]
+    other = [members[x].held[0] if x in members else g for x, g in zip(operands, given)]
+    held = form(node, other, region.layout, tuple(g.shape for g in there.gives))
     if held is None or held.gives == there.gives and held.needs == there.needs:
         return None
     if may_use_sizes() and not all(g.is_even(region.layout) for g in (*held.needs, *held.gives)):
@@ -314,7 +319,7 @@ def _agrees(region: Region, node: torch.fx.Node, there: Form) -> bool:
         return False
     if not may_use_sizes():
         return mark is not None
-    shapes = [list(value.shape) for value in _values(node)]
+    shapes = [list(value.shape) for value in values_of(node)]
     return shapes == [g.local_shape(region.layout, region.coordinate) for g in there.gives]
 
 
@@ -376,11 +381,6 @@ def cut(
             pay(stays, through, None)
     _, (_, away) = nx.minimum_cut(graph, stays, moves)
     return frozenset(node for node in part if number[node] in away)
-
-
-def _values(node: torch.fx.Node) -> tuple[Any, ...]:
-    value = node.meta["val"]
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _place(node: torch.fx.Node, readers: set[torch.fx.Node]) -> torch.fx.Node:

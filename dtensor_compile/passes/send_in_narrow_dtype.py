@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
 from dtensor_compile.graph.nodes import RedistributeNode, call, cost, read, redistribute, redistributions, source_line
 from dtensor_compile.graph.rank_uniformity import mark_of
@@ -103,7 +104,7 @@ def _is_cast(node: object) -> bool:
     """Whether a node does nothing but change the dtype."""
     if not isinstance(node, torch.fx.Node) or node.target is not aten._to_copy.default:
         return False
-    was, now = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    was, now = value_of(node_arg(node, 0)), value_of(node)
     same = (was.device, was.layout) == (now.device, now.layout)
     return (
         same and not node.kwargs.get("pin_memory") and node.kwargs.get("memory_format") in (None, torch.preserve_format)

@@ -31,11 +31,12 @@ from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.global_annotations import MARK
 from dtensor_compile.graph.nodes import Cost, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.operator_traits import draws
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.passes.algebra import Global
 from dtensor_compile.passes.region import Region, cut, grow
+from dtensor_compile.passes.spec_rules import Global
 
 #: How many bytes of local tensors one has to save per byte that is sent, and how many more may be sent in all.
 _SAVED_PER_BYTE = 64
@@ -183,4 +184,4 @@ def _is_deterministic(node: torch.fx.Node) -> bool:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
-    return target.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in target.tags
+    return target.namespace in ("aten", "prims") and not draws(target)

@@ -3,9 +3,11 @@
 Elements of a step, with n ranks, a local input of L elements, A of the result, B that the busiest rank sends:
 
     all_reduce       A
-    reduce_scatter   2 n A               in the order of ranks, and received where that is how gloo reduces (`reduce_by_exchange.py`);
-                                         (n+1) A where chunks of the input that lie behind each other are sent
-    all_gather       2 n L               as it comes, and in order; A where chunks that lie behind each other are the result
+    reduce_scatter   2 n A               in the order of ranks, and received where that is how gloo reduces
+                                         (`reduce_by_exchange.py`); (n+1) A where chunks of the input that lie behind
+                                         each other are sent
+    all_gather       2 n L               as it comes, and in order; A where chunks that lie behind each other are the
+                                         result
     all_to_all       2 L, padded         sent and received, received and in order
     exchange         max(B, t A) + t A   of each of t terms: sent and received, received and put together
     others           A

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
@@ -29,7 +29,7 @@ from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.planner import exchange
 from dtensor_compile.planner import step_costs as costs
 from dtensor_compile.planner.lower_bound import fewest_sent
-from dtensor_compile.planner.shard_intervals import CUTS, common, cuts_of, cutting, held, inner_cut, length
+from dtensor_compile.planner.shard_intervals import CUTS, common, cuts_of, cutting, held, inner_cut, is_cut, length
 from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent, local_elements, local_sizes
 from dtensor_compile.topology.network import Network
 
@@ -111,7 +111,7 @@ class Problem:
         """Tensor dims along which shards are worth a try: those of start and goal."""
         if self.detours:
             return tuple(range(len(self.shape)))
-        return tuple(sorted({p.dim for p in (*self.start, *self.goal) if type(p) in CUTS}))
+        return tuple(sorted({p.dim for p in (*self.start, *self.goal) if is_cut(p)}))
 
     @functools.cached_property
     def active(self) -> tuple[int, ...]:
@@ -119,8 +119,8 @@ class Problem:
         if self.detours:
             return self.wide
         changed = {i for i, (a, b) in enumerate(zip(self.start, self.goal)) if a != b}
-        cut = {p.dim for i in changed for p in (self.start[i], self.goal[i]) if type(p) in CUTS}
-        more = {i for i, p in enumerate(self.start) if type(p) in CUTS and p.dim in cut}
+        cut = {p.dim for i in changed for p in (self.start[i], self.goal[i]) if is_cut(p)}
+        more = {i for i, p in enumerate(self.start) if is_cut(p) and p.dim in cut}
         return tuple(sorted(changed | more))
 
     @property
@@ -225,7 +225,7 @@ def _towards(problem: Problem, state: State, sending: bool) -> Iterator[Step]:
     if sending:
         yield from _merged(problem, state)
         yield from _exchanges(problem, state)
-    cut = {i: b for i, (a, b) in enumerate(zip(state, problem.goal)) if isinstance(a, Replicate) and type(b) in CUTS}
+    cut = {i: b for i, (a, b) in enumerate(zip(state, problem.goal)) if isinstance(a, Replicate) and is_cut(b)}
     if len(cut) > 1 or not problem.free or any(isinstance(p, StridedShard) for p in cut.values()):
         for chosen in (cut, *({i: p} for i, p in cut.items())) if len(cut) > 1 else (cut,):
             after = changed(state, chosen)
@@ -239,14 +239,15 @@ def _towards(problem: Problem, state: State, sending: bool) -> Iterator[Step]:
                 )
 
 
-def changed(state: State, new: dict[int, Placement]) -> State:
+def changed(state: State, new: Mapping[int, Placement]) -> State:
     """`state` with the placements of some mesh dims exchanged."""
     return tuple(new.get(i, p) for i, p in enumerate(state))
 
 
 def innermost(state: State, mesh_dim: int) -> bool:
     """Whether no mesh dim to the right cuts what the shard of `mesh_dim` cuts."""
-    return isinstance(state[mesh_dim], CUTS) and cutting(state, state[mesh_dim].dim)[-1] == mesh_dim
+    p = state[mesh_dim]
+    return isinstance(p, CUTS) and cutting(state, p.dim)[-1] == mesh_dim
 
 
 def _spreads(problem: Problem, state: State, mesh_dim: int) -> bool:
@@ -256,7 +257,7 @@ def _spreads(problem: Problem, state: State, mesh_dim: int) -> bool:
     """
     p = state[mesh_dim]
     if (
-        type(problem.start[mesh_dim]) not in CUTS
+        not is_cut(problem.start[mesh_dim])
         or problem.goal[mesh_dim] != Partial("sum")
         or not innermost(state, mesh_dim)
     ):
@@ -269,7 +270,7 @@ def _singles(problem: Problem, state: State) -> Iterator[Step]:
     """One mesh dim, one placement: legal for all sizes."""
     for i in problem.active:
         source, goal = state[i], problem.goal[i]
-        nested = {p.dim for p in state[i + 1 :] if type(p) in CUTS}
+        nested = {p.dim for p in state[i + 1 :] if is_cut(p)}
         shards: list[Placement] = [Shard(d) for d in problem.dims if d not in nested]
 
         def step(kind: StepKind, target: Placement) -> Step:
@@ -320,15 +321,15 @@ def _merged(problem: Problem, state: State) -> Iterator[Step]:
         pending = [i for i, p in enumerate(state) if p == Partial(op) and goal[i] != p]
         for chosen in _subsets(problem, pending, [i for i in pending if isinstance(goal[i], Replicate)], pending):
             yield problem.step("all_reduce", chosen, state, changed(state, dict.fromkeys(chosen, Replicate())))
-        scattered = [i for i in pending if type(goal[i]) in CUTS]
-        cut = {i: b for i, (a, b) in enumerate(zip(state, goal)) if isinstance(a, Replicate) and type(b) in CUTS}
+        scattered = [i for i in pending if is_cut(goal[i])]
+        cut = {i: b for i, (a, b) in enumerate(zip(state, goal)) if isinstance(a, Replicate) and is_cut(b)}
         for chosen in {*_subsets(problem, scattered, scattered), *((i,) for i in scattered)}:
             for also in (cut, {}) if cut else ({},):
                 after = changed(state, {i: goal[i] for i in (*chosen, *also)})
                 alone = len(chosen) == 1 and not also and type(goal[chosen[0]]) is Shard
                 if not (alone and problem.free) and narrows(problem, state, after, merged=not alone):
                     yield problem.step("reduce_scatter", chosen, state, after)
-    sharded = [i for i, p in enumerate(state) if type(p) in CUTS and goal[i] != p]
+    sharded = [i for i, p in enumerate(state) if is_cut(p) and goal[i] != p]
     for chosen in _subsets(problem, sharded, [i for i in sharded if isinstance(goal[i], Replicate)], sharded):
         after = changed(state, dict.fromkeys(chosen, Replicate()))
         if gathers(problem, state, after, chosen):
@@ -340,8 +341,9 @@ def _exchanges(problem: Problem, state: State) -> Iterator[Step]:
     goal = problem.goal
     differ = [i for i, (a, b) in enumerate(zip(state, goal)) if a != b and not isinstance(b, Partial)]
     shards = [i for i in differ if not isinstance(state[i], Partial)]
-    sums = [i for i in differ if isinstance(state[i], Partial) and type(goal[i]) in CUTS]
-    one_kind = len({state[i] for i in sums}) == 1 and state[sums[0]].reduce_op in exchange.REDUCES  # type: ignore[attr-defined]
+    sums = [i for i in differ if isinstance(state[i], Partial) and is_cut(goal[i])]
+    kinds = {p for i in sums if isinstance(p := state[i], Partial)}
+    one_kind = len(kinds) == 1 and all(p.reduce_op in exchange.REDUCES for p in kinds)
     for chosen in (shards, shards + sums) if one_kind else (shards,):
         after = changed(state, {i: goal[i] for i in chosen})
         dims = exchange.changed_dims(state, after, problem.mesh_shape)
@@ -353,9 +355,9 @@ def _exchanges(problem: Problem, state: State) -> Iterator[Step]:
                 continue
         # Those that talk in any case, those that hold what may be missing too, and all that may serve.
         talk = {i for i in chosen if isinstance(state[i], (Partial, *CUTS))}
-        hold = talk | {i for i in problem.active if type(state[i]) in CUTS and state[i].dim in dims}
+        hold = talk | {i for i in problem.active if is_cut(p := state[i]) and p.dim in dims}
         for group in dict.fromkeys(tuple(sorted(ranks)) for ranks in (talk, hold, hold | set(chosen))):
-            if not any(type(state[i]) in CUTS for i in group):
+            if not any(is_cut(state[i]) for i in group):
                 continue
             counted = exchange.traffic(state, after, group, problem.mesh_shape, problem.shape)
             if counted is not None and counted.elements:

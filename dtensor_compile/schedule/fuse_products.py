@@ -19,6 +19,7 @@ import operator
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.node_costs import collective_of
 from dtensor_compile.graph.nodes import FUSED, source_line
 from dtensor_compile.schedule.decompose import Maker, Pair, erase_reduced, erase_views, pairs
@@ -49,10 +50,10 @@ def _fuse_gather(pair: Pair) -> str:
     """The name of the operator; empty where it cannot stand."""
     wait, shape = pair.wait, list(pair.wait.meta["val"].shape)
     number = {node: index for index, node in enumerate(wait.graph.nodes)}
-    ready = [product for product in pair.products if number[product.args[1]] < number[wait]]  # type: ignore[index]
+    ready = [product for product in pair.products if number[node_arg(product, 1)] < number[wait]]
     if not ready:
         return ""
-    left = ready[0].args[0].meta["val"]  # type: ignore[union-attr]
+    left = value_of(node_arg(ready[0], 0))
     make = Maker(wait, pair.start)
     rows = make(aten.view.default, pair.start.args[0], [pair.rows, left.shape[1]])
     weights = [product.args[1] for product in ready]

@@ -24,6 +24,7 @@ from dtensor_compile.compat.inductor.kernel_nodes import (
     tie,
     waits_for_collective,
 )
+from dtensor_compile.graph.arguments import node_arg
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.graph.node_costs import (
     Operation,
@@ -33,7 +34,8 @@ from dtensor_compile.graph.node_costs import (
     itemsize_of,
     module_path,
 )
-from dtensor_compile.graph.nodes import REDISTRIBUTES, communicates, is_wait, source_line
+from dtensor_compile.graph.nodes import communicates, is_wait, source_line
+from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped
@@ -124,7 +126,8 @@ def rearrange(
                 tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, wrapped, operations,
                 own=tuple(index for index in found if not roles[index].redistributes),
                 unknown=sum(
-                    role.starts and role.origin is None or role.waits and tasks[index].waits_for is None for index, role in roles.items()
+                    role.starts and role.origin is None or role.waits and tasks[index].waits_for is None
+                    for index, role in roles.items()
                 ),
                 standing=sum(role.stays for role in roles.values()),
             )
@@ -297,8 +300,8 @@ def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float]:
 
 
 def _start_of(wait: torch.fx.Node) -> torch.fx.Node:
-    source = wait.args[0] if is_wait(wait) else wait
-    return source.args[0] if source.target is operator.getitem else source  # type: ignore[union-attr, return-value]
+    source = node_arg(wait, 0) if is_wait(wait) else wait
+    return node_arg(source, 0) if source.target is operator.getitem else source
 
 
 def _called(parts: Nodes) -> list[torch.fx.Node]:
@@ -324,8 +327,9 @@ def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
         return 0.0
     origins = _called(node.get_nodes())
     found = [measured_seconds(origin) for origin in origins] if measured else []
-    if found and None not in found:
-        return sum(found)
+    known = [seconds for seconds in found if seconds is not None]
+    if known and len(known) == len(found):
+        return sum(known)
     flops = sum(map(flops_of, origins))
     itemsize = next((itemsize_of(origin) for origin in origins), 4)
     return compute_seconds(cluster.device, flops, node.get_read_write_buffers_sizes(), itemsize)

@@ -327,7 +327,7 @@ class _Arrangement:
 
     def _held_until(self, index: int) -> float:
         starts = [self.tasks[wait].waits_for for wait in self.waits[index] if not self.done[wait]]
-        return max((self.device.ends[start] for start in starts), default=0.0)  # type: ignore[index]
+        return max((self.device.ends[start] for start in starts if start is not None), default=0.0)
 
     def _release(self) -> bool:
         """What time has set free; whether a wait has run."""
@@ -422,8 +422,9 @@ class _Arrangement:
     def _stall(self) -> None:
         """Nothing runs without waiting."""
         start = self.starts[self.place] if self.place < len(self.starts) else None
-        ready = start is not None and not self.missing[start]
-        until = self._held_until(start) if ready else 0.0  # type: ignore[arg-type]
+        if start is not None and self.missing[start]:
+            start = None  # not ready
+        until = 0.0 if start is None else self._held_until(start)
         while self.held and self.done[self.held[0][1]]:
             heapq.heappop(self.held)
         if self.held and not (until > self.device.now and until <= self.held[0][0]):
@@ -439,9 +440,9 @@ class _Arrangement:
                 self._go_on()
         elif self.unused and not until > self.device.now:
             self._execute(heapq.heappop(self.unused)[1])
-        elif ready:
+        elif start is not None:
             self.place += 1
-            self._execute(start)  # type: ignore[arg-type]
+            self._execute(start)
         else:
             self._execute(next(index for index in self.stray if not self.done[index]))
 

@@ -22,10 +22,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import operator_of
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.graph.node_costs import SentCollective, collective_of, result_bytes, work_of
-from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, starts_collective
-from dtensor_compile.ops.groups import GROUP
+from dtensor_compile.graph.nodes import ACROSS, is_fixed, is_start, is_wait, starts_collective
+from dtensor_compile.graph.operator_traits import draws, is_view
+from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
 from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
@@ -92,7 +94,7 @@ def is_wrapped(node: torch.fx.Node | None) -> bool | None:
     """Whether a start reduces for a wrapper of the program (gathers for it: False); None for other nodes."""
     if node is None or GROUP not in node.meta or not starts_collective(node):
         return None
-    return "reduce" in node.target._schema.name  # type: ignore[union-attr]
+    return "reduce" in operator_of(node)._schema.name
 
 
 def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
@@ -154,7 +156,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
         if node.op == "output" or is_fixed(node):
             after.extend(range(fixed + 1, index))
             fixed = index
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node.target):
             after += [random] if random >= 0 else []
             random = index
         link, waits_for, seconds, host = None, None, 0.0, 0.0
@@ -190,7 +192,7 @@ def _aliases(node: torch.fx.Node) -> bool:
     """Whether the result of a node lies in the memory of its first argument."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    return is_wait(node) or bool(getattr(node.target, "is_view", False)) or is_start(node.all_input_nodes[0])
+    return is_wait(node) or is_view(node.target) or is_start(node.all_input_nodes[0])
 
 
 def explain(

@@ -49,8 +49,9 @@ def wrapper_order(tasks: Sequence[Task], gathers: Collection[int], reductions: C
         if task.waits_for is not None:
             waits.setdefault(task.waits_for, []).append(index)
         for before in task.after:
-            if (start := tasks[before].waits_for) in gathers and task.waits_for is None:
-                first_use.setdefault(start, index)  # type: ignore[arg-type]
+            start = tasks[before].waits_for
+            if start is not None and start in gathers and task.waits_for is None:
+                first_use.setdefault(start, index)
     in_turn = sorted(first_use, key=first_use.__getitem__)
     following = dict(zip(in_turn, in_turn[1:]))
     done = [False] * len(tasks)
@@ -75,8 +76,8 @@ def wrapper_order(tasks: Sequence[Task], gathers: Collection[int], reductions: C
             if index in reductions:
                 reduced.append(index)
             start = tasks[index].waits_for
-            if start in following and not done[following[start]]:  # type: ignore[index]
-                stack.append(following.pop(start))  # type: ignore[arg-type]
+            if start is not None and start in following and not done[following[start]]:
+                stack.append(following.pop(start))
 
     for index, task in enumerate(tasks):
         if task.waits_for is None and index not in gathers:

@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
-from dtensor_compile.graph.nodes import REDISTRIBUTES, is_start
+from dtensor_compile.graph.nodes import is_start
+from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.recording.recorder import watch_graphs
 from dtensor_compile.schedule.list_scheduler import simulate
 from dtensor_compile.schedule.schedule_graph import graph_tasks, schedule_graph
