@@ -25,39 +25,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 import torch
-from torch.fx.node import map_arg
 
 from dtensor_compile.compat.aot.fx import copy_of_graph, put_back
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import node_arg
 from dtensor_compile.graph.extra_copies import bytes_of, is_outside, is_standalone, readers
-from dtensor_compile.graph.node_builder import add_call, inherited
-from dtensor_compile.graph.nodes import has_even_shards, is_redistribution, read, redistributions, source_line
-from dtensor_compile.graph.operator_traits import CASTS, RESHAPES, VIEWS, draws, is_pointwise, transposes
+from dtensor_compile.graph.nodes import has_even_shards, read, redistributions, source_line
+from dtensor_compile.graph.operator_traits import RESHAPES, VIEWS, transposes
 from dtensor_compile.graph.rank_uniformity import nodes_of_equal_sizes
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.lowering.chunk_order import ChunkOrder, Rows, is_elementwise
 from dtensor_compile.ops.redistribute import redistribute_op
 
 aten = torch.ops.aten
-
-
-class Rows(NamedTuple):
-    """How rows are ordered: `lead` times `chunks` times `length` of them, in a program; chunks come first in a
-    collective.
-    """
-
-    lead: int
-    chunks: int
-    length: int
-
-    @property
-    def total(self) -> int:
-        return math.prod(self)
 
 
 def order_rows(graph: torch.fx.Graph) -> list[Decision]:
@@ -177,50 +161,45 @@ def _written_by(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-class _Order:
-    """One order of rows in one graph. `in_order` maps a node to its rows in the order of the chunks, ``[rows, ...]``.
-
-    Args:
-        equal: nodes whose sizes are the same on every rank; others are no rows.
-    """
+class _Order(ChunkOrder):
+    """One order of rows in one graph: where it begins, where it ends, and what goes away."""
 
     def __init__(self, graph: torch.fx.Graph, rows: Rows, equal: set[torch.fx.Node]) -> None:
-        self.graph, self.rows, self.equal = graph, rows, equal
-        self.in_order: dict[torch.fx.Node, torch.fx.Node] = {}
+        super().__init__(graph, rows, equal)
         self.natural: dict[torch.fx.Node, torch.fx.Node] = {}
         #: Nodes that are in the order of the program anyway, and copied into the other one.
         self.freely: set[torch.fx.Node] = set()
         self.old: set[torch.fx.Node] = set()
-        self.made: set[torch.fx.Node] = set()
-        #: The last of the nodes that were put behind a node.
-        self.behind: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def run(self) -> list[Decision]:
-        decisions = []
         nodes = list(self.graph.nodes)
-        scatters = []
+        moved_over: list[torch.fx.Node] = []
+        scatters: list[torch.fx.Node] = []
         for node in nodes:
-            if node.target is redistribute_op and rows_of(node) == self.rows:
-                if _gathers(read(node).source, self._mesh_dim(node)):
-                    self._gather(node)
-                    decisions.append(self._decision(node))
-                else:
-                    scatters.append(node)
+            if node.target is not redistribute_op or rows_of(node) != self.rows:
+                self.follow(node)
+            elif _gathers(read(node).source, self._mesh_dim(node)):
+                self._gather(node)
+                moved_over.append(node)
             else:
-                self._follow(node)
+                scatters.append(node)
         for node in nodes:
             if node.target is aten.mm.default:
                 self._sum_over_rows(node)
         for node in scatters:
             if self._hoist(read(node).local):
                 self._scatter(node)
-                decisions.append(self._decision(node))
+                moved_over.append(node)
+        self._read_natural(nodes)
+        self._erase_unused()
+        return list(map(self._decision, moved_over))
+
+    def _read_natural(self, nodes: list[torch.fx.Node]) -> None:
+        """Readers that stay in the order of the program read what is in that order."""
         for node in nodes:
             if node in self.in_order and node not in self.freely:
                 for user in [user for user in node.users if user not in self.in_order and user not in self.old]:
                     user.replace_input_with(node, self._natural(node))
-        self._erase_unused()
-        return decisions
 
     def _decision(self, node: torch.fx.Node) -> Decision:
         reason = (
@@ -228,100 +207,6 @@ class _Order:
             "another kernel"
         )
         return Decision("order_rows", source_line(node), reason, str(read(node)), "the same over chunks")
-
-    # ---- rows in the order of the chunks ---------------------------------------------------------------------------
-
-    def _rest(self, node: torch.fx.Node) -> list[int] | None:
-        """Sizes behind the rows; None where the node's leading dims are not the rows."""
-        value = node.meta.get("val")
-        if (
-            node not in self.equal
-            or not isinstance(value, torch.Tensor)
-            or not all(isinstance(size, int) for size in value.shape)
-        ):
-            return None
-        if not value.is_contiguous():
-            return None
-        for k in range(1, value.dim() + 1):
-            if math.prod(value.shape[:k]) == self.rows.total:
-                return list(value.shape[k:])
-        return None
-
-    def _follow(self, node: torch.fx.Node) -> bool:
-        """Computes `node` in order where its operands are; whether it is."""
-        rest = self._rest(node)
-        if (
-            node.op != "call_function"
-            or rest is None
-            or not any(source in self.in_order for source in node.all_input_nodes)
-        ):
-            return node in self.in_order
-        if node.target in RESHAPES:
-            self._view(node, self.in_order[node_arg(node, 0)], rest)
-        elif node.target is aten.mm.default and node.args[0] in self.in_order and node.args[1] not in self.in_order:
-            if not self._from_rows(node.args[1]):
-                self._add(node, node.target, self.in_order[node_arg(node, 0)], node.args[1])
-        elif is_redistribution(node):
-            self._redistribute(node, rest)
-        elif node.target is aten.clone.default or node.target in CASTS or _is_elementwise(node.target):
-            if all(self._elementwise(source, rest) for source in node.all_input_nodes):
-                args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.in_order.get(n, n))
-                self._add(node, node.target, *args, **{**kwargs, **self._contiguous(node)})
-        return node in self.in_order
-
-    def _redistribute(self, node: torch.fx.Node, rest: list[int]) -> None:
-        """A redistribution of what is behind the rows treats them row by row."""
-        this = read(node)
-        first = this.local.meta["val"].dim() - len(self._rest(this.local) or [])
-        placements = [parse_spec(text) for text in (this.source, this.target)]
-        cut = [p for p in (*placements[0], *placements[1]) if isinstance(p, (Shard, StridedShard))]
-        if any(p.dim < first or isinstance(p, StridedShard) for p in cut) or len(this.shape) - first != len(rest):
-            return
-        texts = [
-            spec_text([Shard(p.dim - first + 1) if isinstance(p, Shard) else p for p in spec]) for spec in placements
-        ]
-        self._add(
-            node, redistribute_op, self.in_order[this.local], *texts, this.mesh, [self.rows.total, *this.shape[first:]]
-        )
-
-    @staticmethod
-    def _contiguous(node: torch.fx.Node) -> dict[str, Any]:
-        return {"memory_format": torch.contiguous_format} if node.target is aten.clone.default else {}
-
-    def _elementwise(self, source: torch.fx.Node, rest: list[int]) -> bool:
-        """Whether an operand of an elementwise operator is in order, or the same for all rows."""
-        value = source.meta.get("val")
-        if source in self.in_order:
-            return self.in_order[source].meta["val"].dim() == len(rest) + 1
-        return not isinstance(value, torch.Tensor) or value.dim() <= len(rest)
-
-    def _from_rows(self, node: Any) -> bool:
-        """Whether a right operand is a transposed one with rows: a product of rows with rows."""
-        return (
-            isinstance(node, torch.fx.Node)
-            and node.target in VIEWS
-            and any(s in self.in_order for s in node.all_input_nodes)
-        )
-
-    def _view(self, node: torch.fx.Node, place: torch.fx.Node, rest: list[int]) -> None:
-        """`node`, a view, in order: `place`, in another shape where it has another."""
-        if place.meta["val"].shape == torch.Size([self.rows.total, *rest]):
-            self.in_order[node] = place
-        else:
-            self._add(node, aten.view.default, place, [self.rows.total, *rest])
-
-    def _add(self, node: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
-        self.in_order[node] = self._call(node, node, target, *args, **kwargs)
-
-    def _call(self, after: torch.fx.Node, like: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        """A new node behind `after` and those that were put there before it."""
-        with self.graph.inserting_after(self.behind.get(after, after)):
-            new = add_call(self.graph, target, args, kwargs, meta=inherited(like))
-        self.behind[after] = new
-        self.made.add(new)
-        return new
-
-    # ---- the ends --------------------------------------------------------------------------------------------------
 
     def _mesh_dim(self, node: torch.fx.Node) -> int:
         this = read(node)
@@ -348,22 +233,22 @@ class _Order:
     def _gather(self, node: torch.fx.Node) -> None:
         source, target, shape = self._over_chunks(node)
         this = read(node)
-        local = self._call(node, node, aten.unsqueeze.default, this.local, 0)
-        whole = self._call(node, node, redistribute_op, local, source, target, this.mesh, shape)
-        rest = self._rest(node)
+        local = self.call(node, node, aten.unsqueeze.default, this.local, 0)
+        whole = self.call(node, node, redistribute_op, local, source, target, this.mesh, shape)
+        rest = self.rest(node)
         assert rest is not None
-        self._add(node, aten.view.default, whole, [self.rows.total, *rest])
+        self.add(node, aten.view.default, whole, [self.rows.total, *rest])
         self.old.add(node)
 
     def _scatter(self, node: torch.fx.Node) -> None:
         source, target, shape = self._over_chunks(node)
         this = read(node)
         value = this.local.meta["val"]
-        dim = len(shape) - 1 - len(self._rest(this.local) or [])
+        dim = len(shape) - 1 - len(self.rest(this.local) or [])
         local = [self.rows.chunks, *value.shape[: dim - 1], self.rows.length, *value.shape[dim:]]
-        chunks = self._call(node, node, aten.view.default, self.in_order[this.local], local)
-        part = self._call(node, node, redistribute_op, chunks, source, target, this.mesh, shape)
-        node.replace_all_uses_with(self._call(node, node, aten.view.default, part, list(node.meta["val"].shape)))
+        chunks = self.call(node, node, aten.view.default, self.in_order[this.local], local)
+        part = self.call(node, node, redistribute_op, chunks, source, target, this.mesh, shape)
+        node.replace_all_uses_with(self.call(node, node, aten.view.default, part, list(node.meta["val"].shape)))
         self.old.add(node)
 
     def _hoist(self, node: torch.fx.Node) -> bool:
@@ -373,7 +258,7 @@ class _Order:
         put_in_order = self._rows_written_freely if node.target is aten.mm.default else self._hoist
         for source in self._operands_of_rows(node):
             put_in_order(source)
-        return self._follow(node)
+        return self.follow(node)
 
     def _can_be_hoisted(self, node: torch.fx.Node) -> bool:
         if node in self.in_order:
@@ -385,32 +270,32 @@ class _Order:
 
     def _operands_of_rows(self, node: torch.fx.Node) -> list[torch.fx.Node]:
         """The operands of a node that computes row by row in which there are rows; empty for any other node."""
-        rest = self._rest(node)
+        rest = self.rest(node)
         if rest is None or node.op != "call_function":
             return []
         if node.target in RESHAPES or node.target is aten.mm.default:
             return [node_arg(node, 0)]
-        if not _is_elementwise(node.target):
+        if not is_elementwise(node.target):
             return []
         return [
-            source for source in node.all_input_nodes if not self._elementwise(source, rest) or source in self.in_order
+            source for source in node.all_input_nodes if not self.is_operand(source, rest) or source in self.in_order
         ]
 
     def _is_written_freely(self, node: torch.fx.Node) -> bool:
         """Whether `node` is in order, or can be at no copy of its own."""
-        return node in self.in_order or self._rest(node) is not None and not is_outside(_written_by(node))
+        return node in self.in_order or self.rest(node) is not None and not is_outside(_written_by(node))
 
     def _rows_written_freely(self, node: torch.fx.Node) -> bool:
         """Puts `node` in order where that costs no copy of its own."""
         if node in self.in_order or not self._is_written_freely(node):
             return node in self.in_order
-        rest = self._rest(node)
+        rest = self.rest(node)
         assert rest is not None
         lead, chunks, length = self.rows
-        parts = self._call(node, node, aten.view.default, node, [lead, chunks, length, *rest])
-        first = self._call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
-        copy = self._call(node, node, aten.clone.default, first, memory_format=torch.contiguous_format)
-        self._add(node, aten.view.default, copy, [self.rows.total, *rest])
+        parts = self.call(node, node, aten.view.default, node, [lead, chunks, length, *rest])
+        first = self.call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+        copy = self.call(node, node, aten.clone.default, first, memory_format=torch.contiguous_format)
+        self.add(node, aten.view.default, copy, [self.rows.total, *rest])
         self.freely.add(node)
         return True
 
@@ -422,22 +307,22 @@ class _Order:
         x = node_arg(left, 0)
         if x not in self.in_order and right not in self.in_order:
             return
-        if len(self._rest(x) or []) == 1 and self._rows_written_freely(x) and self._rows_written_freely(right):
-            flipped = self._call(node, node, aten.permute.default, self.in_order[x], [1, 0])
-            product = self._call(node, node, aten.mm.default, flipped, self.in_order[right])
+        if len(self.rest(x) or []) == 1 and self._rows_written_freely(x) and self._rows_written_freely(right):
+            flipped = self.call(node, node, aten.permute.default, self.in_order[x], [1, 0])
+            product = self.call(node, node, aten.mm.default, flipped, self.in_order[right])
             node.replace_all_uses_with(product)
             self.old.add(node)
 
     def _natural(self, node: torch.fx.Node) -> torch.fx.Node:
         """`node` in the order of the program, from what is in the order of the chunks."""
         if node not in self.natural:
-            rest = self._rest(node) or []
+            rest = self.rest(node) or []
             lead, chunks, length = self.rows
             place = self.in_order[node]
-            parts = self._call(place, node, aten.view.default, place, [chunks, lead, length, *rest])
-            first = self._call(place, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
-            copy = self._call(place, node, aten.clone.default, first, memory_format=torch.contiguous_format)
-            self.natural[node] = self._call(place, node, aten.view.default, copy, list(node.meta["val"].shape))
+            parts = self.call(place, node, aten.view.default, place, [chunks, lead, length, *rest])
+            first = self.call(place, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+            copy = self.call(place, node, aten.clone.default, first, memory_format=torch.contiguous_format)
+            self.natural[node] = self.call(place, node, aten.view.default, copy, list(node.meta["val"].shape))
         return self.natural[node]
 
     def _erase_unused(self) -> None:
@@ -445,7 +330,3 @@ class _Order:
         for node in reversed(list(self.graph.nodes)):
             if not node.users and node.op == "call_function" and (node in mine or node.target in VIEWS):
                 self.graph.erase_node(node)
-
-
-def _is_elementwise(target: Any) -> bool:
-    return is_pointwise(target) and not draws(target)

@@ -34,9 +34,9 @@ from dtensor_compile.ops.rearrange import Boxes, Held, exchange_boxes, take
 from dtensor_compile.planner import shard_intervals as shards
 from dtensor_compile.planner.exchange import REDUCES, overlap, serve
 from dtensor_compile.planner.memory import exchanged, peak
+from dtensor_compile.planner.problem import State, Step
 from dtensor_compile.planner.search import checked, collectives, largest_target, over_budget, plan
 from dtensor_compile.planner.step_costs import local_elements
-from dtensor_compile.planner.steps import State, Step
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,8 @@ from dtensor_compile.graph.arguments import function_of, value_of
 from dtensor_compile.graph.nodes import call
 from dtensor_compile.graph.operator_traits import CASTS, IDENTITIES, SIZED_VIEWS, is_pointwise
 from dtensor_compile.ir.mesh import MeshLayout
-from dtensor_compile.passes.spec_rules import REDUCTIONS, Global, Placements, R, Shape, Strategy, rule_of
+from dtensor_compile.passes.global_tensor import Global, Placements, Shape
+from dtensor_compile.passes.spec_rules import REDUCTIONS, R, Strategy, rule_of
 
 aten = torch.ops.aten
 

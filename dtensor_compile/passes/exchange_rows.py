@@ -47,7 +47,7 @@ from dtensor_compile.graph.nodes import (
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, sizes_differ
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import spec_text
-from dtensor_compile.passes.spec_rules import Global
+from dtensor_compile.passes.global_tensor import Global
 
 aten = torch.ops.aten
 

@@ -24,8 +24,9 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.passes.region import Region, cut, grow
-from dtensor_compile.passes.spec_rules import Global
+from dtensor_compile.passes.global_tensor import Global
+from dtensor_compile.passes.minimum_cut import cut
+from dtensor_compile.passes.region import Region, grow
 
 #: What collectives and bytes weigh: fewer bytes go first, then fewer collectives, and the other way round.
 _WEIGHTS = (lambda c: (c.bytes << 20) + c.collectives, lambda c: (c.collectives << 50) + c.bytes)

@@ -35,8 +35,9 @@ from dtensor_compile.graph.operator_traits import draws
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.passes.region import Region, cut, grow
-from dtensor_compile.passes.spec_rules import Global
+from dtensor_compile.passes.global_tensor import Global
+from dtensor_compile.passes.minimum_cut import cut
+from dtensor_compile.passes.region import Region, grow
 
 #: How many bytes of local tensors one has to save per byte that is sent, and how many more may be sent in all.
 _SAVED_PER_BYTE = 64

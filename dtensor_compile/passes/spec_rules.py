@@ -15,7 +15,6 @@ import torch
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, operator_of, value_of, values_of
-from dtensor_compile.graph.global_annotations import Mark
 from dtensor_compile.graph.operator_traits import (
     CASTS,
     IDENTITIES,
@@ -26,8 +25,7 @@ from dtensor_compile.graph.operator_traits import (
     is_pointwise,
 )
 from dtensor_compile.ir.mesh import MeshLayout
-from dtensor_compile.ir.spec import parse_spec, spec_text
-from dtensor_compile.ops.expand import local_shape
+from dtensor_compile.passes.global_tensor import Global, Placements, Shape
 
 aten = torch.ops.aten
 R = Replicate()
@@ -52,49 +50,6 @@ _ACTING: dict[Any, tuple[int, bool, bool]] = {
     aten._softmax_backward_data.default: (2, False, False),
     aten._log_softmax_backward_data.default: (2, False, False),
 }
-
-Placements = tuple[Placement, ...]
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Global:
-    """What a local tensor is globally: placements on a mesh, and a shape of plain integers."""
-
-    placements: Placements
-    shape: Shape
-
-    @classmethod
-    def of(cls, spec: str, shape: Sequence[Any]) -> Global | None:
-        """None where the shape is symbolic, or shards are strided."""
-        placements = parse_spec(spec)
-        if not all(type(size) is int for size in shape) or not all(
-            type(p) in (Shard, Replicate, Partial) for p in placements
-        ):
-            return None
-        return cls(placements, tuple(shape))
-
-    @property
-    def spec(self) -> str:
-        return spec_text(self.placements)
-
-    def mark(self, layout: MeshLayout) -> Mark:
-        return Mark(self.spec, str(layout), self.shape)
-
-    def shards(self, dim: int) -> list[int]:
-        """The mesh dims that shard a tensor dim."""
-        return [i for i, p in enumerate(self.placements) if isinstance(p, Shard) and p.dim == dim]
-
-    def pieces(self, dim: int, layout: MeshLayout) -> int:
-        """Into how many shards a tensor dim is cut."""
-        return math.prod(layout.shape[i] for i in self.shards(dim))
-
-    def is_even(self, layout: MeshLayout) -> bool:
-        return not any(size % self.pieces(dim, layout) for dim, size in enumerate(self.shape))
-
-    def local_shape(self, layout: MeshLayout, coordinate: Sequence[int]) -> list[int]:
-        return local_shape(self.placements, layout, coordinate, self.shape)
-
 
 #: Placements of the operands and of the results, along one mesh dim; one placement for all results, or one for each.
 Strategy = tuple[Placements, Placement | Placements]

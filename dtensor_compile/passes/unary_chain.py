@@ -18,7 +18,7 @@ from dtensor_compile.graph.operator_traits import SIZED_VIEWS
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.passes.algebra import form, has_numbers, may_round, run, tensors_of
-from dtensor_compile.passes.spec_rules import Global
+from dtensor_compile.passes.global_tensor import Global
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from dtensor_compile.compat.dtensor.specs import Partial, Shard
 from dtensor_compile.planner.exchange import changed_dims
+from dtensor_compile.planner.problem import State, Step
 from dtensor_compile.planner.shard_intervals import cutting
 from dtensor_compile.planner.step_costs import local_elements, local_sizes
-from dtensor_compile.planner.steps import State, Step
 
 Sizes = tuple[int, ...]
 

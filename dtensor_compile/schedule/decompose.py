@@ -43,8 +43,9 @@ from dtensor_compile.graph.nodes import FUSED, PART, is_start, is_wait, source_l
 from dtensor_compile.graph.operator_traits import ORDERED_VIEWS
 from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
 from dtensor_compile.ops.groups import REDISTRIBUTES
-from dtensor_compile.schedule.list_scheduler import arrange, excess, simulate
+from dtensor_compile.schedule.list_scheduler import arrange, excess
 from dtensor_compile.schedule.schedule_graph import cost_of, graph_tasks
+from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 

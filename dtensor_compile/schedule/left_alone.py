@@ -22,8 +22,9 @@ from dtensor_compile.graph.nodes import FUSED, HANDED_BACK, PART, communicates, 
 from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 from dtensor_compile.schedule.bucket import COALESCED
 from dtensor_compile.schedule.decompose import pairs
-from dtensor_compile.schedule.list_scheduler import ALIKE, arrange, simulate
+from dtensor_compile.schedule.list_scheduler import ALIKE, arrange
 from dtensor_compile.schedule.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
+from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.topology.links import Cluster, rounds
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from dtensor_compile.graph.node_costs import SentCollective, collective_of, resu
 from dtensor_compile.graph.nodes import ACROSS, is_fixed, is_start, is_wait, starts_collective
 from dtensor_compile.graph.operator_traits import draws, is_view
 from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
-from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
+from dtensor_compile.schedule.list_scheduler import arrange, excess
+from dtensor_compile.schedule.simulated_device import Buffer, Simulation, Task, simulate
 from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
@@ -134,12 +135,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
     nodes = list(graph.nodes)
     number = {node: index for index, node in enumerate(nodes)}
     own_sends = any(is_start(node) and REDISTRIBUTES not in node.meta for node in nodes)
-    roots: dict[torch.fx.Node, torch.fx.Node] = {}  # whose memory a node is in
-    for node in nodes:
-        roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node
-    kept = {roots[source] for source in nodes[-1].all_input_nodes}
-    kept.update(node for node in nodes if node.op == "get_attr" or node.op == "placeholder" and _is_parameter(node))
-    memory = {node: Buffer(size := result_bytes(node), size, node in kept) for node in nodes if roots[node] is node}
+    roots, memory = _memory(nodes)
     started: dict[torch.fx.Node, torch.fx.Node] = {}
     computed: set[torch.fx.Node] = set()
     fixed, random, start = -1, -1, -1
@@ -181,6 +177,20 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
             )
         tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads), host=host))
     return tasks
+
+
+def _memory(
+    nodes: Sequence[torch.fx.Node],
+) -> tuple[dict[torch.fx.Node, torch.fx.Node], dict[torch.fx.Node, Buffer]]:
+    """The node in whose memory each node of a graph is, and the memory of those."""
+    roots: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in nodes:
+        roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node
+    kept = {roots[source] for source in nodes[-1].all_input_nodes}
+    kept.update(node for node in nodes if node.op == "get_attr" or node.op == "placeholder" and _is_parameter(node))
+    return roots, {
+        node: Buffer(size := result_bytes(node), size, node in kept) for node in nodes if roots[node] is node
+    }
 
 
 def _is_parameter(node: torch.fx.Node) -> bool:
