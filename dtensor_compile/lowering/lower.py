@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.aot.shapes import expressions, has_hint
 from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.compat.inductor.compile import trace_local
@@ -43,8 +44,7 @@ _INHERITED = (
 
 #: Expansions that were traced before, in this process, by what decides them, without fake values: those belong to one
 #: trace. Graphs that are compiled again, for another size or with a pass switched off, repeat most of theirs.
-_known: dict[Any, torch.fx.Graph] = {}
-_MOST_KNOWN = 1 << 13
+_known: BoundedCache[Any, torch.fx.Graph] = BoundedCache(1 << 13)
 
 
 class _Expansion(NamedTuple):
@@ -196,8 +196,6 @@ def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: M
                 part if part is not None else trace_local(this.function, [n.meta["val"] for n in this.inputs]).graph
             )
             if lasting is not None:
-                if len(_known) >= _MOST_KNOWN:
-                    _known.clear()
                 _known[lasting] = without_values(traced[this.key])
     meta = {name: node.meta[name] for name in _INHERITED if name in node.meta}
     meta |= {REDISTRIBUTES: True} if this.of_one_mesh else {ACROSS: f"{describe(node)} of {list(this.shape)}"}

@@ -101,9 +101,7 @@ class Region:
         return Global.of(mark.spec, mark.shape) if mark.mesh == self.mesh else None
 
     def move(self, source: Global, target: Global, node: torch.fx.Node) -> Cost | None:
-        """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there, or would
-        round.
-        """
+        """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there exactly."""
         key = source, target, node.meta["val"].element_size()
         if key not in self.costs:
             this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
@@ -201,8 +199,8 @@ class Region:
                 made[node] = _run(self, node, [made[node_arg(node, 0)]], member.held)
             else:
                 operands = zip(tensors_of(node) or (), member.needs)
-                made[node] = self._run(
-                    node, [self._cut(node, x, need, made, cuts) for x, need in operands], member.held
+                made[node] = _run(
+                    self, node, [self._cut(node, x, need, made, cuts) for x, need in operands], member.held
                 )
         for node in nodes:
             self._give_to_readers(node, made[node], held)

@@ -57,6 +57,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.aot.shapes import has_hint
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map, real_mesh
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
@@ -194,8 +195,8 @@ def _replicated(schema: OpSchema) -> Layouts:
 
 #: Decisions by torch's rules that were made before, in this process: its own cache is emptied where a trace begins
 #: (`compat.aot.dtensor_observer`). Known by the operator, its rules, its arguments, and the meshes that they are on.
-_known: dict[Any, Any] = {}
 _MOST_KNOWN = 1 << 14
+_known: BoundedCache[Any, Any] = BoundedCache(_MOST_KNOWN)
 #: Where those for symbolic sizes are kept: on what knows the symbols and their guards.
 _KNOWN_OF_SYMBOLS = "_dtensor_compile_decisions"
 
@@ -223,8 +224,6 @@ def _propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: A
         try:
             decision = _propagated(replicate, stock, self, op_schema)
             if not _thread.decided and at(decision) is not None:
-                if len(known) >= _MOST_KNOWN:
-                    known.clear()
                 meshes = [real_mesh(leaf.mesh) for leaf in leaves if isinstance(leaf, DTensorSpec)]
                 known[key] = (rules, meshes), decision  # what lives on keeps its id
         finally:
@@ -285,7 +284,7 @@ def _decisions_for(symbolic: Sequence[Any]) -> dict[Any, Any] | None:
     env = symbolic[0].node.shape_env
     if env._suppress_guards_tls() or any(free_unbacked_symbols(number) for number in symbolic):
         return None
-    return vars(env).setdefault(_KNOWN_OF_SYMBOLS, {})
+    return vars(env).setdefault(_KNOWN_OF_SYMBOLS, BoundedCache(_MOST_KNOWN))
 
 
 def _symbols(value: Any) -> list[Any]:
@@ -469,8 +468,8 @@ def _is_part_of_mesh(stock: Callable[[DeviceMesh], bool], self: DeviceMesh) -> b
 
 #: What redistributions cost torch, by meshes and specs: a search for the cheapest path, which torch repeats for each
 #: pair of placements that an operator could have, and remembers in eager alone.
-_costs: dict[Any, float] = {}
 _MOST_COSTS = 1 << 16
+_costs: BoundedCache[Any, float] = BoundedCache(_MOST_COSTS)
 #: Where they are kept on what traces.
 _COSTS_OF_TRACE = "_dtensor_compile_costs"
 
@@ -489,7 +488,7 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
     known = (
         _costs
         if symbolic is None
-        else vars(get_proxy_mode() or symbolic.node.shape_env).setdefault(_COSTS_OF_TRACE, {})
+        else vars(get_proxy_mode() or symbolic.node.shape_env).setdefault(_COSTS_OF_TRACE, BoundedCache(_MOST_COSTS))
     )
     sizes = [(*map(_expression, meta.shape), *map(_expression, meta.stride), meta.dtype) for meta in metas]
     layout = mesh.device_type, rank_map(mesh), *mesh_dims(mesh)
@@ -500,8 +499,6 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
         return stock(current, target)
     if found is None:
         found = stock(current, target)
-        if len(known) >= _MOST_COSTS:
-            known.clear()
         known[key] = found
     return found
 
