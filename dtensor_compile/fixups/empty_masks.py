@@ -16,6 +16,7 @@ import operator
 
 import torch
 
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.node_builder import inherited
 from dtensor_compile.graph.nodes import call
 
@@ -26,7 +27,7 @@ def make_masks_boolean(graph: torch.fx.Graph) -> None:
     """On the joint graph: masks of dropout are booleans on every rank."""
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         for mask in [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]:
-            if 0 not in [size for size in mask.meta["val"].shape if type(size) is int]:
+            if 0 not in [size for size in value_of(mask).shape if type(size) is int]:
                 continue  # the fake value of the mask is boolean in either case
             made = call(aten.ne.Scalar, (mask, 0), like=mask, before=mask.next)
             made.meta |= inherited(mask)

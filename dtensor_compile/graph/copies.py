@@ -14,7 +14,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from dtensor_compile.graph.arguments import function_of, node_arg
+from dtensor_compile.graph.arguments import function_of, node_arg, value_of
 from dtensor_compile.graph.global_annotations import MARK
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.operator_traits import SHAPE_VIEWS, SPLITS
@@ -91,7 +91,7 @@ def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
             new = call(_permute, copy, [order.index(dim) for dim in range(len(order))])
         # Symbolic ones are contiguous, both, and not numbers that could be arguments.
         numbers = all(type(number) is int for number in (*was.shape, *was.stride()))
-        if numbers and not equal(was.stride(), new.meta["val"].stride()):
+        if numbers and not equal(was.stride(), value_of(new).stride()):
             new = call(torch.ops.aten.as_strided.default, new, list(was.shape), list(was.stride()))
     new.meta[MARK] = mark_of(node)
     node.replace_all_uses_with(new)

@@ -14,7 +14,7 @@ from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.compat.distributed.functional_collectives import wait_tensor
 from dtensor_compile.compat.dynamo.observe import FRAME
 from dtensor_compile.errors import MemoryBudgetError
-from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, operator_of, sizes_of
+from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, operator_of, sizes_of, value_of
 from dtensor_compile.graph.global_annotations import MARK, Mark
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.ir.mesh import parse_mesh
@@ -163,7 +163,7 @@ def cost(this: RedistributeNode, itemsize: int) -> Cost:
 
 def cost_of(nodes: Iterable[torch.fx.Node]) -> Cost:
     """What redistribute nodes send together."""
-    each = [cost(read(node), node.meta["val"].element_size()) for node in nodes]
+    each = [cost(read(node), value_of(node).element_size()) for node in nodes]
     return Cost(sum(c.collectives for c in each), sum(c.bytes for c in each))
 
 

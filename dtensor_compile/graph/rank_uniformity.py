@@ -16,6 +16,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.global_annotations import MARK, Mark
 from dtensor_compile.graph.nodes import is_redistribution, read
 from dtensor_compile.graph.operator_traits import IDENTITIES, SIZES_FOLLOW, SUMS, is_pointwise
@@ -106,4 +107,4 @@ def has_same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     if _uneven.get():
         mark = mark_of(a)
         return mark is not None and mark == mark_of(b)
-    return equal(a.meta["val"].shape, b.meta["val"].shape)
+    return equal(value_of(a).shape, value_of(b).shape)

@@ -41,5 +41,5 @@ def _check(node: torch.fx.Node, plan: Callable[[list[Any], int], object], shape:
         plan(shape, value_of(node).element_size())
     except MemoryBudgetError as error:
         module = f" of module {module_path(node)}" if module_path(node) else ""
-        dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+        dtype = str(value_of(node).dtype).removeprefix("torch.")
         raise PlanError(f"{node.args[0]}{module}, {dtype} {shape}, at {source_line(node)}: {error}") from error

@@ -14,7 +14,7 @@ import torch
 from torch.fx.node import map_arg
 
 from dtensor_compile.compat.dtensor.specs import Shard, StridedShard
-from dtensor_compile.graph.arguments import node_arg
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import is_redistribution, read
 from dtensor_compile.graph.operator_traits import CASTS, RESHAPES, VIEWS, draws, is_pointwise
@@ -93,7 +93,7 @@ class ChunkOrder:
     def _redistribute(self, node: torch.fx.Node, rest: list[int]) -> None:
         """A redistribution of what is behind the rows treats them row by row."""
         this = read(node)
-        first = this.local.meta["val"].dim() - len(self.rest(this.local) or [])
+        first = value_of(this.local).dim() - len(self.rest(this.local) or [])
         placements = [parse_spec(text) for text in (this.source, this.target)]
         cut = [p for p in (*placements[0], *placements[1]) if isinstance(p, (Shard, StridedShard))]
         if any(p.dim < first or isinstance(p, StridedShard) for p in cut) or len(this.shape) - first != len(rest):
@@ -109,7 +109,7 @@ class ChunkOrder:
         """Whether an operand of an elementwise operator is in order, or the same for all rows."""
         value = source.meta.get("val")
         if source in self.in_order:
-            return self.in_order[source].meta["val"].dim() == len(rest) + 1
+            return value_of(self.in_order[source]).dim() == len(rest) + 1
         return not isinstance(value, torch.Tensor) or value.dim() <= len(rest)
 
     def _from_rows(self, node: Any) -> bool:
@@ -122,7 +122,7 @@ class ChunkOrder:
 
     def _view(self, node: torch.fx.Node, place: torch.fx.Node, rest: list[int]) -> None:
         """`node`, a view, in order: `place`, in another shape where it has another."""
-        if place.meta["val"].shape == torch.Size([self.rows.total, *rest]):
+        if value_of(place).shape == torch.Size([self.rows.total, *rest]):
             self.in_order[node] = place
         else:
             self.add(node, aten.view.default, place, [self.rows.total, *rest])

@@ -142,7 +142,7 @@ def _bytes_sent(node: torch.fx.Node) -> int | None:
     if node.target is not redistribute_op:
         return None
     try:
-        return cost(read(node), node.meta["val"].element_size()).bytes
+        return cost(read(node), value_of(node).element_size()).bytes
     except PlanError:
         return None
 

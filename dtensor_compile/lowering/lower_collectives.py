@@ -29,7 +29,7 @@ from dtensor_compile.compat.distributed.functional_collectives import (
     traced_in_backward,
     wait_tensor,
 )
-from dtensor_compile.graph.arguments import operator_of
+from dtensor_compile.graph.arguments import operator_of, value_of
 from dtensor_compile.graph.node_builder import add_call
 from dtensor_compile.graph.nodes import communicates, cost_of, is_redistribution, is_wait
 from dtensor_compile.graph.operator_traits import draws, is_mutable
@@ -175,7 +175,7 @@ class _Batch:
         tensors, peers, tags, groups = (list(column) for column in zip(*(node.args[:4] for node in messages)))
         kinds = [int(node.target is irecv) for node in messages]
         values = [
-            node.meta["val"] if receives else node.meta["val"].new_empty(1) for node, receives in zip(messages, kinds)
+            node.meta["val"] if receives else value_of(node).new_empty(1) for node, receives in zip(messages, kinds)
         ]
         with last.graph.inserting_before(last):
             start = _call(last, exchange, (tensors, kinds, peers, tags, groups), values)

@@ -31,7 +31,7 @@ import torch
 from dtensor_compile.compat.aot.fx import copy_of_graph, put_back
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.arguments import node_arg
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.extra_copies import bytes_of, is_outside, is_standalone, readers
 from dtensor_compile.graph.nodes import has_even_shards, read, redistributions, source_line
 from dtensor_compile.graph.operator_traits import RESHAPES, VIEWS, transposes
@@ -80,7 +80,7 @@ def rows_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
 def why_sizes_do_not_fit(node: torch.fx.Node) -> str:
     """Why the layout of what a redistribution sends does not change; empty where its sizes are no reason."""
     shape = [str(size) if isinstance(size, torch.fx.Node) else size for size in read(node).shape]
-    if not all(isinstance(size, int) for size in (*shape, *node.meta["val"].shape)):
+    if not all(isinstance(size, int) for size in (*shape, *value_of(node).shape)):
         return "sizes are symbolic"
     return "" if has_even_shards(node) else f"{shape} is cut unevenly, and ranks have different sizes"
 
@@ -248,7 +248,7 @@ class _Order(ChunkOrder):
         local = [self.rows.chunks, *value.shape[: dim - 1], self.rows.length, *value.shape[dim:]]
         chunks = self.call(node, node, aten.view.default, self.in_order[this.local], local)
         part = self.call(node, node, redistribute_op, chunks, source, target, this.mesh, shape)
-        node.replace_all_uses_with(self.call(node, node, aten.view.default, part, list(node.meta["val"].shape)))
+        node.replace_all_uses_with(self.call(node, node, aten.view.default, part, list(value_of(node).shape)))
         self.old.add(node)
 
     def _hoist(self, node: torch.fx.Node) -> bool:
@@ -322,7 +322,7 @@ class _Order(ChunkOrder):
             parts = self.call(place, node, aten.view.default, place, [chunks, lead, length, *rest])
             first = self.call(place, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
             copy = self.call(place, node, aten.clone.default, first, memory_format=torch.contiguous_format)
-            self.natural[node] = self.call(place, node, aten.view.default, copy, list(node.meta["val"].shape))
+            self.natural[node] = self.call(place, node, aten.view.default, copy, list(value_of(node).shape))
         return self.natural[node]
 
     def _erase_unused(self) -> None:

@@ -146,7 +146,7 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> Non
         done, first = _waited(exchange, start), 0
         for size, item in zip(sizes, sorted(start.users, key=lambda item: const_arg(item, 1, int))):
             (wait,) = item.users
-            part = _part((n, sum(sizes)), slice(first, first + size), wait.meta["val"].shape, op)
+            part = _part((n, sum(sizes)), slice(first, first + size), value_of(wait).shape, op)
             wait.replace_all_uses_with(_traced(wait, part, (done,)))
             first += size
     for item in list(start.users):

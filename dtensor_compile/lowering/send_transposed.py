@@ -44,7 +44,7 @@ def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
     decisions = list(columns_left(graph))
     for node in redistributions(graph):
         this = read(node)
-        if not _sends_columns(node) or why_sizes_do_not_fit(node) or not node.meta["val"].numel():
+        if not _sends_columns(node) or why_sizes_do_not_fit(node) or not value_of(node).numel():
             continue
         scatters = not _gathers(node)
         made = _scatter(node, this) if scatters else _gather(node, this) if _is_read_by_products(node) else None
@@ -121,7 +121,7 @@ def _transposed(this: RedistributeNode, local: torch.fx.Node) -> RedistributeNod
 def _is_view(node: torch.fx.Node) -> bool:
     """Whether a node is a matrix or its transpose, as a view."""
     if node.target is aten.t.default or node.target is aten.permute.default:
-        return node.meta["val"].dim() == 2
+        return value_of(node).dim() == 2
     if node.target not in SHAPE_VIEWS:
         return False
     # Sizes that only the data decides are the same where their expressions are.

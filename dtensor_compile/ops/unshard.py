@@ -145,7 +145,7 @@ class _Unshard(torch.autograd.Function):
         return None if shard is None else with_local(shard, ctx.spec), None, None
 
 
-def unshard(
+def unshard(  # noqa: PLR0913, PLR0917 - arguments of a call in Dynamo's graph, which are plain constants
     param: DTensor,
     mesh: Any,
     outer: tuple[Any, ...] | None,

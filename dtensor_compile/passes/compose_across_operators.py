@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
     cost,
@@ -66,7 +67,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     if not owes_no_more(held.spec, this.target):
         return None
     direct = this._replace(source=held.spec)
-    after, before = cost(direct, node.meta["val"].element_size()), cost_of([inner, node])
+    after, before = cost(direct, value_of(node).element_size()), cost_of([inner, node])
     if not after.is_less(before):
         return None
     where, text = source_line(node), f"{first}->{this}"

@@ -20,7 +20,7 @@ import torch
 
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.arguments import node_arg
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
 from dtensor_compile.graph.nodes import (
     cost,
@@ -61,7 +61,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     if not (owes_no_more(first.source, first.target) and owes_no_more(this.source, this.target)):
         return None
     direct = this._replace(local=first.local, source=first.source)
-    itemsize = node.meta["val"].element_size()
+    itemsize = value_of(node).element_size()
     goes = _is_only_reader(node, inner)
     before, after = cost_of([inner, node] if goes else [node]), cost(direct, itemsize)
     if not (after.is_less(before) or after == before and goes):

@@ -23,7 +23,7 @@ import torch
 
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.arguments import node_arg
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import is_same_view, replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
@@ -106,7 +106,7 @@ def _merge(root: torch.fx.Node, terms: list[Term]) -> list[Decision]:
     groups: dict[tuple, list[Term]] = {}
     for node, negative in terms:
         if is_redistribution(node) and len(node.users) == 1 and when(node) == when(root) and is_linear(read(node)):
-            groups.setdefault((*read(node)[1:], read(node).local.meta["val"].dtype), []).append((node, negative))
+            groups.setdefault((*read(node)[1:], value_of(read(node).local).dtype), []).append((node, negative))
     merged = {node: group for group in groups.values() if len({n for n, _ in group}) > 1 for node, _ in group}
     merged = {node: group for node, group in merged.items() if cost_of([node]).bytes}
     if not merged:

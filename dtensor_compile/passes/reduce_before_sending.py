@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
@@ -56,7 +57,7 @@ def _reduce(node: torch.fx.Node) -> Decision | None:
     if held == wanted or not owes_no_more(held.spec, wanted.spec):
         return None
     direct = RedistributeNode(this.local, held.spec, wanted.spec, this.mesh, wanted.shape)
-    after, before = cost(direct, last.meta["val"].element_size()), cost_of([node])
+    after, before = cost(direct, value_of(last).element_size()), cost_of([node])
     if not after.is_less(before):
         return None
     where = source_line(node)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.errors import PlanError
-from dtensor_compile.graph.arguments import const_arg, node_arg, values_of
+from dtensor_compile.graph.arguments import const_arg, node_arg, value_of, values_of
 from dtensor_compile.graph.copies import can_be_dense, erase_dead, replace
 from dtensor_compile.graph.nodes import Cost, RedistributeNode, cost, is_redistribution, read, redistribute, when
 from dtensor_compile.graph.operator_traits import SIZED_VIEWS
@@ -101,8 +101,8 @@ class Region:
         return Global.of(mark.spec, mark.shape) if mark.mesh == self.mesh else None
 
     def move(self, source: Global, target: Global, node: torch.fx.Node) -> Cost | None:
-        """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there exactly."""
-        key = source, target, node.meta["val"].element_size()
+        """What it costs to redistribute a tensor with the elements of `node`; None where none leads there exactly."""
+        key = source, target, value_of(node).element_size()
         if key not in self.costs:
             this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
             try:
@@ -156,7 +156,7 @@ class Region:
         None where its readers need strides that cannot be had, and for masks: Inductor fails on kernels that read
         gathered ones."""
         member = self.members[node]
-        if len(member.was) > 1 or node.meta["val"].dtype == torch.bool:
+        if len(member.was) > 1 or value_of(node).dtype == torch.bool:
             return None
         if not may_use_sizes() and not member.was[0].is_even(self.layout) or not can_be_dense(node):
             return None  # strides of uneven shards are not the same on all ranks

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.global_annotations import MARK
 from dtensor_compile.graph.nodes import Cost, is_redistribution, read, redistributions, source_line
 from dtensor_compile.graph.operator_traits import draws
@@ -122,7 +123,7 @@ def _saved(region: Region, held: frozenset[torch.fx.Node]) -> int:
                 math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held)
             )
             gathered = whole if others or any(user not in held for user in mine) else 0
-            total += (whole - local - gathered) * node.meta["val"].element_size()
+            total += (whole - local - gathered) * value_of(node).element_size()
     return total
 
 

@@ -153,7 +153,7 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
             or {PART, FUSED} & node.meta.keys()
         ):
             continue
-        if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
+        if any(isinstance(size, torch.SymInt) for size in value_of(node).shape):
             continue
         yield _Bucket(
             [node], _unused(node), stretch, node.meta.get(GROUP), collective_of(node).bytes, result_bytes(node.args[0])

@@ -236,7 +236,7 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
 
 def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
     """Seconds that `k` parts take for copies, launches, and the collectives that are more."""
-    itemsize = pair.start.meta["val"].element_size()
+    itemsize = value_of(pair.start).element_size()
     launching = (k - 1) * (len(pair.products) * cluster.device.launch + host_seconds(cluster.backend))
     if pair.fuses:
         return launching  # parts are read and written where they belong
@@ -255,7 +255,7 @@ def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
 
 def _divide_gather(pair: Pair, k: int) -> None:
     n, rows, start, wait = pair.ranks, pair.rows, pair.start, pair.wait
-    shape = list(wait.meta["val"].shape)
+    shape = list(value_of(wait).shape)
     columns = math.prod(shape) // (n * rows)
     make = Maker(start, start)
     flat = make(aten.view.default, start.args[0], [rows, columns])
@@ -266,7 +266,7 @@ def _divide_gather(pair: Pair, k: int) -> None:
     for product in pair.products:
         make = Maker(product, product)
         results = [make(aten.mm.default, part, product.args[1]) for part in waits]
-        product.replace_all_uses_with(_interleaved(make, results, n, rows, list(product.meta["val"].shape)))
+        product.replace_all_uses_with(_interleaved(make, results, n, rows, list(value_of(product).shape)))
         product.graph.erase_node(product)
     erase_views(wait)
     if wait.users:
@@ -290,7 +290,7 @@ def _divide_scatter(pair: Pair, k: int) -> None:
     starts = [make(_SCATTER, part, *start.args[1:], start=True) for part in results]
     make = Maker(wait, wait)
     joined = make(aten.cat.default, [make(wait_tensor, part) for part in starts])
-    wait.replace_all_uses_with(make(aten.view.default, joined, list(wait.meta["val"].shape)))
+    wait.replace_all_uses_with(make(aten.view.default, joined, list(value_of(wait).shape)))
     wait.graph.erase_node(wait)
     erase_reduced(start)
 

@@ -48,7 +48,7 @@ def fuse_products(graph: torch.fx.Graph) -> list[Decision]:
 
 def _fuse_gather(pair: Pair) -> str:
     """The name of the operator; empty where it cannot stand."""
-    wait, shape = pair.wait, list(pair.wait.meta["val"].shape)
+    wait, shape = pair.wait, list(value_of(pair.wait).shape)
     number = {node: index for index, node in enumerate(wait.graph.nodes)}
     ready = [product for product in pair.products if number[node_arg(product, 1)] < number[wait]]
     if not ready:
@@ -78,7 +78,7 @@ def _fuse_scatter(pair: Pair) -> str:
     make = Maker(start, start)
     op = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
     reduced = make(op, *product.args, start.args[1], 0, start.args[3])
-    wait.replace_all_uses_with(make(aten.view.default, reduced, list(wait.meta["val"].shape)))
+    wait.replace_all_uses_with(make(aten.view.default, reduced, list(value_of(wait).shape)))
     wait.graph.erase_node(wait)
     erase_reduced(start)
     return op._schema.name.split("::")[1]

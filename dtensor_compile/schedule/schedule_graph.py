@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.arguments import operator_of
+from dtensor_compile.graph.arguments import operator_of, value_of
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.graph.node_costs import SentCollective, collective_of, result_bytes, work_of
 from dtensor_compile.graph.nodes import ACROSS, is_fixed, is_start, is_wait, starts_collective
@@ -123,7 +123,7 @@ def default_cluster(device_type: str) -> Cluster:
 def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | None:
     """What the seconds of a graph are of; None for a graph that waits for no collective."""
     first = next((node for node in graph.nodes if is_wait(node)), None)
-    return None if first is None else topology or default_cluster(first.meta["val"].device.type)
+    return None if first is None else topology or default_cluster(value_of(first).device.type)
 
 
 def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False) -> list[Task]:
