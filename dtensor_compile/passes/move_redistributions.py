@@ -5,7 +5,7 @@
 Right by the algebra of ``algebra.py``, for one redistribution and all the operators behind it that go on from A, or
 several that meet: terms that owe a sum are added, multiplied with what all ranks have, or with a matrix, and reduced
 once at the end. What is gathered is sliced, looked up, normalized or reduced along its other dims before it is sent.
-Where to stop is found over the whole graph (``region.py``).
+Where to stop is found over the whole graph (``minimum_cut.py``).
 
 Values of shards are bitwise the same, or where a kernel works on another number of rows as near as two kernels; sums
 over ranks add the same terms in another order.

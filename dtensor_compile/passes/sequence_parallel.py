@@ -5,7 +5,7 @@
 Right by the algebra of ``algebra.py``: what lies between an all-reduce and the next matrix product (residual sums,
 norms) runs on shards. An all-reduce sends what a reduce-scatter and an all-gather send together; what is won is memory
 and compute: each rank holds and computes one part of the activations between. Of all dims the one is taken where most
-is won, and where to stop is found over the whole graph (``region.py``).
+is won, and where to stop is found over the whole graph (``minimum_cut.py``).
 
 It runs where the program asks for it (``options={"enable_passes": ("sequence_parallel",)}``), for two reasons. There
 are more collectives, and some hundredths more bytes: gradients of weights of norms are sums over ranks then. And models
