@@ -6,7 +6,8 @@ Views, from the narrowest promise to the widest:
     SHAPE_VIEWS        ... or the shape stays: a view of one contiguous tensor as another
     RESHAPES           ... or a copy where no view has that shape; rows stay rows
     ORDERED_VIEWS      ... or dims of size 1 come and go; elements stay in their order
-    VIEWS              all that only name memory anew, pieces of it and items of lists included
+
+`VIEWS` are those that name memory anew without a kernel, pieces of it and items of lists included.
 
 Rules that need more than a set (which dims an operator acts on, what a sum of it is) stand with the algebra,
 ``passes/spec_rules.py``.
@@ -42,7 +43,8 @@ SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbin
 PERMUTATIONS = frozenset({aten.transpose.int, aten.t.default, aten.permute.default})
 
 #: What runs no kernel: its result is the memory of its argument, or part of it. Items of lists count, whatever made the
-#: list. Not the same as a schema that says so (`is_view`): ``reshape`` is here, since traced ones view.
+#: list. Not the same as a schema that says so (`is_view`): ``reshape`` is here, since traced ones view, and
+#: ``squeeze.dims`` is not, so that it counts as a kernel.
 VIEWS = SPLITS | PERMUTATIONS | RESHAPES | {
     aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.expand.default, aten.view_as_real.default, aten.view_as_complex.default, operator.getitem,

@@ -53,6 +53,9 @@ _BOUNDED = (
     aten.native_layer_norm.default, aten._fused_rms_norm.default,
 )  # fmt: skip
 
+#: Elementwise operators whose other arguments are no numbers to compute with.
+_WITHOUT_NUMBERS = IDENTITIES | CASTS
+
 
 @dataclass(frozen=True)
 class Form:
@@ -74,7 +77,7 @@ def has_numbers(node: torch.fx.Node) -> bool:
     may not.)
     """
     target = node.target
-    if target not in _BOUNDED and (not is_pointwise(target) or target in IDENTITIES | CASTS):
+    if target not in _BOUNDED and (not is_pointwise(target) or target in _WITHOUT_NUMBERS):
         return False
     found: list[Any] = []
     tree_map(found.append, (node.args[1:], dict(node.kwargs)))
