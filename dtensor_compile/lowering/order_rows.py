@@ -173,14 +173,14 @@ class _Order(ChunkOrder):
 
     def run(self) -> list[Decision]:
         nodes = list(self.graph.nodes)
-        moved_over: list[torch.fx.Node] = []
+        decisions: list[Decision] = []
         scatters: list[torch.fx.Node] = []
         for node in nodes:
             if node.target is not redistribute_op or rows_of(node) != self.rows:
                 self.follow(node)
             elif _gathers(read(node).source, self._mesh_dim(node)):
                 self._gather(node)
-                moved_over.append(node)
+                decisions.append(self._decision(node))
             else:
                 scatters.append(node)
         for node in nodes:
@@ -189,10 +189,10 @@ class _Order(ChunkOrder):
         for node in scatters:
             if self._hoist(read(node).local):
                 self._scatter(node)
-                moved_over.append(node)
+                decisions.append(self._decision(node))
         self._read_natural(nodes)
         self._erase_unused()
-        return list(map(self._decision, moved_over))
+        return decisions
 
     def _read_natural(self, nodes: list[torch.fx.Node]) -> None:
         """Readers that stay in the order of the program read what is in that order."""
