@@ -46,6 +46,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map, real_mesh
 from dtensor_compile.compat.dtensor.operator_rules import aten
@@ -135,8 +136,8 @@ def _is_part_of_mesh(stock: Callable[[DeviceMesh], bool], self: DeviceMesh) -> b
 
 #: What redistributions cost torch, by meshes and specs: a search for the cheapest path, which torch repeats for each
 #: pair of placements that an operator could have, and remembers in eager alone.
-_costs: dict[Any, float] = {}
 _MOST_COSTS = 1 << 16
+_costs: BoundedCache[Any, float] = BoundedCache(_MOST_COSTS)
 #: Where they are kept on what traces.
 _COSTS_OF_TRACE = "_dtensor_compile_costs"
 
@@ -155,7 +156,7 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
     known = (
         _costs
         if symbolic is None
-        else vars(get_proxy_mode() or symbolic.node.shape_env).setdefault(_COSTS_OF_TRACE, {})
+        else vars(get_proxy_mode() or symbolic.node.shape_env).setdefault(_COSTS_OF_TRACE, BoundedCache(_MOST_COSTS))
     )
     sizes = [(*map(expression_of, meta.shape), *map(expression_of, meta.stride), meta.dtype) for meta in metas]
     layout = mesh.device_type, rank_map(mesh), *mesh_dims(mesh)
@@ -166,8 +167,6 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
         return stock(current, target)
     if found is None:
         found = stock(current, target)
-        if len(known) >= _MOST_COSTS:
-            known.clear()
         known[key] = found
     return found
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.aot.shapes import has_hint
 from dtensor_compile.compat.apply_patches import ABSENT, patched_entries
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
@@ -83,10 +84,8 @@ def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
 
 #: Decisions by torch's rules that were made before, in this process: its own cache is emptied where a trace begins
 #: (`compat.aot.dtensor_observer`). Known by the operator, its rules, its arguments, and the meshes that they are on.
-_known: dict[Any, Any] = {}
-
-
 _MOST_KNOWN = 1 << 14
+_known: BoundedCache[Any, Any] = BoundedCache(_MOST_KNOWN)
 
 
 #: Where those for symbolic sizes are kept: on what knows the symbols and their guards.
@@ -116,8 +115,6 @@ def propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: An
         try:
             decision = _propagated(replicate, stock, self, op_schema)
             if not this_thread.decided and at(decision) is not None:
-                if len(known) >= _MOST_KNOWN:
-                    known.clear()
                 meshes = [real_mesh(leaf.mesh) for leaf in leaves if isinstance(leaf, DTensorSpec)]
                 known[key] = (rules, meshes), decision  # what lives on keeps its id
         finally:
@@ -178,7 +175,7 @@ def decisions_for(symbolic: Sequence[Any]) -> dict[Any, Any] | None:
     env = symbolic[0].node.shape_env
     if env._suppress_guards_tls() or any(free_unbacked_symbols(number) for number in symbolic):
         return None
-    return vars(env).setdefault(_KNOWN_OF_SYMBOLS, {})
+    return vars(env).setdefault(_KNOWN_OF_SYMBOLS, BoundedCache(_MOST_KNOWN))
 
 
 def _symbols(value: Any) -> list[Any]:

@@ -303,7 +303,9 @@ def fresh_caches() -> AbstractContextManager[None]:
     return fresh_cache()
 
 
-def trace_local(function: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.fx.GraphModule:
+def trace_local(
+    function: Callable[..., torch.Tensor | list[torch.Tensor]], args: Sequence[Any]
+) -> torch.fx.GraphModule:
     """The graph of aten operators that `function` runs on fake `args` (tensors, symbolic and plain integers)."""
     with enable_python_dispatcher():
         return make_fx(function, tracing_mode="real")(*args)
