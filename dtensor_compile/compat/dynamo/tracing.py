@@ -418,6 +418,7 @@ def leave_calls_to_python(function: types.FunctionType) -> None:
     _left[function.__code__] = True
 
 
-def leave_frames_to_python(function: types.FunctionType) -> None:
+def leave_frames_to_python(function: Callable[..., Any]) -> None:
     """Frames of `function`, one of ours, stay with Python under any backend; what it calls may be compiled."""
+    assert isinstance(function, types.FunctionType)
     skip_code(function.__code__)
