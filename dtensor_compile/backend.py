@@ -12,7 +12,7 @@ from dtensor_compile.graph.runner import run_steps
 from dtensor_compile.options import Options
 from dtensor_compile.recording.recorder import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
-from dtensor_compile.spmd import trackers as annotations
+from dtensor_compile.spmd import trackers as of_annotations
 from dtensor_compile.stages import program
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.compiling import compile_program
@@ -66,4 +66,4 @@ def dtensor_aten(
 
 
 for _backend in (dtensor, dtensor_aten):
-    install_trackers(_backend, annotations.OBJECTS, annotations.CONTEXTS)
+    install_trackers(_backend, of_annotations.OBJECTS, of_annotations.CONTEXTS)

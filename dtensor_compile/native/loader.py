@@ -46,6 +46,7 @@ import sysconfig
 import tempfile
 import types
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,14 +65,14 @@ _LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
 
 @functools.cache
-def native() -> types.ModuleType | None:
-    """The C++ module; None, with a warning, where there is no compiler or it fails. The first call on a machine builds
+def native() -> Any:
+    """The C++ module, whose members are listed above; None, with a warning, where there is no compiler or it fails. The first call on a machine builds
     it (20 s).
 
     None before torch 2.13 as well: what it reads of tensors is not what these have, and its guards would let through
     what they should not. ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler,
     with options where there are some."""
-    if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0" or torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+    if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0" or torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         return None
     try:
         module = _load(built_library(_NAME, _SOURCES / "module.cpp", _LIBRARIES))
@@ -150,6 +151,7 @@ def _command(main: pathlib.Path, libraries: Sequence[str]) -> list[str]:
 def _load(path: pathlib.Path) -> types.ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
     spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+    assert spec is not None  # a loader was given
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

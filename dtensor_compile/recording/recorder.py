@@ -35,6 +35,7 @@ from dtensor_compile.compat.dynamo.observe import (
 from dtensor_compile.compat.inductor.compile import GraphPass
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MemoryBudgetError
+from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of
 from dtensor_compile.graph.extra_copies import extra_copies
 from dtensor_compile.graph.node_costs import Operation, SentCollective, device_of, module_path, operations_of
 from dtensor_compile.graph.nodes import FORCED_BY, RECORDED_AS, across, describe, read, redistributions, source_line
@@ -243,8 +244,9 @@ class GraphLog:
     def __init__(self, topology: Cluster | None = None) -> None:
         self.recordings = list(_active)
         self.compilation = current_compilation()
-        for recording_ in self.recordings if topology is not None else ():
-            recording_.topologies.append(topology)
+        if topology is not None:
+            for recording_ in self.recordings:
+                recording_.topologies.append(topology)
 
     def captured(self, graph: torch.fx.Graph) -> None:
         _show("captured", graph)
@@ -307,14 +309,14 @@ def _planned(plan: Callable[..., Any], *args: Any) -> Any:
 def _captured(node: torch.fx.Node, compilation: FrameCompilation | None) -> CapturedRedistribution:
     value, sizes = node.meta["val"], ""
     if node.target is redistribute_across_op:
-        source, target, mesh, other, given = node.args[1:-1]
-        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in given]
+        source, target, mesh, other = (const_arg(node, place, str) for place in (1, 2, 3, 4))
+        shape = sizes_of(list_arg(node, 5))
         this = _planned(across_plan_of, source, target, mesh, other, shape, value.element_size())
         text, plan, sent = f"{mesh}->{other}", this.texts(parse_mesh(mesh)), this.elements * value.element_size()
         mesh_dims = tuple(dict.fromkeys(f"{mesh}->{other}" for _ in range(this.collectives)))
     else:
         _, source, target, text, given = read(node)
-        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in given]
+        shape = sizes_of(given)
         layout = parse_mesh(text)
         steps = _planned(plan_of, source, target, layout, shape, value.element_size())
         names = [layout.dim_name(dim) for dim in range(len(layout.dims))]

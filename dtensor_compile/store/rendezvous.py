@@ -22,7 +22,7 @@ from dtensor_compile.store.ledger import current_book
 #: Seconds that a rank waits for the others.
 PATIENCE = 10.0
 
-_HERE, _LOCKED, _GONE = b"here", b"locked", b"gone"
+_HERE, _LOCKED, _GONE = "here", "locked", "gone"
 
 
 def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) -> bool:
@@ -47,7 +47,7 @@ def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) ->
         store.set(go, "1")
     else:
         while not _until(lambda: store.check([go]), seconds):
-            if store.compare_set(keys[me], _HERE, _GONE) == _GONE:
+            if store.compare_set(keys[me], _HERE, _GONE).decode() == _GONE:
                 return False
     book.met[ranks, topic] = number + 1
     return True
@@ -56,10 +56,10 @@ def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) ->
 def _lock_all(store: dist.Store, keys: dict[int, str], me: int) -> bool:
     """Locks all ranks but `me`, or none."""
     others = [key for rank, key in keys.items() if rank != me]
-    if not all(store.check([key]) and store.get(key) == _HERE for key in others):
+    if not all(store.check([key]) and store.get(key).decode() == _HERE for key in others):
         return False
     for i, key in enumerate(others):
-        if store.compare_set(key, _HERE, _LOCKED) != _LOCKED:
+        if store.compare_set(key, _HERE, _LOCKED).decode() != _LOCKED:
             for locked in others[:i]:
                 store.set(locked, _HERE)
             return False
