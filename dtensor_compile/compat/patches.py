@@ -30,9 +30,8 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch.utils._config_module import ConfigModule
@@ -40,6 +39,9 @@ from torch.utils._config_module import ConfigModule
 from dtensor_compile.errors import UnsupportedTorchError
 
 P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
+#: What a function under ``contextlib.contextmanager`` gives: it can decorate a function, too.
+Scope: TypeAlias = contextlib._GeneratorContextManager[None]
 
 
 class MissingHookWarning(UserWarning):
@@ -176,6 +178,12 @@ class Feature:
             raise TypeError(f"{self.name}: a feature with patches needs `upstream` and `remove_when`")
         self._known = {hook: hook.problem() for hook in self.hooks if hook.place.partition(":")[0] in sys.modules}
 
+    def done_by(self, function: F) -> F:
+        """`function`, which does it: a decorator."""
+        sentence = " ".join((function.__doc__ or "").partition("\n\n")[0].split())
+        self.scope = f"{function.__module__}:{function.__qualname__}", sentence
+        return function
+
     def problems(self) -> list[str]:
         """What is wrong with its hooks in the installed release."""
         for hook in self.hooks:
@@ -217,22 +225,21 @@ def feature(
 
 @contextlib.contextmanager
 def _nothing() -> Iterator[None]:
-    """A scope in which all is as it is; it can decorate a function, as those of `needs` can."""
+    """A scope in which all is as it is."""
     yield
 
 
 def needs(
     name: str, *hooks: Hook, without: str, essential: bool = False, upstream: str = "", remove_when: str = ""
-) -> Callable[[Callable[P, AbstractContextManager[None]]], Callable[P, AbstractContextManager[None]]]:
+) -> Callable[[Callable[P, Scope]], Callable[P, Scope]]:
     """A scope that is a `Feature`: it is entered only where that works. For functions that make context managers."""
     of = feature(name, *hooks, without=without, essential=essential, upstream=upstream, remove_when=remove_when)
 
-    def decorate(scope: Callable[P, AbstractContextManager[None]]) -> Callable[P, AbstractContextManager[None]]:
-        sentence = " ".join((scope.__doc__ or "").partition("\n\n")[0].split())
-        of.scope = f"{scope.__module__}:{scope.__qualname__}", sentence
+    def decorate(scope: Callable[P, Scope]) -> Callable[P, Scope]:
+        of.done_by(scope)
 
         @functools.wraps(scope)
-        def entered(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
+        def entered(*args: P.args, **kwargs: P.kwargs) -> Scope:
             return scope(*args, **kwargs) if of.works() else _nothing()
 
         return entered

@@ -32,9 +32,11 @@ _FUNCTIONS = {name: patch(f"torch._VF:{name}", optional=True) for name in FUNCTI
     upstream="#158007, #185902",
     remove_when="allow_rnn is on by default and DTensor has rules for recurrent operators",
 )
-def taken_into_graphs() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def taken_into_graphs() -> Iterator[None]:
     """While it is entered, Dynamo traces through recurrent layers, which it leaves out of graphs otherwise."""
-    return config.patch(allow_rnn=True)  # type: ignore[no-any-return]
+    with config.patch(allow_rnn=True):
+        yield
 
 
 @contextlib.contextmanager

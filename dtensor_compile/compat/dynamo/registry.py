@@ -8,7 +8,7 @@ from typing import Any
 from torch._dynamo.backends import registry
 
 from dtensor_compile.compat.apply_patches import set_for_good
-from dtensor_compile.compat.patches import hook, needs, patch
+from dtensor_compile.compat.patches import feature, hook, patch
 
 
 class _Backends(dict[str, Any]):
@@ -30,7 +30,7 @@ class _Backends(dict[str, Any]):
 _BACKENDS = patch("torch._dynamo.backends.registry:_COMPILER_FNS", lasting=True)
 
 
-@needs(
+_AGAIN = feature(
     "backends that several threads load at once",
     _BACKENDS,
     hook("torch._dynamo.backends.registry:register_backend", "compiler_fn name tags"),
@@ -38,11 +38,16 @@ _BACKENDS = patch("torch._dynamo.backends.registry:_COMPILER_FNS", lasting=True)
     upstream="not reported: few programs compile first on several threads",
     remove_when="lookup_backend loads an entry point under a lock",
 )
+
+
+@_AGAIN.done_by
 def register_again(name: str) -> None:
     """This thread is about to register a backend of that name, which another thread may have done since it looked.
 
     torch looks whether a name is known, loads its entry point, and refuses the name if it is known by then.
     """
+    if not _AGAIN.works():
+        return
     known = registry._COMPILER_FNS
     if not isinstance(known, _Backends):
         known = _Backends(known)
