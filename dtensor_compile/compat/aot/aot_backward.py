@@ -102,7 +102,9 @@ def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterato
 
 
 def _of_dtensor(meta: Any) -> bool:
-    return isinstance(meta, SubclassCreationMeta) and issubclass(meta.original_subclass_type, DTensor)
+    if not isinstance(meta, SubclassCreationMeta):
+        return False
+    return issubclass(meta.original_subclass_type or type(meta.original_subclass), DTensor)
 
 
 def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tangents: Tangents) -> None:
@@ -128,7 +130,7 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
         if tangents.come_otherwise(given, placements):
             in_eager = (
                 None
-                if ctx.call is None
+                if ctx.call is None or tangents.places is None
                 else gradients_in_eager(program, ctx.call, tangents.places, given, tangents.sends)
             )
             tangents.say_otherwise(given, placements, in_eager is not None)

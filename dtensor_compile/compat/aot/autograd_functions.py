@@ -78,7 +78,7 @@ def strides_of_results() -> Iterator[None]:
 
     def note(stock: Any, self: SubclassCreationMeta) -> None:
         stock(self)  # an attribute of the object: torch asks whether it is of this very class
-        self.compute_outer_size_and_stride = functools.partial(_right_strides, self)
+        vars(self)["compute_outer_size_and_stride"] = functools.partial(_right_strides, self)
 
     with patched(_NOTE, note):
         yield

@@ -31,7 +31,7 @@ def dynamic_dims(
         )
         return leaf
 
-    combined = _combine_args(function, tuple(args), dict(kwargs))
+    combined: Any = _combine_args(function, tuple(args), dict(kwargs))
     if isinstance(dynamic_shapes, (tuple, list)):
         combined = type(dynamic_shapes)(combined.values())
     trees = (combined,) if dynamic_shapes is None else (combined, dynamic_shapes)
@@ -69,9 +69,9 @@ def trace_to_local(
 def wrap_local(local: torch.Tensor, spec: Spec) -> DTensor:
     """The DTensor around a local tensor; its global sizes follow from those of the local tensor where they may vary."""
     meta = spec.tensor_meta
-    static = meta is not None and all(isinstance(size, int) for size in local.shape)
-    sizes = {"shape": meta.shape, "stride": meta.stride} if static else {}
-    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, **sizes)
+    if meta is None or not all(isinstance(size, int) for size in local.shape):
+        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False)
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)
 
 
 def local_and_spec(tensor: DTensor) -> tuple[torch.Tensor, Spec]:

@@ -43,7 +43,7 @@ def put_back(graph: torch.fx.Graph, saved: SavedGraph) -> None:
     """Makes `graph` what it was, with the same node names, whatever state it is in. Nodes of `graph` held elsewhere are
     void.
     """
-    copy, made = torch.fx.Graph(), {}
+    copy, made = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
     for was in saved:
         args, kwargs = map_arg((was.args, was.kwargs), made.__getitem__)
         node = copy.create_node(was.op, was.target, args, kwargs, was.name, was.type)

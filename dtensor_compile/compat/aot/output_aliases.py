@@ -9,7 +9,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._functorch._aot_autograd import runtime_wrappers
@@ -134,7 +134,7 @@ def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
         placed = [x for x in pytree.tree_leaves(results) if isinstance(x, DTensor)]
         owners = [
             *(x for x in args if isinstance(x, DTensor)),
-            *(x._base for x in placed if x._base is not None),
+            *(cast("DTensor", x._base) for x in placed if x._base is not None),
             *placed,
         ]
         locals_of: dict[

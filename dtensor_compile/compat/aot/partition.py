@@ -152,7 +152,8 @@ def _sizes_of_inputs(graph: torch.fx.Graph, bound: set[sympy.Symbol]) -> dict[sy
             for dim, size in enumerate(value.shape):
                 symbols = free_symbols(size)
                 if (
-                    len(symbols) == 1
+                    isinstance(size, torch.SymInt)
+                    and len(symbols) == 1
                     and (symbol := next(iter(symbols))) == size.node.expr
                     and symbol not in {*bound, *made}
                 ):

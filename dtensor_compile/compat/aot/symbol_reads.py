@@ -33,7 +33,7 @@ def quick_expressions() -> Iterator[None]:
     """While it is entered, a symbolic size keeps its expression until something in it may be replaced. The expressions
     are torch's.
     """
-    stock = SymNode.expr.fget
+    stock = vars(SymNode)["expr"].fget
 
     def read(self: Any) -> sympy.Basic:
         env = self.shape_env

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
-from dtensor_compile.compat.dtensor.specs import spec_of_parts
+from dtensor_compile.compat.dtensor.specs import meta_of, spec_of_parts
 from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python, of_compilation_on_stack
 from dtensor_compile.compat.dynamo.tracker_tools import constant_source, fact_guard
 from dtensor_compile.compat.patches import patch
@@ -58,7 +58,7 @@ class _Arguments:
     def __init__(self, values: tuple[Any, ...], hold: bool) -> None:
         self._versions = {i: _version(value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
         refer = (lambda value: lambda: value) if hold else weakref.ref
-        self._kept = [refer(value) if i in self._versions else value for i, value in enumerate(values)]
+        self._kept: list[Any] = [refer(value) if i in self._versions else value for i, value in enumerate(values)]
 
     def __call__(self) -> list[Any] | None:
         values = [kept() if i in self._versions else kept for i, kept in enumerate(self._kept)]
@@ -291,7 +291,7 @@ def _like_in_replicas(tensor: DTensor) -> DTensor | None:
     sums = [placement for placement in spec.placements if isinstance(placement, Partial)]
     if spec.shard_order is None or not sums or any(type(placement) is not Partial for placement in sums):
         return None
-    placements, meta = tuple(expected_placements(spec.placements)), spec.tensor_meta
+    placements, meta = tuple(expected_placements(spec.placements)), meta_of(spec)
     wanted = spec_of_parts(placements, meta.dtype, spec.shard_order, spec.mesh, meta.shape, meta.stride)
     return DTensor(torch.empty_like(tensor._local_tensor), wanted, requires_grad=False)
 

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -229,7 +229,7 @@ def _apply(compiled: Any) -> None:
     compiled.apply = staticmethod(apply)
 
 
-def _symbolic(extents: Sequence[Any]) -> list[bool]:
+def _symbolic(extents: Iterable[Any]) -> list[bool]:
     return subclass_codegen._compute_placeholders(extents)
 
 
@@ -240,7 +240,9 @@ def _check_plain(meta: SubclassCreationMeta) -> None:
         raise _NotPlain
     if any(isinstance(placement, _MaskPartial) for placement in meta.meta[0]):
         raise _NotPlain  # it carries what this one call looked up
-    _check_sizes(meta.attrs["_local_tensor"])
+    local = meta.attrs["_local_tensor"]
+    assert isinstance(local, PlainTensorMeta)
+    _check_sizes(local)
     for extent, read_from in ((meta.outer_size, "outer_size_from_attr"), (meta.outer_stride, "outer_stride_from_attr")):
         if getattr(meta, read_from, None) is not None and any(_symbolic(extent)):
             raise _NotPlain  # as of 2.14: sizes of the local tensor

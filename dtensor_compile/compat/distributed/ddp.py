@@ -168,6 +168,7 @@ def arm_reducer(module: Callable[[], DDP | None]) -> None:
     ddp = module()
     if ddp is None:
         return
+    assert ddp.logger is not None  # its constructor makes it
     ddp.logger.set_runtime_stats_and_log()
     ddp.reducer.prepare_for_forward()
     if ddp.reducer._rebuild_buckets():

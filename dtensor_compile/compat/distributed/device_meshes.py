@@ -7,7 +7,7 @@ import contextvars
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.patches import needs, patch
 from dtensor_compile.errors import NoProcessGroupError, UnsupportedTorchError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 
 def real_mesh(mesh: DeviceMesh | FakeScriptObject) -> DeviceMesh:
@@ -63,14 +66,14 @@ def default_store() -> dist.Store:
 def group_exists(name: str) -> bool:
     """Whether a process group of that name is alive in this process."""
     try:
-        return _resolve_process_group(name) is not None
+        return _resolve_process_group(cast("GroupName", name)) is not None
     except (RuntimeError, LookupError):
         return False
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(cast("GroupName", name))
 
 
 def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
@@ -85,7 +88,7 @@ def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
 
 def is_simulated(name: str) -> bool:
     """Whether a process group moves nothing: that of a job whose other ranks are not there."""
-    group = _resolve_process_group(name) if group_exists(name) else None
+    group = _resolve_process_group(cast("GroupName", name)) if group_exists(name) else None
     return group is not None and dist.get_backend(group) == "fake"
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -21,6 +22,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from dtensor_compile.compat.distributed.fsdp import HOLDER, Sharded, data_parallel_dims, groups_of, unsharded_spec
 from dtensor_compile.compat.dtensor.specs import with_local
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 #: Groups by the number in their holder.
 _HOLDERS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
@@ -49,7 +53,7 @@ def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placemen
     param = group.fsdp_params[index]
     before = _taken(param)
     # A root whose hooks run in eager ends the backward pass of each group that has not had one; this one has it here.
-    if group.modules[0]._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+    if cast("FSDPModule", group.modules[0])._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
         group._training_state = TrainingState.POST_BACKWARD
     if before is None:
         before = grad.detach().to(param.reduce_dtype or grad.dtype, copy=True)
@@ -138,6 +142,7 @@ def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
         param.padded_sharded_param_size.numel() for param in params[:index] if param.sharded_param.requires_grad
     )
     of = params[index]
+    assert group._partial_reduce_output is not None
     return group._partial_reduce_output.as_strided(of.sharded_size, of.contiguous_sharded_stride, offset)
 
 

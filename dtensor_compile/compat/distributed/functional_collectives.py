@@ -13,7 +13,7 @@ import operator
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from torch._prims_common import is_contiguous_or_false
 from torch.distributed import distributed_c10d
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from torch.utils._config_module import ConfigModule
 
 #: Reductions by the names under which torch's functional collectives know them.
 REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
@@ -201,7 +204,7 @@ def lower_as_effect(op: torch._ops.OpOverload) -> None:
 
 
 #: Whether torch traces messages itself, where its switch is on.
-_HAS_SWITCH = "enable_p2p_compilation" in dynamo_config._config
+_HAS_SWITCH = "enable_p2p_compilation" in cast("ConfigModule", dynamo_config)._config
 
 
 class P2POpClassVariable(UserDefinedClassVariable):

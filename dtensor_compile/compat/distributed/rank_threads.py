@@ -288,7 +288,7 @@ def _run_rank(rank: int, turns: _Turns, function: Callable[[int], Any], results:
         turns.begin(rank)
         # Values of shards depend on the rank, and so do sizes; a rank of the job is none of the sizes that Dynamo has
         # seen.
-        limits = {
+        limits: dict[str, Any] = {
             "recompile_limit": turns.world * dynamo_config.recompile_limit,
             "accumulated_recompile_limit": turns.world * dynamo_config.accumulated_recompile_limit,
             "fake_tensor_cache_enabled": False,
@@ -317,8 +317,9 @@ def _process_of_ranks(world: int, states: Sequence[tuple[Any, str, Callable[[], 
     """While it is entered, threads of this process can be ranks of a job; afterwards the process is as before."""
     before = [(module, name, getattr(module, name)) for module, name, _ in states]
     random, environment = torch.get_rng_state(), dict(os.environ)
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]  # not in torch's stubs
     with _threaded_groups(world):
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        isolate(True)
         torch.compiler.reset()
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         _job.turns = _Turns(world, states)
@@ -326,7 +327,7 @@ def _process_of_ranks(world: int, states: Sequence[tuple[Any, str, Callable[[], 
             yield _job.turns
         finally:
             _job.turns = None
-            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            isolate(False)
             for module, name, value in before:
                 setattr(module, name, value)
             os.environ.clear()
@@ -347,7 +348,7 @@ def _threaded_groups(world: int) -> Iterator[None]:
     def new(stock: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         return stock(ranks, timeout, _BACKEND, *args, **kwargs)
 
-    worlds = threaded.ThreadLocalWorld()
+    worlds: Any = threaded.ThreadLocalWorld()
     if not hasattr(worlds, "comms"):
         worlds.comms = []  # on 2.11 it lacks what the end of a group looks through
     values = {

@@ -40,6 +40,7 @@ def messages_of_convolutions(exchange: Exchange) -> Iterator[None]:
             return dist.batch_isend_irecv(list(messages))
         receives = [message.op is dist.irecv for message in messages]
         group = messages[0].group or dist.group.WORLD
+        assert group is not None  # a message was made for it
         came = exchange([m.tensor for m in messages], receives, [m.group_peer for m in messages], group)
         for message, receive, result in zip(messages, receives, came):
             if receive:

@@ -88,6 +88,7 @@ def _ask(
     except (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError):
         return None  # DTensor refuses it: nothing is carried
     used = decision.redistribute_schema if decision.needs_redistribute else schema
+    assert used is not None  # the rule says what to redistribute to
     inputs = [
         leaf
         for leaf in tree_leaves((used.args_schema, used.kwargs_schema or schema.kwargs_schema))

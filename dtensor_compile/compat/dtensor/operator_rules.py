@@ -20,7 +20,8 @@ Layouts = list[list[Placement | None]]
 
 def _on_dims(outputs: int, inputs: int, dims: Sequence[int]) -> Layouts:
     """All tensors sharded the same way on one of `dims`, or all replicated."""
-    return [[Shard(d)] * (outputs + inputs) for d in dims] + [[Replicate()] * (outputs + inputs)]
+    every: list[Placement | None] = [*map(Shard, dims), Replicate()]
+    return [[placement] * (outputs + inputs) for placement in every]
 
 
 def _attention(outputs: int, inputs: int, schema: OpSchema) -> Layouts:
@@ -31,8 +32,7 @@ def _attention(outputs: int, inputs: int, schema: OpSchema) -> Layouts:
     for mask in schema.kwargs_strategy:
         for layout in layouts:
             dim = layout[0].dim if isinstance(layout[0], Shard) else None
-            has = dim is not None and mask.ndim == 4 and mask.shape[dim] != 1
-            layout.append(Shard(dim) if has else Replicate())
+            layout.append(Shard(dim) if dim is not None and mask.ndim == 4 and mask.shape[dim] != 1 else Replicate())
     return layouts
 
 
@@ -72,7 +72,9 @@ def strategy_of(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpS
     keywords = [value.strategies[0].output_spec.placements for value in schema.kwargs_strategy]
     if keywords:  # torch redistributes positional arguments alone
         fits = [
-            s for s in strategy.strategies if [spec.placements for spec in s.input_specs[-len(keywords) :]] == keywords
+            s
+            for s in strategy.strategies
+            if [spec.placements for spec in (s.input_specs or ())[-len(keywords) :]] == keywords
         ]
         if not fits:
             given = ", ".join(str(tuple(placements)) for placements in keywords)

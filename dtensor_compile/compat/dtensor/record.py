@@ -121,6 +121,7 @@ def tracing_mode() -> Iterator[FakeTensorMode]:
 
 def fake_like(mode: FakeTensorMode, value: Any) -> Any:
     """A leaf of `mode` that looks as a tensor of another one does; other values as they are."""
+    made: torch.Tensor
     if isinstance(value, DTensor):
         made = with_local(fake_like(mode, value._local_tensor), value._spec)
     elif isinstance(value, torch.Tensor):
@@ -138,7 +139,9 @@ def checkpointed(node: torch.fx.Node) -> torch.fx.GraphModule | None:
         return None
     held, owner = node.args[0], node.graph.owning_module
     assert isinstance(held, torch.fx.Node) and owner is not None  # as Dynamo writes it
-    return owner.get_submodule(str(held.target))
+    graph = owner.get_submodule(str(held.target))
+    assert isinstance(graph, torch.fx.GraphModule)
+    return graph
 
 
 def graphs_in(gm: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:

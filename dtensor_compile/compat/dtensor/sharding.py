@@ -103,9 +103,10 @@ def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_val
     have = {p for spec in info.flat_args_schema if isinstance(spec, DTensorSpec) for p in spec.placements}
     want = {p for spec in schema.args_spec for p in spec.placements if isinstance(p, _MaskPartial)}
     if want and not want & have:
-        fresh = {p: dataclasses.replace(p, mask_buffer=MaskBuffer()) for p in want}
+        fresh: dict[Placement, Placement] = {p: dataclasses.replace(p, mask_buffer=MaskBuffer()) for p in want}
         this_thread.decided = True  # no eager lookup may meet the mask of a traced one
         decision = info.output_sharding
+        assert decision is not None  # of which `schema` is a part
         decision.output_spec = tree_map(functools.partial(_with_placements, fresh), decision.output_spec)
         values = tree_map(functools.partial(_with_placements, fresh), schema.args_schema)
         schema = decision.redistribute_schema = OpSchema(schema.op, values, schema.kwargs_schema, schema.schema_info)
@@ -147,9 +148,10 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
 
     One of symbolic sizes is an expression, which belongs to one trace.
     """
-    metas, mesh = (current.tensor_meta, target.tensor_meta), real_mesh(current.mesh)
-    if None in metas or current.mesh != target.mesh or mesh.get_coordinate() is None:
+    before, after, mesh = current.tensor_meta, target.tensor_meta, real_mesh(current.mesh)
+    if before is None or after is None or current.mesh != target.mesh or mesh.get_coordinate() is None:
         return stock(current, target)
+    metas = (before, after)
     symbolic = next(
         (size for meta in metas for size in (*meta.shape, *meta.stride) if isinstance(size, torch.SymInt)), None
     )
@@ -276,7 +278,8 @@ def sharding_rules(replicate: Callable[[], bool]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.callback(forget_our_decisions)
-        for row, replacement in {**_CHANGES, _PROPAGATE: functools.partial(propagate, replicate)}.items():
+        changes: dict[Patch, Callable[..., Any]] = {**_CHANGES, _PROPAGATE: functools.partial(propagate, replicate)}
+        for row, replacement in changes.items():
             stack.enter_context(patched(row, replacement))
         stack.enter_context(_kernel_replaced(aten.one_hot.default, _one_hot))
         yield

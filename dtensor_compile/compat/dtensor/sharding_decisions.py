@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +25,7 @@ from dtensor_compile.compat.aot.shapes import has_hint
 from dtensor_compile.compat.apply_patches import ABSENT, patched_entries
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.operator_rules import RULES, anywhere, aten, can_replicate, replicated, strategy_of
+from dtensor_compile.compat.dtensor.specs import meta_of
 from dtensor_compile.compat.patches import patch
 
 
@@ -136,7 +137,7 @@ def _at(decision: Any, symbolic: Sequence[Any], sizes_are_arguments: bool) -> An
 
     def here(value: Any) -> Any:
         if isinstance(value, DTensorSpec) and _symbols(value):
-            meta, value = value.tensor_meta, copy.copy(value)
+            meta, value = meta_of(value), copy.copy(value)
             sizes = (torch.Size(map(number_here, meta.shape)), tuple(map(number_here, meta.stride)))
             value.tensor_meta = TensorMeta(*sizes, meta.dtype)
             return value
@@ -267,7 +268,8 @@ def _with_whole_slice(schema: OpSchema) -> OpSchema:
     """``slice(x, d, 0, sys.maxsize)`` as ``slice(x, d, 0, x.shape[d])``: the same, and torch sees that it takes all."""
     if schema.op is not aten.slice.Tensor or len(schema.args_schema) < 4:
         return schema
-    spec, dim, start, end, *rest = schema.args_schema
+    arguments: tuple[Any, ...] = schema.args_schema  # a spec, then numbers
+    spec, dim, start, end, *rest = arguments
     if start not in (None, 0) or not isinstance(end, int) or end < sys.maxsize:
         return schema
     return OpSchema(schema.op, (spec, dim, 0, spec.shape[dim], *rest), schema.kwargs_schema, schema.schema_info)
@@ -287,7 +289,8 @@ def _gradient_of_convolution(stock: Callable[..., Any], self: Any, schema: OpSch
 
     Of a mesh of more than one dim, where one dim takes the batch and another nothing, such a gradient would have half a
     placement."""
-    rule, asked = self.op_single_dim_strategy_funcs[schema.op], schema.args_schema[10]
+    rule = self.op_single_dim_strategy_funcs[schema.op]
+    asked = cast("Sequence[bool]", schema.args_schema[10])
 
     def layouts(*args: Any) -> list[list[Any]]:
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed.tensor._redistribute as _redistribute
@@ -46,6 +46,12 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence
     for i in range(len(shape) - 2, -1, -1):
         stride[i] = stride[i + 1] * shape[i + 1]
     return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def meta_of(spec: Spec) -> TensorMeta:
+    """Sizes, strides and dtype of a spec that has them, as that of a tensor has."""
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta
 
 
 def redistribute_local(local: torch.Tensor, source: Spec, target: Spec) -> torch.Tensor:
@@ -150,7 +156,7 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
         return None
     # An empty shard counts as one element: what shares memory on one rank then does so on all.
     last = sum(max(size - 1, 0) * stride for size, stride in zip(local.shape, local.stride()))
-    start = local.storage_offset() * local.itemsize
+    start = cast("int", local.storage_offset()) * local.itemsize  # a symbol counts as a number, as those of `shape` do
     return Memory(storage_of(local), start, start + (last + 1) * local.itemsize, local is not tensor)
 
 

@@ -37,8 +37,8 @@ class ArgumentPlace:
 
 def place(tx: Translator, up: int = 0) -> ArgumentPlace:
     """The line that is being traced; with `up` that of a caller, as far as callers are part of what is compiled."""
-    while up > 0 and getattr(tx, "parent", None) is not None:
-        tx, up = tx.parent, up - 1
+    while up > 0 and (caller := getattr(tx, "parent", None)) is not None:
+        tx, up = caller, up - 1
     return ArgumentPlace(tx.f_code.co_filename, tx.lineno, tx.f_code.co_name, tx.f_globals)
 
 
@@ -67,12 +67,13 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
         return variable
     if type(variable) is ListVariable:
         return ListVariable([snapshot(tx, item) for item in variable.items], mutation_type=ValueMutationNew())
-    if type(variable) in (TupleVariable, SizeVariable):
+    if isinstance(variable, TupleVariable) and type(variable) in (TupleVariable, SizeVariable):
         return type(variable)([snapshot(tx, item) for item in variable.items])
     if type(variable) in _DICTS:
-        items = {key.vt: snapshot(tx, value) for key, value in variable.items.items()}
-        of = {"user_cls": variable.user_cls} if hasattr(variable, "user_cls") else {}
-        return type(variable)(items, **of, mutation_type=ValueMutationNew())
+        table: Any = variable  # of a class that depends on the release
+        items = {key.vt: snapshot(tx, value) for key, value in table.items.items()}
+        of = {"user_cls": table.user_cls} if hasattr(table, "user_cls") else {}
+        return type(table)(items, **of, mutation_type=ValueMutationNew())
     if variable.is_python_constant():
         return variable
     raise NotImplementedError(str(variable))

@@ -53,7 +53,7 @@ def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
     tx = InstructionTranslator.current_tx()
     reducer = leaves_of_a_reducer(tx)
     for leaf in leaves:
-        node = leaf.proxy.node
+        node = leaf.as_proxy().node
         argument = node.meta.get("grapharg")
         # a leaf that is an attribute of the graph is no argument, and has hooks all the same
         real = argument.example if argument is not None else tx.output.nn_modules.get(node.target)
@@ -127,7 +127,7 @@ class TracedGrad(TorchInGraphFunctionVariable):
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
         with _traceable():
-            return super().call_function(tx, args, kwargs)
+            return super().call_function(tx, list(args), kwargs)
 
 
 _COLLECT = patch("torch._dynamo.variables.tensor:TensorVariable._collect_backward_inputs", "self vars_iter ...")

@@ -10,7 +10,7 @@ import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch._dynamo.guards import GuardBuilder
@@ -35,6 +35,9 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
     read_attribute,
 )
 from dtensor_compile.compat.patches import FEATURES, if_there, needs, patch
+
+if TYPE_CHECKING:
+    from torch._dynamo.variables.constant import ConstantVariable
 
 #: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
 Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
@@ -66,7 +69,7 @@ class CallVariable(VariableTracker):
     ) -> VariableTracker:
         return self.stock.call_method(tx, name, args, kwargs)
 
-    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
+    def call_obj_hasattr(self, tx: Translator, name: str) -> ConstantVariable:
         return self.stock.call_obj_hasattr(tx, name)
 
     def reconstruct(self, codegen: Any) -> None:
@@ -313,7 +316,8 @@ def call_site(tx: Translator) -> tuple[Any, ...]:
     """The place of the program that is being traced: code and offset of every frame, and how often tracing was here
     before.
     """
-    frames, at = [], tx
+    frames: list[tuple[Any, Any]] = []
+    at: Translator | None = tx
     while at is not None:
         frames.append((at.f_code, at.current_instruction.offset))
         at = at.parent if hasattr(at, "parent") else None

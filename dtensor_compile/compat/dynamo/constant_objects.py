@@ -34,6 +34,7 @@ OPAQUE = is_opaque_type(DeviceMesh)
 
 def _with_subclasses(cls: type) -> Iterator[type]:
     yield cls
+    sub: type
     for sub in cls.__subclasses__():
         yield from _with_subclasses(sub)
 

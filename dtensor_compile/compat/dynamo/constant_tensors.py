@@ -168,7 +168,7 @@ def constant_value(variable: VariableTracker) -> torch.Tensor:
     """
     if not isinstance(variable, TensorVariable) or variable.source is not None:
         raise NotImplementedError(f"{variable} is not a constant tensor")
-    node, known = variable.as_proxy().node, {}
+    node, known = variable.as_proxy().node, dict[torch.fx.Node, Any]()
     with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
         value = _evaluate(node, known)
     memory = {storage for other in known for storage in _storages(other)}

@@ -21,7 +21,7 @@ from torch.nn import init
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
 from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break, read_attribute
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break, read_attribute, source_of
 from dtensor_compile.compat.patches import needs
 
 #: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.
@@ -47,6 +47,8 @@ class GeneratorVariable(UserDefinedObjectVariable):
         state: None until it is asked for.
     """
 
+    value: torch.Generator
+
     def __init__(self, value: torch.Generator, state: VariableTracker | None = None, **options: Any) -> None:
         super().__init__(value, **options)
         self.state = state
@@ -67,7 +69,7 @@ class GeneratorVariable(UserDefinedObjectVariable):
         if tx.output.current_tracer.parent is not None:
             graph_break("generator-inner", str(self.source))
         if self.state is None:
-            source = CallFunctionNoArgsSource(AttrSource(self.source, "get_state"))
+            source = CallFunctionNoArgsSource(AttrSource(source_of(self), "get_state"))
             self.state = VariableBuilder(tx, source)(self.value.get_state())
         return self.state
 

@@ -77,6 +77,12 @@ def _one_will_do(value: torch.Tensor) -> bool:
     )
 
 
+def _settings(guard: Guard) -> dict[str, Any]:
+    """What a guard was made with."""
+    assert isinstance(guard.create_fn, functools.partial)
+    return guard.create_fn.keywords
+
+
 class Together:
     """What of an object has one guard together.
 
@@ -108,9 +114,8 @@ class Together:
         """Whether `guard` says what the one guard says."""
         kind = guard.create_fn_name()
         if guard.originating_source in self.tensors:
-            has_gradient = kind == "HASATTR" and guard.create_fn.keywords == {
-                "attr": "grad"
-            }  # every tensor has that attribute
+            # every tensor has that attribute
+            has_gradient = kind == "HASATTR" and _settings(guard) == {"attr": "grad"}
             return has_gradient or kind in ("TENSOR_MATCH", "DTENSOR_MATCH")
         return guard.originating_source in self.types and kind == "TYPE_MATCH"
 
@@ -132,7 +137,7 @@ def guarded_together(root: Source) -> Iterator[Together]:
     context.dynamo_guards = kept
     for guard in kept:
         if guard.originating_source == root and guard.create_fn_name() == _all_match.__name__:
-            together.leave_to(guard.create_fn.keywords["together"])
+            together.leave_to(_settings(guard)["together"])
     if together.tensors or together.same:
         install_guard(root.make_guard(functools.partial(_all_match, together=together)))
 

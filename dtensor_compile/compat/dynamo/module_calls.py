@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch._dynamo.source import AttrSource, GetItemSource
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
@@ -20,13 +20,15 @@ from torch._guards import GuardSource
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.calls import Call, attribute
-from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, source_of
 from dtensor_compile.compat.patches import hook, if_there, needs, patch
 
+if TYPE_CHECKING:
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+_Dict: Any = ConstDictVariable  # up to 2.12 the class below is a member of it
 #: A tracker as a key of a dict.
-_HashableTracker: Any = (
-    if_there("torch._dynamo.variables.hashable:HashableTracker") or ConstDictVariable._HashableTracker
-)
+_HashableTracker: Any = if_there("torch._dynamo.variables.hashable:HashableTracker") or _Dict._HashableTracker
 #: What a call of a Python function becomes, or None for one that is traced as usual.
 FindCall = Callable[[UserFunctionVariable], "Call | None"]
 
@@ -89,12 +91,6 @@ def attributes_are_static() -> Iterator[None]:
         yield
 
 
-def source_of(variable: VariableTracker) -> Source:
-    """Where the program finds an object when it runs."""
-    assert variable.source is not None
-    return variable.source
-
-
 def member(tx: Translator, owner: VariableTracker, path: Sequence[str | int]) -> VariableTracker:
     """What is found from an object along a path of attributes and indices of lists, as an input of the graph."""
     source, value = source_of(owner), real_value(tx, owner)
@@ -144,9 +140,8 @@ def notes(tx: Translator, name: str) -> dict[Any, Any]:
 
 
 def _parameters(tx: Translator, module: VariableTracker) -> dict[Any, VariableTracker]:
-    variable = attribute(tx, module, "_parameters").realize()
-    if isinstance(variable, UserDefinedDictVariable):
-        variable = variable._base_vt
+    found = attribute(tx, module, "_parameters").realize()
+    variable = found._base_vt if isinstance(found, UserDefinedDictVariable) else found
     assert isinstance(variable, ConstDictVariable)
     return variable.items
 
@@ -157,7 +152,8 @@ def _key(name: str) -> Any:
 
 def _before(tx: Translator, module: VariableTracker, name: str) -> list[VariableTracker]:
     """What the parameter was before each replacement that is in force, the last one last."""
-    return notes(tx, "replaced").setdefault((id(module.realize().value), name), [])
+    of = cast("UserDefinedObjectVariable", module.realize()).value
+    return notes(tx, "replaced").setdefault((id(of), name), [])
 
 
 def replace_parameter(

@@ -25,7 +25,6 @@ from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy, wrap_fx_proxy_cls
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.distributed import BackwardHookVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import speculate_subgraph
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.misc import LambdaVariable
@@ -41,7 +40,7 @@ from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo.calls import call_site
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, function_variable, graph_break, items_of
 from dtensor_compile.compat.patches import needs, patch
 
 #: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of
@@ -123,7 +122,7 @@ def _open() -> BackwardHook:
     return BackwardHook(None, [], [])
 
 
-def _spread(tensors: Sequence[torch.Tensor], where: Sequence[int], count: int) -> tuple[Any, ...]:
+def _spread(tensors: Sequence[Any], where: Sequence[int], count: int) -> tuple[Any, ...]:
     """`count` arguments, the tensors among them at the places `where`."""
     arguments: list[Any] = [None] * count
     for place, tensor in zip(where, tensors):
@@ -223,7 +222,7 @@ class _Body:
                 TupleVariable([_input(tx, example) for example in group.examples(facts)])
                 for group, facts in zip(groups, self.facts)
             ]
-            results = [result.realize() for result in call(*gradients).realize().items]
+            results = [result.realize() for result in items_of(call(*gradients))]
             self.kept = [isinstance(result, TensorVariable) for result in results]
             if not all(kept or result.is_constant_none() for kept, result in zip(self.kept, results)):
                 graph_break("hook-not-traced", f"{kind} returns {results}")
@@ -283,16 +282,15 @@ class TracedModuleHooks(BackwardHookVariable):
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
         if name == "setup_input_hook":
-            self.inputs = _Values(args[0].realize().items)
+            self.inputs = _Values(items_of(args[0]))
             return self.inputs.replaced(self._emit(tx, name, self.inputs))
         if name == "setup_output_hook":
             result = args[0].realize()
             if not isinstance(result, (TensorVariable, TupleVariable)):
                 return result
-            single = isinstance(result, TensorVariable)
-            values = _Values([result] if single else result.items)
+            values = _Values([result] if isinstance(result, TensorVariable) else result.items)
             tensors = self._emit(tx, name, values, *self._trace(tx, values))
-            return tensors[0] if single else values.replaced(tensors)
+            return tensors[0] if isinstance(result, TensorVariable) else values.replaced(tensors)
         return super().call_method(tx, name, args, kwargs)
 
     def _emit(
@@ -318,7 +316,7 @@ class TracedModuleHooks(BackwardHookVariable):
 
         arguments = (self.as_proxy(), tuple(tensor.as_proxy() for tensor in values.tensors), tuple(free))
         results = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", call, arguments, {}))
-        return list(results.items)
+        return list(items_of(results))
 
     def _trace(self, tx: Translator, outputs: _Values) -> tuple[Callable[..., None], list[Any]]:
         """Graphs of the hooks: what puts them in place when the node runs, and what the node needs to do that."""
@@ -328,7 +326,7 @@ class TracedModuleHooks(BackwardHookVariable):
                 ("user_hooks", _run_hooks, self.user_hooks, (self.inputs, outputs)),
                 ("user_pre_hooks", _run_pre_hooks, self.user_pre_hooks, (outputs,)),
             )
-            if hooks.items
+            if items_of(hooks)
         }
 
         def prepare(hooks: BackwardHook, free: tuple[Any, ...]) -> None:
@@ -341,7 +339,7 @@ class TracedModuleHooks(BackwardHookVariable):
     def _call(
         self, tx: Translator, run: Callable[..., Any], hooks: VariableTracker, *groups: VariableTracker
     ) -> VariableTracker:
-        return UserFunctionVariable(run).call_function(tx, [self.module, hooks, *groups], {})
+        return function_variable(run).call_function(tx, [self.module, hooks, *groups], {})
 
 
 # ---- hooks of tensors ----------------------------------------------------------------------------------------------
@@ -352,7 +350,7 @@ def _register_on(tx: Translator, tensor: TensorVariable, hook: VariableTracker) 
     tracer = tensor.as_proxy().tracer
 
     def call(*gradients: VariableTracker) -> VariableTracker:
-        return UserFunctionVariable(_run_hook).call_function(tx, [hook, *gradients], {})
+        return function_variable(_run_hook).call_function(tx, [hook, *gradients], {})
 
     body = _Body(tx, "register_hook", call, (_Values([tensor]),), tracer)
 

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.optim.optimizer as _optimizer
@@ -46,8 +46,19 @@ from torch.optim import lr_scheduler
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.calls import Call
 from dtensor_compile.compat.dynamo.guards import Together, guarded_together
-from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator, fact_guard, read_attribute
+from dtensor_compile.compat.dynamo.tracker_tools import (
+    Source,
+    Translator,
+    fact_guard,
+    function_variable,
+    read_attribute,
+    source_of,
+)
 from dtensor_compile.compat.patches import if_there, needs, patch
+
+if TYPE_CHECKING:
+    from torch._dynamo.variables.dicts import ConstDictVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 #: The trackers of what is in a list.
 _items = if_there("torch._dynamo.utils:unpack_iterable") or (lambda tx, variable: variable.unpack_var_sequence(tx))
@@ -91,8 +102,9 @@ def step_count(
 
     torch keeps the tensor of single precision, and what corrects the averages of a step with it.
     """
-    if len(args) == 1 and isinstance(args[0].realize(), TensorVariable) and args[0].device == torch.device("cpu"):
-        return args[0].call_method(tx, "double", [], {})
+    value = args[0].realize() if len(args) == 1 else None
+    if isinstance(value, TensorVariable) and value.device == torch.device("cpu"):
+        return value.call_method(tx, "double", [], {})
     return stock.call_function(tx, args, kwargs)
 
 
@@ -100,7 +112,7 @@ def traced(stock: VariableTracker) -> VariableTracker:
     """A function that torch takes for an operator, and that is code like other code: of the dict that it makes, torch
     loses what is written to it.
     """
-    return UserFunctionVariable(stock.value, source=stock.source)
+    return UserFunctionVariable(cast("TorchInGraphFunctionVariable", stock).value, source=stock.source)
 
 
 class FusedStep(_Untraced):
@@ -173,7 +185,8 @@ class TracedOptimizerVariable(OptimizerVariable):
         self.move_step_if_cpu()
         known: dict[int, VariableTracker] = {}
         kept: list[Any] = []  # holds what `known` refers to by id
-        with contextlib.ExitStack() as restore, guarded_together(self.source) as together:
+        optimizer: Any = self.value  # of a class with `_init_group`
+        with contextlib.ExitStack() as restore, guarded_together(source_of(self)) as together:
             for parameter, variable, source in self._parameters(tx):
                 together.add(variable, source, parameter)
                 gradient = read_attribute(variable, tx, "grad").realize()
@@ -185,9 +198,9 @@ class TracedOptimizerVariable(OptimizerVariable):
             for parameter, entry in self.value.state.items():
                 known.update(_show_state(tx, parameter, entry, kept, restore))
             for group in self.value.param_groups:  # the other groups too, before the state gets its tracker
-                self.value._init_group(*[_instead(arg, group) for arg in real_args], **real_kwargs)
-            result = self.value._init_group(*real_args, **real_kwargs)
-        with guarded_together(self.source) as together:
+                optimizer._init_group(*[_instead(arg, group) for arg in real_args], **real_kwargs)
+            result = optimizer._init_group(*real_args, **real_kwargs)
+        with guarded_together(source_of(self)) as together:
             known.update(self._state(tx, together))
         for arg, real in zip(args, real_args):
             if isinstance(arg, ListVariable):
@@ -205,8 +218,8 @@ class TracedOptimizerVariable(OptimizerVariable):
         if not _only_writes(self.value):
             return None
         self.move_step_if_cpu()
-        effects, written = tx.output.side_effects, []
-        with contextlib.ExitStack() as restore, guarded_together(self.source) as together:
+        effects, written = tx.output.side_effects, list[VariableTracker]()
+        with contextlib.ExitStack() as restore, guarded_together(source_of(self)) as together:
             parameters = list(self._parameters(tx))
             for parameter, variable, source in parameters:
                 together.add(variable, source, parameter)
@@ -226,7 +239,7 @@ class TracedOptimizerVariable(OptimizerVariable):
             ]
         if any(entry in effects and effects.is_modified(effects[entry]) for entry in entries):
             return None
-        with guarded_together(self.source) as together:
+        with guarded_together(source_of(self)) as together:
             return [*written, *self._state(tx, together).values()]
 
     def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable, Source]]:
@@ -239,7 +252,7 @@ class TracedOptimizerVariable(OptimizerVariable):
 
     def _groups(self) -> list[Source]:
         """Where the parameters of each group are."""
-        groups = AttrSource(self.source, "param_groups")
+        groups = AttrSource(source_of(self), "param_groups")
         return [DictGetItemSource(GetItemSource(groups, i), "params") for i in range(len(self.value.param_groups))]
 
     def _state(self, tx: Translator, together: Together) -> dict[int, VariableTracker]:
@@ -247,21 +260,21 @@ class TracedOptimizerVariable(OptimizerVariable):
 
         Entries are known by position, and a guard says which parameter each is of: `load_state_dict` may bring another
         order."""
-        state, found = read_attribute(self, tx, "state").realize(), {}
-        tx.output.guard_on_key_order.add(state.source)
-        _same_length(self.source)
+        state, found = source_of(read_attribute(self, tx, "state").realize()), dict[int, VariableTracker]()
+        tx.output.guard_on_key_order.add(state)
+        _same_length(source_of(self))
         owners = _owners(self.value)
         if None in owners or not together.guards:
-            _same_owners(self.source)
+            _same_owners(source_of(self))
         groups = zip(self.value.param_groups, self._groups())
         parameters = [GetItemSource(source, i) for group, source in groups for i in range(len(group["params"]))]
         for position, entry in enumerate(self.value.state.values()):
-            source = DictGetItemSource(state.source, KeySource(state.source, position))
+            source = DictGetItemSource(state, KeySource(state, position))
             VariableTracker.build(tx, entry, source).realize()
             if type(entry) is dict:
                 together.types[source] = dict
-            if owners[position] is not None:
-                together.same.append((KeySource(state.source, position), parameters[owners[position]]))
+            if (owner := owners[position]) is not None:
+                together.same.append((KeySource(state, position), parameters[owner]))
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor):
                     _mark_static([value])
@@ -273,8 +286,12 @@ class TracedOptimizerVariable(OptimizerVariable):
 
 def _only_writes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of an optimizer, whose state is made, does nothing but write to tensors."""
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    hooks += (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _optimizer._global_optimizer_pre_hooks,
+        _optimizer._global_optimizer_post_hooks,
+    )
     step = vars(optimizer).get(
         "step"
     )  # a scheduler puts its own there, which notes on the first step that there was one
@@ -295,7 +312,7 @@ def _make_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None
 
 
 def step_where_finite(
-    tx: Translator, stock: UserFunctionVariable, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
     """A step that a `GradScaler` leaves out where gradients are infinite: it is made, and what it wrote is taken back
     there.
@@ -308,8 +325,8 @@ def step_where_finite(
         optimizer.written_by_a_step(tx) if isinstance(optimizer, TracedOptimizerVariable) and len(args) == 3 else None
     )
     if written is None or kwargs:
-        return tx.inline_user_function_return(stock, args, kwargs)
-    return UserFunctionVariable(_step_where_finite).call_function(tx, [*args[1:], ListVariable(written)], {})
+        return tx.inline_user_function_return(cast("UserFunctionVariable", stock), args, kwargs)
+    return function_variable(_step_where_finite).call_function(tx, [*args[1:], ListVariable(written)], {})
 
 
 def _step_where_finite(optimizer: torch.optim.Optimizer, of_scaler: dict[str, Any], written: list[torch.Tensor]) -> Any:
@@ -399,12 +416,12 @@ def _show_state(
     """Lets the real state of a parameter hold what the region put there so far (the first step of many optimizers
     does); returns the trackers by the identity of what stands for them.
     """
-    effects, shown = tx.output.side_effects, {}
+    effects, shown = tx.output.side_effects, dict[int, VariableTracker]()
     if entry not in effects or not effects.is_modified(effects[entry]):
         return shown
     restore.callback(entry.update, dict(entry))
     restore.callback(entry.clear)
-    for key, value in effects[entry].items.items():
+    for key, value in cast("ConstDictVariable", effects[entry]).items.items():
         value = value.realize()
         if isinstance(value, TensorVariable):
             kept.append(parameter.detach())
@@ -459,7 +476,7 @@ def optimizers_in_the_region() -> Iterator[None]:
     between calls is a number of the graph.
     """
 
-    def track(_: Any, value: torch.optim.Optimizer, **options: Any) -> OptimizerVariable:
+    def track(_: Any, value: torch.optim.Optimizer, **options: Any) -> VariableTracker:
         variable = TracedOptimizerVariable(value, **options)  # torch forgets what the program sets on an optimizer
         return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, variable)
 

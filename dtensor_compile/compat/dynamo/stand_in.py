@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserMethodVariable
 
 from dtensor_compile.compat.dynamo.calls import handle_calls
@@ -71,8 +72,8 @@ class StandInVariable(VariableTracker):
             return build(tx, (args[0].realize() is self) is (name == "__eq__"))
         return self.var_getattr(tx, name).call_function(tx, list(args), dict(kwargs))
 
-    def call_obj_hasattr(self, tx: Translator, name: str) -> VariableTracker:
-        return build(tx, hasattr(self.python_type(), name))
+    def call_obj_hasattr(self, tx: Translator, name: str) -> ConstantVariable:
+        return ConstantVariable.create(hasattr(self.python_type(), name))
 
     def richcompare_impl(self, tx: Translator, other: VariableTracker, op: str) -> VariableTracker:
         return _object_richcompare(self, tx, other, op)

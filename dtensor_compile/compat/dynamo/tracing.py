@@ -102,7 +102,7 @@ _MADE = patch(_BUILDER + "SourcelessBuilder._type_handlers")
 _TABLES: dict[Patch, Callable[[], dict[Any, Any]]] = {
     _BY_ID: VariableBuilder._id_dispatch,
     _BY_TYPE: VariableBuilder._type_dispatch,
-    _MADE: lambda: SourcelessBuilder._type_handlers,
+    _MADE: lambda: SourcelessBuilder._type_handlers,  # type: ignore[attr-defined]  # torch adds it to the class later
 }
 _CALLBACKS = patch(
     "torch._dynamo.callback:CompilationCallbackHandler.install_callbacks", "self trigger compile_id", lasting=True
@@ -151,7 +151,7 @@ def of_compilation_on_stack(name: str) -> Any:
     """An argument (``compiler_fn``, ``code``) of the innermost compilation that is under way on this thread; None where
     none is.
     """
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_globals is vars(convert_frame):
             return frame.f_locals.get(name)

@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch._dynamo.exc import raise_observed_exception, unimplemented
@@ -27,6 +27,9 @@ from dtensor_compile.causes import break_title, cause
 from dtensor_compile.compat.apply_patches import (
     STANDS_FOR,
 )
+
+if TYPE_CHECKING:
+    from torch._dynamo.variables.lists import BaseListVariable
 
 Translator = InstructionTranslatorBase
 
@@ -92,6 +95,22 @@ def build(tx: Translator, value: Any) -> VariableTracker:
     return VariableTracker.build(tx, value)
 
 
+def source_of(variable: VariableTracker) -> Source:
+    """Where the program finds an object when it runs."""
+    assert variable.source is not None
+    return variable.source
+
+
+def items_of(variable: VariableTracker) -> list[VariableTracker]:
+    """The trackers of what is in a list or tuple."""
+    return cast("BaseListVariable", variable.realize()).items
+
+
+def function_variable(function: Callable[..., Any]) -> UserFunctionVariable:
+    """The tracker of a function of ours that Dynamo traces."""
+    return UserFunctionVariable(cast("types.FunctionType", function))
+
+
 def member_function(
     owner: VariableTracker,
     name: str,
@@ -108,7 +127,7 @@ def inline_member(owner: VariableTracker, tx: Translator, name: str) -> Variable
 
     None for what is neither data of the object itself nor Python code of its class.
     """
-    real, source = owner.as_python_constant(), AttrSource(owner.source, name)
+    real, source = owner.as_python_constant(), AttrSource(source_of(owner), name)
     found = inspect.getattr_static(type(real), name, None)
     if isinstance(found, types.FunctionType):
         if hasattr(found, STANDS_FOR):  # guards on it would look at what stands there now
@@ -123,12 +142,12 @@ def inline_member(owner: VariableTracker, tx: Translator, name: str) -> Variable
 
 def build_member(owner: VariableTracker, tx: Translator, name: str, value: Any) -> VariableTracker:
     """Member `name` of the object of `owner` as data that is read there again when the program runs, under guards."""
-    return VariableBuilder(tx, AttrSource(owner.source, name))(value)
+    return VariableBuilder(tx, AttrSource(source_of(owner), name))(value)
 
 
 def class_of(owner: VariableTracker, tx: Translator) -> VariableTracker:
     """The class of the object of `owner`."""
-    return VariableBuilder(tx, TypeSource(owner.source))(type(owner.as_python_constant()))
+    return VariableBuilder(tx, TypeSource(source_of(owner)))(type(owner.as_python_constant()))
 
 
 def constant_source(tx: Translator, kind: str, value: Any) -> Source:
@@ -199,7 +218,8 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
 
 __all__ = [
     "COMPARE", "READ", "Source", "Translator", "UserFunctionVariable", "VariableTracker", "build", "build_member",
-    "build_unguarded", "class_of", "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break",
-    "guard_sizes", "inline_member", "member_function", "raise_in_program", "read_attribute", "real_object", "remember",
+    "build_unguarded", "class_of", "constant_argument", "constant_source", "describe_fake", "fact_guard", "function_variable",
+    "graph_break",
+    "guard_sizes", "inline_member", "items_of", "member_function", "raise_in_program", "read_attribute", "real_object", "remember", "source_of",
     "tracked",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.specs import storage_of
-from dtensor_compile.compat.dynamo.tracker_tools import Translator
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, items_of
 from dtensor_compile.compat.patches import hook, needs, patch
 
 _KEY = "dtensor_compile_preserved_versions"
@@ -65,7 +65,7 @@ def versions_preserved_in_the_region() -> Iterator[None]:
     def exit(
         stock: Any, self: PreserveVersionContextVariable, tx: Translator, *args: VariableTracker
     ) -> VariableTracker:
-        values = [tensor.as_proxy().node.meta.get("example_value") for tensor in self.tensors.items]
+        values = [tensor.as_proxy().node.meta.get("example_value") for tensor in items_of(self.tensors)]
         memory = {memory_named(value) for value in values}
         begin = _begun(tx).pop()
         for node in reversed(tx.output.graph.nodes):
@@ -74,7 +74,7 @@ def versions_preserved_in_the_region() -> Iterator[None]:
             node.meta[_KEY] = preserved_by(node) | memory
         if not any(isinstance(value, DTensor) for value in values):
             return stock(self, tx, *args)
-        for value, version in zip(values, self.prev_versions.items):
+        for value, version in zip(values, items_of(self.prev_versions)):
             _restored(tx)[memory_named(value)] = version, value._version
         return ConstantVariable.create(None)
 

@@ -181,7 +181,7 @@ def _real_on_cpu() -> Iterator[None]:
 @contextlib.contextmanager
 def device_interfaces(gpu: Gpu) -> Iterator[None]:
     """Dynamo's and Inductor's way to ask about devices."""
-    properties = _properties(gpu)
+    properties: Any = _properties(gpu)
 
     class Worker(device_interface.CudaInterface.Worker):
         set_device = staticmethod(do_nothing)

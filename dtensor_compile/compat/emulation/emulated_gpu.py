@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.tensor._random
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
@@ -95,7 +95,7 @@ class CudaTensorsAreFake(FakeTensorMode):
     supports_higher_order_operators = True  # their rules are by the type of the mode, which is not this one
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
@@ -109,7 +109,7 @@ class CudaTensorsAreFake(FakeTensorMode):
             return func(*args, **kwargs)
 
 
-def _is_for_cuda(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_for_cuda(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "cuda":
         return True

@@ -95,7 +95,7 @@ def generated_code(hooks: Hooks) -> Iterator[None]:
     """Kernels and generated code are loaded through `hooks`; what was loaded meanwhile is unloaded."""
     from torch._inductor.virtualized import V
 
-    stock_view = torch._C._dynamo.guards._reinterpret_tensor
+    stock_view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # not in torch's stubs
 
     def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
         return hooks.kernel(kernel_name, source_code)
@@ -166,7 +166,8 @@ def _unloaded_at_the_end() -> Iterator[None]:
     from torch._inductor.codecache import PyCodeCache
 
     loaded = set(sys.modules)
-    kept = [(table, table.copy()) for table in (PyCodeCache.modules, PyCodeCache.modules_no_attr, PyCodeCache.linemaps)]
+    tables: tuple[Any, ...] = (PyCodeCache.modules, PyCodeCache.modules_no_attr, PyCodeCache.linemaps)
+    kept = [(table, table.copy()) for table in tables]
     try:
         yield
     finally:

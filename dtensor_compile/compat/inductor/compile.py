@@ -9,7 +9,7 @@ import logging
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -24,6 +24,9 @@ from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_uncompiled
 from dtensor_compile.compat.patches import feature, hook, if_there
+
+if TYPE_CHECKING:
+    from torch.utils._config_module import ConfigModule
 
 GraphFunction = Callable[[torch.fx.Graph], None]
 
@@ -115,7 +118,7 @@ def inductor_config_error(key: str, value: Any) -> str | None:
     """What is wrong with a value for a key of Inductor's configuration; None where nothing is."""
     from torch._inductor import config
 
-    expected = config.get_type(key)
+    expected = cast("ConfigModule", config).get_type(key)
     if isinstance(expected, type) and not isinstance(value, expected):
         return f"takes {expected.__name__}, not {value!r}"
     return None
@@ -186,7 +189,9 @@ def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is giv
     patches["joint_custom_pre_pass"] = GraphPass(plan, key, _configured(patches, "joint_custom_pre_pass"))
     patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
-    at_kernels = {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
+    at_kernels: dict[str, Callable[[list[Any]], list[Any]]] = (
+        {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
+    )
     if kernel_passes is not None and ORDER.works():
         before, after = kernel_passes
         at_kernels |= {
@@ -202,7 +207,8 @@ def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is giv
         inner = run_uncompiled(inner, lowered, uncompiled)
     inner = guards_of_local_sizes()(inner)
     with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():
-        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+        compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    return cast("Callable[..., Any]", compiled)  # of a module it is one
 
 
 def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -269,7 +275,7 @@ def compile_as_stock(
     """What ``backend="inductor"`` does."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, config_patches=dict(settings))
+    return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=dict(settings)))
 
 
 def _configured(settings: Mapping[str, Any], key: str) -> Any:

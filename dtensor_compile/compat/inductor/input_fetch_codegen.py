@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch._dynamo.bytecode_transformation import create_call_function, create_instruction
 from torch._dynamo.codegen import PyCodegen
@@ -87,10 +87,10 @@ class Plan:
         for source in wanted:
             self._add(source)
         # What is read by position from one dict stands together, in order, so that the dict is walked over once.
-        dicts = {base: i for i, base in enumerate(dict.fromkeys(_last_read(source)[0] for source in self._depth))}
+        dicts = {base: i for i, base in enumerate(dict.fromkeys(_read(source)[0] for source in self._depth))}
 
         def order(source: Source) -> tuple[int, int, int]:
-            base, step, key = _last_read(source)
+            base, step, key = _read(source)
             return (
                 (self._depth[source], dicts[base], key)
                 if step in ("value_at", "key_at")
@@ -107,7 +107,7 @@ class Plan:
         """The plan for ``Fetch``."""
         places, plan = self.places(), []
         for source in self._reads:
-            base, step, key = _last_read(source)
+            base, step, key = _read(source)
             plan.append((places[base], READS[step], key, source in self._wanted))
         return plan
 
@@ -134,11 +134,11 @@ def _last_read(source: Source) -> tuple[Source, str, Any] | None:
         return None
     base = without_wrappers(source.base)
     written_by = type(source).reconstruct  # subclasses differ in their guards
-    if written_by is GradSource.reconstruct or written_by is AttrSource.reconstruct:
+    if isinstance(source, (AttrSource, GradSource)) and written_by in (AttrSource.reconstruct, GradSource.reconstruct):
         return base, "gradient" if source.member == "grad" else "attribute", source.member
-    if written_by is GetItemSource.reconstruct and not source.index_is_slice:
+    if isinstance(source, GetItemSource) and written_by is GetItemSource.reconstruct and not source.index_is_slice:
         return base, "item", source.index
-    if written_by is DictGetItemSource.reconstruct:
+    if isinstance(source, DictGetItemSource) and written_by is DictGetItemSource.reconstruct:
         if not isinstance(source.index, ConstDictKeySource):
             return base, "item", source.index
         if source.index.base == source.base:
@@ -148,10 +148,17 @@ def _last_read(source: Source) -> tuple[Source, str, Any] | None:
     return None
 
 
+def _read(source: Source) -> tuple[Source, str, Any]:
+    """`_last_read` of what is no root."""
+    last = _last_read(source)
+    assert last is not None
+    return last
+
+
 def without_wrappers(source: Source) -> Source:
     """What `source` is read from: torch marks the sources of modules and optimizers with ones that read nothing."""
     while getattr(type(source), "reconstruct", None) in _TRANSPARENT:
-        source = source.base
+        source = cast("ChainedSource", source).base
     return source
 
 

@@ -4,7 +4,12 @@ it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 
 def has_symmetric_memory(group_name: str) -> bool:
@@ -15,4 +20,4 @@ def has_symmetric_memory(group_name: str) -> bool:
         return False
     ops = torch.ops.symm_mem
     known = all(hasattr(ops, name) for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
-    return known and is_symm_mem_enabled_for_group(group_name)
+    return known and is_symm_mem_enabled_for_group(cast("GroupName", group_name))

@@ -31,6 +31,7 @@ class LoweredGraph:
         self.module: torch.fx.GraphModule | None = None
 
     def keep(self, graph: torch.fx.Graph) -> None:
+        assert graph.owning_module is not None
         copy = torch.fx.Graph()
         copy.output(copy.graph_copy(graph, {}))
         self.module = torch.fx.GraphModule(graph.owning_module, copy)
