@@ -19,7 +19,7 @@ from dtensor_compile.capture.sharding_rules import rules_anywhere
 from dtensor_compile.compat.aot.symbol_reads import quick_expressions
 from dtensor_compile.compat.aot.symbol_results import results_computed_once
 from dtensor_compile.compat.distributed.fake_group import simulated_job
-from dtensor_compile.compat.dtensor import sharding
+from dtensor_compile.compat.dtensor import sharding_decisions
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.lowering import lower
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
@@ -164,7 +164,9 @@ def test_what_equal_layers_need_is_found_once():
             counters.reset()
             model = Layers(mesh, layers)
             with (
-                mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided,
+                mock.patch.object(
+                    sharding_decisions, "_propagated", side_effect=sharding_decisions._propagated
+                ) as decided,
                 mock.patch.object(lower, "trace_local", side_effect=lower.trace_local) as traced,
             ):
                 step(torch.compile(model, backend="dtensor_aten", fullgraph=True, dynamic=True), model, mesh, 4)
@@ -186,11 +188,15 @@ def test_a_decision_without_its_guards_is_not_kept():
             x = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
             with (
                 env.suppress_guards(),
-                mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided,
+                mock.patch.object(
+                    sharding_decisions, "_propagated", side_effect=sharding_decisions._propagated
+                ) as decided,
             ):
                 x.sum(0), x.sum(0)
                 assert decided.call_count == 2
-            with mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided:
+            with mock.patch.object(
+                sharding_decisions, "_propagated", side_effect=sharding_decisions._propagated
+            ) as decided:
                 x.sum(0), x.sum(0)
                 assert decided.call_count == 1
 
@@ -206,7 +212,7 @@ def test_a_decision_with_a_size_of_its_own_is_made_once():
         with (
             mode,
             rules_anywhere(),
-            mock.patch.object(sharding, "_propagated", side_effect=sharding._propagated) as decided,
+            mock.patch.object(sharding_decisions, "_propagated", side_effect=sharding_decisions._propagated) as decided,
         ):
             x = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
             sizes = [torch.cat([x, x]).shape[0] for _ in range(3)]

@@ -1,4 +1,5 @@
-"""Writes the files of docs/ that are made from the code: report.schema.json, causes.md and patches.md.
+"""Writes the files of docs/ that are made from the code: report.schema.json, causes.md, patches.md and
+steps.md.
 
 python tools/docs.py            (a test fails while they are out of date)
 """
@@ -13,8 +14,10 @@ import re
 
 from dtensor_compile import compat
 from dtensor_compile.compat.patches import FEATURES, Feature, Hook, Patch
+from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.report.cause_pages import causes_page
 from dtensor_compile.report.model import schema
+from dtensor_compile.stages import joint, lowered, program
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
@@ -25,6 +28,7 @@ def pages() -> dict[str, str]:
         "report.schema.json": json.dumps(schema(), indent=2) + "\n",
         "causes.md": causes_page(),
         "patches.md": patches_page(),
+        "steps.md": steps_page(),
     }
 
 
@@ -90,6 +94,42 @@ def _linked(text: str) -> str:
         return f"[{found[0]}](https://github.com/{found[1] or 'pytorch/pytorch'}/issues/{found[2]})"
 
     return re.sub(r"([\w-]+/[\w-]+)?#(\d+)", link, text)
+
+
+# ---- steps.md ------------------------------------------------------------------------------------------------------
+
+_STEPS = """# The pipeline, step by step
+
+What this backend does to a program, in order (`dtensor_compile/stages`); `tools/docs.py` makes this page of the lists
+in the code. A step that is *required* is one that numbers depend on: its error ends the compilation. Any other that
+fails is taken back, with a warning and a decision, and the rest goes on; `options={"strict": True}` makes an error of
+it. Decisions in the report carry the name of the step. `options={"disable_passes": (...)}` leaves passes out by name.
+
+"""
+_LISTS = (
+    ("The graph of torch functions over DTensors, as Dynamo gives it: always", program.ALWAYS),
+    ("The same, where a graph is compiled and not run as it is", program.CAPTURED),
+    ("The joint graph of forward and backward over local tensors: redistributions", joint.PLAN),
+    ("The joint graph: copies, and what is kept for the backward pass", joint.SHAPE),
+    ("The forward graph and the backward graph: from redistributions to collectives", lowered.LOWER),
+    ("Collectives beside compute", lowered.SCHEDULE),
+    ("What the code that runs is made of", lowered.FINISH),
+)
+
+
+def steps_page() -> str:
+    """All steps on graphs, list by list."""
+    return _STEPS + "\n".join(f"## {title}\n\n{_steps(steps)}" for title, steps in _LISTS)
+
+
+def _steps(steps: tuple[GraphStep, ...]) -> str:
+    rows = ["| step | | what it does |", "|---|---|---|"]
+    for step in steps:
+        kinds = ("required", step.required), ("where it is asked for", step.asked), ("changes no node", step.reads)
+        sentence = " ".join((step.run.__doc__ or "").partition("\n\n")[0].split())
+        kind = ", ".join(kind for kind, holds in kinds if holds)
+        rows.append(f"| `{step.name}` | {kind} | {sentence} |")
+    return "\n".join([*rows, ""])
 
 
 if __name__ == "__main__":

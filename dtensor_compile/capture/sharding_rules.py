@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from dtensor_compile.compat.dtensor.sharding import fallback_reports, sharding_rules
+from dtensor_compile.compat.dtensor.sharding import sharding_rules
+from dtensor_compile.compat.dtensor.sharding_decisions import fallback_reports
 from dtensor_compile.compat.dynamo.tracing import options_on_stack
 from dtensor_compile.decisions import Decision
 

@@ -8,7 +8,14 @@ tensor, then count as two values, and a write to one does not reach the other:
 
 Whether inputs share memory may change from call to call, so the compiled code of a program that writes asks each time,
 and hands over to the traced program itself where it is so; the first such call is a decision. Programs that write to
-nothing are not asked."""
+nothing are not asked.
+
+Upstream: https://github.com/pytorch/pytorch/issues/114415 (AOTAutograd should detect aliasing of inputs that happens
+    *below* subclasses); https://github.com/pytorch/pytorch/pull/186517 (Detect aliased subclass inputs after
+    desugaring; closed, would raise an error).
+Releases: 2.11 to 2.14.
+Remove when: AOTAutograd regenerates input aliasing after tensor subclasses are unwrapped (an error alone does not do).
+"""
 
 from __future__ import annotations
 
@@ -56,7 +63,7 @@ def writes_in_place(node: torch.fx.Node) -> bool:
         return False
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return writes_to_arguments(node.target)
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or node.target in _WRITING or name == "__setitem__" or "out" in node.kwargs or _says_in_place(node)
 

@@ -9,6 +9,11 @@ mesh becomes one of the first equal primal.
 
     before   def joint(x, mesh, tangent, tangent_mesh): return (relu(x), tangent_mesh), ...
     after    def joint(x, mesh, tangent, tangent_mesh): return (relu(x), mesh), ...
+
+Upstream: https://github.com/pytorch/torchtitan/issues/3013 (graph_trainer JIT fails with 'Node tangents_2 was invalid,
+    but is output' when module forward returns a DTensor).
+Releases: 2.13 to 2.14.
+Remove when: AOTAutograd takes the mesh of a forward output from a primal.
 """
 
 from __future__ import annotations

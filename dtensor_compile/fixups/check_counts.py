@@ -6,7 +6,14 @@
 The same for ids below the length. For others eager's result is longer, and the program that was traced would leave
 counts out: an error says so. (While it is traced, a length that the program asks for is ``minlength``, see
 ``compat/dynamo/data_dependent_scalars.py``; torch's own check of that is folded away as soon as the length is a
-number.)"""
+number.)
+
+Upstream: not reported: follows from this package's own assumption on the length; the data-dependent length is the
+    matter of https://github.com/pytorch/pytorch/issues/192343 (`torch.bincount` causes `D2H` and potentially breaks
+    `cuda graph` and `torch.compile` and `overlap compute`).
+Releases: 2.11 to 2.14.
+Remove when: the length of bincount(minlength=n) can be assumed to be n with a check at run time that is kept.
+"""
 
 from __future__ import annotations
 

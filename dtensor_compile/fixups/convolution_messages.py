@@ -1,5 +1,12 @@
 """The scope in which messages of convolutions over sharded images are nodes that are waited for
 (`compat.dtensor.convolution`).
+
+Symptom: The messages of a convolution over an image that is sharded in width are traced as calls that nobody waits for,
+    so that the columns at the shard edges are wrong.
+Upstream: not reported: needs a compiled convolution whose image is sharded in width; point-to-point in Dynamo is
+    https://github.com/pytorch/pytorch/pull/161213 ([dynamo ] Enabling batch_isend_irecv to compile; closed).
+Releases: 2.11 to 2.14.
+Remove when: _tp_conv exchanges edges by functional operators that are waited for.
 """
 
 from __future__ import annotations

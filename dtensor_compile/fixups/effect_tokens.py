@@ -6,6 +6,12 @@ cannot run.
 
     before   with_effects(_tensor_constant0: FakeTensor, aten._linalg_check_errors, info, "linalg.inv", is_matrix=False)
     after    with_effects(_tensor_constant0: Tensor, aten._linalg_check_errors, info, "linalg.inv", is_matrix=False)
+
+Upstream: https://github.com/pytorch/pytorch/issues/129486 (Compiling tensor subclasses fails when using custom op with
+    effect tokens; closed, another symptom of the same combination); the effect itself is
+    https://github.com/pytorch/pytorch/pull/184111 (Preserve linalg error checks in AOT graphs; closed).
+Releases: 2.11 to 2.14.
+Remove when: AOTAutograd gives tokens of effects inside of tensor subclasses real tensors or its token input.
 """
 
 from __future__ import annotations

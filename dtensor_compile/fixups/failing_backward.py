@@ -8,6 +8,13 @@ through:
     after    return y, raise_error(x, tangent, "RuntimeError: aten.cat.default got mixed torch.Tensor and DTensor")
 
 The node takes a tangent, so that it is part of the backward graph; errors of our own still end the compilation.
+
+Upstream: https://github.com/pytorch/pytorch/issues/104943 ([torch.compile] RuntimeError during Gradient Computation in
+    torch.compile(); closed as the consequence of tracing the backward ahead of time);
+    https://github.com/pytorch/functorch/issues/848 (AOTAutograd makes unsafe assumptions on how the backward pass will
+    look like).
+Releases: 2.11 to 2.14.
+Remove when: AOTAutograd traces the backward lazily, or puts an error of the joint trace off until the backward runs.
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ Eager returns such a loss with a graph whose saved tensors are gone: it requires
 raises. A compiled graph has nothing to give back for it, so the value leaves the graph detached
 (`compat.dynamo.backward` marks its node), and gets here, outside of it, a graph of one node that raises what eager
 raises. (Eager lets a graph that saved no tensors, a plain sum, be used twice; this one raises.)
+
+Upstream: https://github.com/pytorch/pytorch/issues/138217 ([PT2] Don't graph break on loss.backward());
+    https://github.com/pytorch/pytorch/pull/169415 (Support tensor.backward in dynamo; closed, breaks the graph for such
+    results).
+Releases: 2.11 to 2.14.
+Remove when: Dynamo itself returns such a result with a graph that raises in a second backward().
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from dtensor_compile.compat.dynamo.backward import USED_UP
+from dtensor_compile.graph.arguments import list_arg
 
 SPENT = (
     "Trying to backward through the graph a second time: a backward() inside the compiled region used this value's "
@@ -37,7 +44,7 @@ def restore_spent_graphs(gm: torch.fx.GraphModule, compiled: Callable[..., Any])
     """`compiled`, the code of `gm`, with results that require a gradient again where `gm` says that their graph is used
     up.
     """
-    (results,) = gm.graph.output_node().args
+    results = list_arg(gm.graph.output_node(), 0)
     spent = [i for i, node in enumerate(results) if isinstance(node, torch.fx.Node) and USED_UP in node.meta]
     if not spent:
         return compiled

@@ -5,6 +5,11 @@ versions.
         x.mul_(2)                                             # eager: x._version is what it was
 
 A compiled call writes the new values into `x` once, when its graph has run, which counts as one more version.
+
+Upstream: not reported: _unsafe_preserve_version_counter is private, and FSDP is its one user; Dynamo's support is
+    https://github.com/pytorch/pytorch/pull/121086 ([dynamo] Support _unsafe_set_version_counter; closed).
+Releases: 2.11 to 2.14.
+Remove when: AOTAutograd's copy into a mutated input leaves its version where all traced writes did.
 """
 
 from __future__ import annotations

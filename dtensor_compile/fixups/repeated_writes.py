@@ -6,6 +6,12 @@
 
 eager goes through the lists in order. AOTAutograd computes all results from what was there before, and writes them
 back. It takes an optimizer two of whose parameters count their steps in one tensor to meet this.
+
+Upstream: not reported: takes two parameters whose step is one tensor; nearest:
+    https://github.com/pytorch/pytorch/issues/198033 ([inductor] torch._foreach_add_([x], [x.flip(0)]) reads x while
+    writing it: silent wrong results (CUDA and CPU); an operand that is computed from the written tensor, in Inductor).
+Releases: 2.11 to 2.14.
+Remove when: functionalization of in-place _foreach_ operators gives eager's result for lists with a repeated tensor.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from dtensor_compile.graph.arguments import function_of, list_arg
 
 
 def write_once(gm: torch.fx.GraphModule) -> None:
@@ -34,7 +42,7 @@ def _writes_to_list(node: torch.fx.Node) -> bool:
 
 
 def _lists(node: torch.fx.Node) -> list[Any]:
-    count = len(node.args[0])
+    count = len(list_arg(node, 0))
     return [
         value
         for value in (*node.args, *node.kwargs.values())
@@ -44,13 +52,13 @@ def _lists(node: torch.fx.Node) -> list[Any]:
 
 def _runs(node: torch.fx.Node) -> list[slice]:
     """Parts of the lists, in order, in which no tensor is read or written to after it was written to."""
-    begins, written = [0], set()
-    for i, tensor in enumerate(node.args[0]):
+    begins, written, tensors = [0], set[Any](), list_arg(node, 0)
+    for i, tensor in enumerate(tensors):
         if any(values[i] in written for values in _lists(node)):
             begins.append(i)
             written.clear()
         written.add(tensor)
-    return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(node.args[0])])]
+    return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(tensors)])]
 
 
 def _split(node: torch.fx.Node, runs: list[slice]) -> None:
@@ -62,5 +70,5 @@ def _split(node: torch.fx.Node, runs: list[slice]) -> None:
     with graph.inserting_before(node):
         for run in runs:
             kwargs = {name: part(value, run) for name, value in node.kwargs.items()}
-            graph.call_function(node.target, tuple(part(value, run) for value in node.args), kwargs)
+            graph.call_function(function_of(node), tuple(part(value, run) for value in node.args), kwargs)
     graph.erase_node(node)

@@ -5,7 +5,14 @@
 
 In: Dynamo's graph over DTensors. Autograd has to know that such results share memory, so AOTAutograd makes each anew
 from their base when the graph has run. It does so for DTensors where the base is a result itself, and refuses them
-where it would have to make it one."""
+where it would have to make it one.
+
+Upstream: https://github.com/pytorch/pytorch/issues/184002 ([DTensor][Compile] Compile fails when DTensor function
+    returns an aliased output); https://github.com/pytorch/pytorch/issues/172549 (AOTAutograd error when compiled graph
+    has two DTensor outputs that alias each other, one differentiable one not).
+Releases: 2.11 to 2.14.
+Remove when: AOTAutograd returns the intermediate base of DTensor results itself (pull request 184367).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +25,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dtensor.specs import local_and_spec, storage_of
+from dtensor_compile.graph.arguments import list_arg
 
 
 def return_bases(gm: torch.fx.GraphModule) -> int:
     """Adds to the results of `gm` the bases of those that share one; how many these are."""
     output = gm.graph.output_node()
-    results: tuple[Any, ...] = output.args[0]  # type: ignore[assignment]
+    results = list_arg(output, 0)
     made = {
         id(node.meta.get("example_value")): node
         for node in gm.graph.nodes

@@ -6,7 +6,14 @@ CPU.
 
 The same for every mask with a true element. Eager fills by the mask on a CPU; what is traced multiplies by it, and 0 *
 inf is nan. No element equals the extreme where the latter was changed in place, for instance to the largest of all
-ranks."""
+ranks.
+
+Upstream: not reported: needs a maximum that was changed in place, for instance to the largest of all ranks; eager's
+    formula is https://github.com/pytorch/pytorch/pull/45280 (Fixed handling of nan for evenly_distribute_backward;
+    closed).
+Releases: 2.11 to 2.14.
+Remove when: evenly_distribute_backward selects by the mask for subclasses and tensors that are traced, as on a CPU.
+"""
 
 from __future__ import annotations
 

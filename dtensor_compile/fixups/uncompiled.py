@@ -1,4 +1,13 @@
-"""A graph with a kernel that does not compile, as a decision."""
+"""A graph with a kernel that does not compile, as a decision.
+
+Symptom: A graph with a kernel that does not compile runs operator by operator, with a warning, instead of ending the
+    program.
+Upstream: https://github.com/pytorch/pytorch/pull/111153 ([inductor] Allow backend compiler to skip; closed, lets a
+    compiler's error leave the frame to eager).
+Releases: 2.11 to 2.14.
+Remove when: Inductor can run a graph whose kernels do not compile as the operators of its post-grad graph, without
+    retracing the frame.
+"""
 
 from __future__ import annotations
 

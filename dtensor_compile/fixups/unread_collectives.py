@@ -4,10 +4,16 @@ DTensor's operators redistribute their arguments with collectives that are no re
 where it is next read, once for every reader, and once more where only its shape is asked for. The results of some are
 read by nothing, and torch drops no wait for a collective.
 
-    before   n = pow(sum(x * x), 0.5); a = wait(reduce_scatter(n ** 2)); b = wait(reduce_scatter(n ** 2)); return b ** 0.5
-    after    n = pow(sum(x * x), 0.5); b = wait(reduce_scatter(n ** 2)); return b ** 0.5
+    before   n = pow(sum(x * x), 0.5); a = wait(reduce_scatter(n * n)); b = wait(reduce_scatter(n * n)); return b
+    after    n = pow(sum(x * x), 0.5); b = wait(reduce_scatter(n * n)); return b
 
 A collective that the program itself calls stays, since another rank may count on it.
+
+Upstream: https://github.com/pytorch/pytorch/issues/130918 ([torch.compile][distributed] Collective ops in FX graph
+    should not be erased by DCE pass even its result is not used in current rank; closed, torch keeps them on purpose);
+    https://github.com/pytorch/pytorch/issues/126773 (Give`wait_tensor()` a schema that reflects its side effect).
+Releases: 2.11 to 2.14.
+Remove when: a collective can be marked as free of side effects, and DTensor marks those that it issues for itself.
 """
 
 from __future__ import annotations

@@ -5,6 +5,12 @@
     after    v is a view of y'
 
 Inductor drops a copy where fake values say that copy and original are not both outputs: two outputs would be one.
+
+Upstream: not reported: a consequence of passes that put nodes in the place of others, which torch's own passes fix by
+    FakeTensorUpdater.
+Releases: 2.11 to 2.14.
+Remove when: this package's lowering updates fake values with torch's FakeTensorUpdater, or Inductor does before it
+    drops copies.
 """
 
 from __future__ import annotations
@@ -12,10 +18,10 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx.node import map_arg
 
 from dtensor_compile.compat.dtensor.specs import storage_of
-from dtensor_compile.graph.extra_copies import VIEWS
+from dtensor_compile.graph.arguments import const_arg, fake_result
+from dtensor_compile.graph.operator_traits import VIEWS
 
 
 def view_again(graph: torch.fx.Graph) -> None:
@@ -26,10 +32,9 @@ def view_again(graph: torch.fx.Graph) -> None:
         was, now = source.meta.get("val"), node.meta.get("val")
         if node.target is operator.getitem:
             if isinstance(was, (list, tuple)):
-                node.meta["val"] = was[node.args[1]]
+                node.meta["val"] = was[const_arg(node, 1, int)]
         elif _memory(was) != _memory(now):
-            args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = fake_result(node)
 
 
 def _memory(value: object) -> int | None:

@@ -14,13 +14,14 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
+from dtensor_compile.graph.arguments import function_of, node_arg, value_of
 from dtensor_compile.graph.global_annotations import MARK
+from dtensor_compile.graph.node_builder import add_call, inherited
+from dtensor_compile.graph.operator_traits import SHAPE_VIEWS, SPLITS
 from dtensor_compile.graph.rank_uniformity import equal, mark_of, may_use_sizes
 
 _clone = torch.ops.aten.clone.default
 _permute = torch.ops.aten.permute.default
-_SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.unbind.int)
-_VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "alias", "detach"))
 
 
 def behind_copies(node: Any) -> Any:
@@ -32,12 +33,12 @@ def behind_copies(node: Any) -> Any:
 
 def is_same_view(node: Any) -> bool:
     """Whether a node is a view of its input in the same shape and strides."""
-    if not isinstance(node, torch.fx.Node) or node.target not in _VIEWS:
+    if not isinstance(node, torch.fx.Node) or node.target not in SHAPE_VIEWS:
         return False
     if not may_use_sizes():
         mark = mark_of(node)
         return mark is not None and mark == mark_of(node.args[0])
-    was, now = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    was, now = node_arg(node, 0).meta.get("val"), node.meta.get("val")
     return was is not None and now is not None and equal(was.shape, now.shape) and equal(_wide(was), _wide(now))
 
 
@@ -68,17 +69,15 @@ def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
 def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
     """Readers of `node` read a copy of `original` with the strides of `node`; `node` goes away."""
     was, now = node.meta.get("val"), original.meta.get("val")
-    graph, like = node.graph, {key: value for key, value in node.meta.items() if key not in ("val", MARK)}
+    meta = inherited(node, (MARK,))
 
     def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        with graph.inserting_before(node):
-            made = graph.call_function(target, args, kwargs)
-        made.meta = {**like, "val": target(*torch.fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)}
-        return made
+        with node.graph.inserting_before(node):
+            return add_call(node.graph, target, args, kwargs, meta=meta)
 
     if was is None or now is None:
-        with graph.inserting_before(node):
-            new = graph.call_function(_clone, (original,))
+        with node.graph.inserting_before(node):
+            new = node.graph.call_function(_clone, (original,))
         new.meta = dict(node.meta)
     elif equal(was.stride(), torch.clone(now).stride()):
         new = call(_clone, original)
@@ -92,7 +91,7 @@ def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
             new = call(_permute, copy, [order.index(dim) for dim in range(len(order))])
         # Symbolic ones are contiguous, both, and not numbers that could be arguments.
         numbers = all(type(number) is int for number in (*was.shape, *was.stride()))
-        if numbers and not equal(was.stride(), new.meta["val"].stride()):
+        if numbers and not equal(was.stride(), value_of(new).stride()):
             new = call(torch.ops.aten.as_strided.default, new, list(was.shape), list(was.stride()))
     new.meta[MARK] = mark_of(node)
     node.replace_all_uses_with(new)
@@ -107,12 +106,13 @@ def _order_of_dims(value: torch.Tensor) -> list[int] | None:
     if not all(type(number) is int for number in (*value.shape, *value.stride())):
         return list(range(value.dim())) if value.is_contiguous() else None
     natural = list(range(value.dim()))
-    orders = (natural, sorted(natural, key=lambda dim: (-value.stride(dim), -value.shape[dim])))
+    strides = value.stride()
+    orders = (natural, sorted(natural, key=lambda dim: (-strides[dim], -value.shape[dim])))
     for fits in (natural, [dim for dim in natural if value.shape[dim] > 1]):
         for order in orders:
             step = 1
             for dim in (dim for dim in reversed(order) if dim in fits):
-                if value.stride(dim) != step and value.numel():
+                if strides[dim] != step and value.numel():
                     break
                 step *= value.shape[dim]
             else:
@@ -170,12 +170,12 @@ def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.
                 return None
             args, kwargs = map_arg((user.args, user.kwargs), lambda n: changed.get(n, n.meta.get("val")))
             try:
-                now = user.target(*args, **kwargs)  # type: ignore[operator]
+                now = function_of(user)(*args, **kwargs)
             except RuntimeError:
                 return None  # a view that there is not in other strides
             if _is_laid_out_as(user.meta["val"], now):
                 continue
-            if not is_view(user) and user.target is not operator.getitem and user.target not in _SPLITS:
+            if not is_view(user) and user.target is not operator.getitem and user.target not in SPLITS:
                 return None
             changed[user] = now
             pending.append(user)

@@ -14,45 +14,18 @@ elementwise operator or a reduction is part of that operator's kernel and costs 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 
 import torch
 
 from dtensor_compile.compat.aot.shapes import size_hints
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.nodes import communicates, is_redistribution, read
+from dtensor_compile.graph.operator_traits import LAYOUT_COPIES, LIBRARY_KERNELS, VIEWS
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import plan_of
 
 aten = torch.ops.aten
-
-#: Operators that give another view of the same memory.
-VIEWS = frozenset(
-    {
-        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
-        aten.t.default,
-        aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-        aten.expand.default,
-        aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.detach.default, aten.alias.default,
-        aten.view_as_real.default, aten.view_as_complex.default, operator.getitem,
-    }
-)  # fmt: skip
-
-COPIES = frozenset({aten.clone.default, aten.cat.default, aten.constant_pad_nd.default})
-
-#: Operators that run a kernel which a compiler does not write, by the beginning of their names.
-_OUTSIDE = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "_scaled_dot_product",
-    "_scaled_mm",
-    "_grouped_mm",
-    "sort",
-    "topk",
-)
 
 
 def is_outside(node: torch.fx.Node) -> bool:
@@ -64,16 +37,13 @@ def is_outside(node: torch.fx.Node) -> bool:
     if is_redistribution(node):
         return sends(node)  # else it is a copy of a slice
     namespace, name = node.target._schema.name.split("::")
-    return namespace not in ("aten", "prims") or name.startswith(_OUTSIDE)
+    return namespace not in ("aten", "prims") or name.startswith(LIBRARY_KERNELS)
 
 
 def sends(node: torch.fx.Node) -> bool:
     """Whether a redistribute node turns into a collective."""
-    this, value = read(node), node.meta["val"]
-    shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
-    return any(
-        step.sends for step in plan_of(this.source, this.target, parse_mesh(this.mesh), shape, value.element_size())
-    )
+    this, itemsize = read(node), value_of(node).element_size()
+    return any(step.sends for step in plan_of(this.source, this.target, parse_mesh(this.mesh), this.sizes, itemsize))
 
 
 def sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -103,7 +73,7 @@ def readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 def is_standalone(node: torch.fx.Node) -> bool:
     """Whether a node copies in a kernel of its own."""
-    if node.target not in COPIES or not any(map(is_outside, readers(node))):
+    if node.target not in LAYOUT_COPIES or not any(map(is_outside, readers(node))):
         return False
     return all(is_outside(source) or _is_read_outside(source, node) for source in sources(node))
 
@@ -124,5 +94,5 @@ def extra_copies(graph: torch.fx.Graph) -> int:
 
 
 def bytes_of(node: torch.fx.Node) -> int:
-    value = node.meta["val"]
+    value = value_of(node)
     return math.prod(size_hints(value.shape)) * value.element_size()

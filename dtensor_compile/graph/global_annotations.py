@@ -66,14 +66,12 @@ def mark(local: torch.Tensor, spec: Spec) -> None:
     node = node_of(local) if made is not None else None
     if made is None or node is None:
         return
-    shape = spec.tensor_meta.shape if spec.tensor_meta is not None else (None,)
-    if all(type(size) is int for size in (*shape, *local.shape)):
+    this = None
+    if spec.tensor_meta is not None and all(type(size) is int for size in (*spec.tensor_meta.shape, *local.shape)):
         key = spec, local.shape
         if key not in made:
-            made[key] = _mark_of(local, spec, tuple(shape))
+            made[key] = _mark_of(local, spec, tuple(spec.tensor_meta.shape))
         this = made[key]
-    else:
-        this = None
     node.meta[MARK] = this if node.meta.get(MARK, this) == this else None
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
+from dtensor_compile.graph.arguments import fake_result
+from dtensor_compile.graph.node_builder import inherited
+
 
 def splice(
     graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any], *, again: bool
@@ -32,8 +35,7 @@ def splice(
         copy = graph.node_copy(inner, lambda n: values[n])
         copy.meta.update(meta)
         if again:
-            args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-            copy.meta["val"] = copy.target(*args, **kwargs)
+            copy.meta["val"] = fake_result(copy)
         values[inner] = copy
     raise AssertionError("a graph has an output")
 
@@ -63,5 +65,5 @@ def without_values(graph: torch.fx.Graph) -> torch.fx.Graph:
     output = copy.graph_copy(graph, values)
     copy.output(output)
     for node in copy.nodes:
-        node.meta = {name: value for name, value in node.meta.items() if name not in ("val", "tensor_meta")}
+        node.meta = inherited(node)
     return copy

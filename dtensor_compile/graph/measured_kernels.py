@@ -19,7 +19,9 @@ from torch.utils.benchmark import Timer
 
 from dtensor_compile.compat.aot.fx import without_modes
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
+from dtensor_compile.graph.arguments import fake_arguments, operator_of
 from dtensor_compile.graph.node_costs import flops_of
+from dtensor_compile.graph.operator_traits import draws
 
 #: Seconds for which one operator is repeated.
 REPEATED = 0.02
@@ -32,7 +34,7 @@ def measured_seconds(node: torch.fx.Node) -> float | None:
     if not flops_of(node) or _draws(node):
         return None
     target = node.target
-    values = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    values = fake_arguments(node)
     key = f"{target} {[_described(leaf) for leaf in pytree.tree_leaves(values)]}"
     if key not in _measured:
         _measured[key] = _measure(target, *values)
@@ -45,12 +47,12 @@ def not_measured() -> list[str]:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+    if not draws(node.target):
         return False
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    schema = operator_of(node)._schema.arguments
     given = dict(zip((argument.name for argument in schema), node.args)) | node.kwargs
     default = next((argument.default_value for argument in schema if argument.name == "dropout_p"), None)
-    return given.get("dropout_p", default) != 0.0
+    return bool(given.get("dropout_p", default) != 0.0)
 
 
 def _described(leaf: Any) -> Any:

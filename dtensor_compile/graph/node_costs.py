@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,13 @@ from torch.utils.flop_counter import flop_registry
 
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
+from dtensor_compile.graph.arguments import fake_arguments, list_arg, node_arg, operator_of, sizes_of
 from dtensor_compile.graph.nodes import RECORDED_AS, source_line, starts_collective
+from dtensor_compile.graph.operator_traits import is_pointwise, is_view
 from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.planner.search import StepKind, elements_sent
+
+aten = torch.ops.aten
 
 _KINDS: dict[str, StepKind] = {
     "all_reduce": "all_reduce",
@@ -39,9 +43,6 @@ _LISTS: dict[str, StepKind] = {
     "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }
-
-#: Operators that are matrix products.
-MATMULS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,19 @@ def operations_of(graph: torch.fx.Graph) -> tuple[list[SentCollective], list[Ope
                 started[node] = started[of]
             continue
         namespace, name = node.target._schema.name.split("::")
-        here = {"name": f"{namespace}.{name}", "where": source_line(node), "module": module_path(node)}
+        here = Operation(f"{namespace}.{name}", source_line(node), module_path(node))
         if name == "wait_tensor":
-            index = started.get(node.args[0])
+            index = started.get(node_arg(node, 0))
             if index is not None:
-                operations.append(Operation(**here, waits_for=index))
+                operations.append(replace(here, waits_for=index))
         elif starts_collective(node) or namespace == "dtensor_compile" and name.startswith("c10d_"):
             collectives.append(_collective(node, name))
             started[node] = len(collectives) - 1
-            operations.append(Operation(**here, starts=len(collectives) - 1))
+            operations.append(replace(here, starts=len(collectives) - 1))
             if not starts_collective(node) and name != "c10d_exchange":  # runs to its end where it stands
-                operations.append(Operation(**here, waits_for=len(collectives) - 1))
+                operations.append(replace(here, waits_for=len(collectives) - 1))
         elif (work := work_of(node, computed)) is not None:
-            operations.append(Operation(**here, **work._asdict()))
+            operations.append(replace(here, **work._asdict()))
     return collectives, operations
 
 
@@ -142,9 +143,9 @@ def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> OperatorWork |
     Args:
         computed: the operators before it that take time; it is added to them.
     """
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.is_view:
+    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node.target):
         return None
-    fused = torch.Tag.pointwise in node.target.tags and not computed.isdisjoint(node.all_input_nodes)
+    fused = is_pointwise(node.target) and not computed.isdisjoint(node.all_input_nodes)
     moved = result_bytes(node)
     if not fused:
         moved += sum(map(result_bytes, node.all_input_nodes))
@@ -167,7 +168,7 @@ def device_of(graph: torch.fx.Graph) -> str:
 
 def collective_of(node: torch.fx.Node) -> SentCollective:
     """The record of a node that starts a functional collective."""
-    return _collective(node, node.target._schema.name.split("::")[1])  # type: ignore[union-attr]
+    return _collective(node, operator_of(node)._schema.name.split("::")[1])
 
 
 def _values(value: Any) -> Iterator[torch.Tensor]:
@@ -187,18 +188,18 @@ def itemsize_of(node: torch.fx.Node) -> int:
 
 #: Operators without a formula in torch, and those with the same arguments that have one.
 _COUNTED_AS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: torch.ops.aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 
 
 def flops_of(node: torch.fx.Node) -> int:
     """Floating-point operations of a node, by torch's formulas; 0 where it has none."""
     packet = getattr(node.target, "overloadpacket", None)  # operators of higher order have none
-    formula = flop_registry.get(_COUNTED_AS.get(packet, packet))
+    formula = None if packet is None else flop_registry.get(_COUNTED_AS.get(packet, packet))
     if formula is None:
         return 0
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    args, kwargs = fake_arguments(node)
     return size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
@@ -212,7 +213,7 @@ def _collective(node: torch.fx.Node, name: str) -> SentCollective:
         counted = inputs if name in _LISTS else inputs[-1:] if name.endswith("_out") else inputs[:1]
         sent = sum(elements_sent(kind, len(ranks), math.prod(size_hints(x.shape))) * x.element_size() for x in counted)
         if kind == "all_to_all" and ranks:
-            splits = size_hints(torch.fx.map_arg(node.args[2], lambda size: size.meta["val"]))
+            splits = size_hints(sizes_of(list_arg(node, 2)))
             away = sum(splits) - splits[ranks.index(dist.get_rank())]
             sent = math.prod(size_hints(inputs[0].shape)) * inputs[0].element_size() * away // max(1, sum(splits))
     return SentCollective(
@@ -240,7 +241,7 @@ GROUP_ARGUMENTS = ("group", "group_name", "groups")
 
 def group_of(node: torch.fx.Node) -> dist.ProcessGroup | None:
     """The process group of a collective: the argument that its schema calls so."""
-    for argument, value in zip(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
+    for argument, value in zip(operator_of(node)._schema.arguments, node.args):
         if argument.name in GROUP_ARGUMENTS:
             return compat_mesh.group_named(str(value[0] if isinstance(value, (list, tuple)) else value))
     return None

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx.node import map_arg
 
 from dtensor_compile.compat.aot.fx import as_fake_as
 from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.compat.distributed.functional_collectives import wait_tensor
 from dtensor_compile.compat.dynamo.observe import FRAME
 from dtensor_compile.errors import MemoryBudgetError
+from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, operator_of, sizes_of, value_of
 from dtensor_compile.graph.global_annotations import MARK, Mark
+from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.ops.groups import REDISTRIBUTES as REDISTRIBUTES
 from dtensor_compile.ops.held_gradients import HOLDS
 from dtensor_compile.ops.messages import STARTS
 from dtensor_compile.ops.redistribute import plan_of, redistribute_op
@@ -63,6 +63,11 @@ class RedistributeNode(NamedTuple):
     def __str__(self) -> str:
         return f"{self.source}->{self.target}"
 
+    @property
+    def sizes(self) -> list[Any]:
+        """`shape` as numbers and symbols."""
+        return sizes_of(self.shape)
+
 
 def redistributions(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
     """The redistribute nodes of a graph in order."""
@@ -86,7 +91,7 @@ def describe(node: torch.fx.Node) -> str:
 
 def is_start(node: torch.fx.Node) -> bool:
     """Whether a node of a lowered graph starts a functional collective, for whose result a `wait_tensor` waits."""
-    return starts_collective(node) and not node.target._schema.is_mutable  # type: ignore[union-attr]
+    return starts_collective(node) and not operator_of(node)._schema.is_mutable
 
 
 def starts_collective(node: torch.fx.Node) -> bool:
@@ -119,8 +124,8 @@ def communicates(target: Any) -> bool:
 
 def read(node: torch.fx.Node) -> RedistributeNode:
     """Arguments of a redistribute node."""
-    local, source, target, mesh, shape = node.args
-    return RedistributeNode(local, source, target, mesh, tuple(shape))  # type: ignore[arg-type]
+    source, target, mesh = (const_arg(node, place, str) for place in (1, 2, 3))
+    return RedistributeNode(node_arg(node, 0), source, target, mesh, tuple(list_arg(node, 4)))
 
 
 class Cost(NamedTuple):
@@ -149,9 +154,8 @@ def cost(this: RedistributeNode, itemsize: int) -> Cost:
     Raises:
         PlanError: nothing leads from the one spec to the other.
     """
-    shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
     try:
-        steps = plan_of(this.source, this.target, parse_mesh(this.mesh), shape, itemsize)
+        steps = plan_of(this.source, this.target, parse_mesh(this.mesh), this.sizes, itemsize)
     except MemoryBudgetError:
         return OVER_BUDGET
     return Cost(collectives(steps), bytes_sent(steps, itemsize))
@@ -159,7 +163,7 @@ def cost(this: RedistributeNode, itemsize: int) -> Cost:
 
 def cost_of(nodes: Iterable[torch.fx.Node]) -> Cost:
     """What redistribute nodes send together."""
-    each = [cost(read(node), node.meta["val"].element_size()) for node in nodes]
+    each = [cost(read(node), value_of(node).element_size()) for node in nodes]
     return Cost(sum(c.collectives for c in each), sum(c.bytes for c in each))
 
 
@@ -170,8 +174,7 @@ def has_even_shards(node: torch.fx.Node) -> bool:
     A symbolic size counts with its hint: that is what a rank sees of it while it compiles.
     """
     this = read(node)
-    shape = size_hints([size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape])
-    mesh_shape = parse_mesh(this.mesh).shape
+    shape, mesh_shape = size_hints(this.sizes), parse_mesh(this.mesh).shape
     return all(cuts_evenly(parse_spec(spec), mesh_shape, shape) for spec in (this.source, this.target))
 
 
@@ -199,15 +202,9 @@ def call(
     Args:
         mark: what it is globally.
     """
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(target, args, dict(kwargs or {}))
-    node.meta = {key: value for key, value in like.meta.items() if key not in ("tensor_meta", *_WHEN)}
-    node.meta[MARK] = mark
-    node.meta |= {key: before.meta[key] for key in _WHEN if key in before.meta}
-    values, named = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    with as_fake_as(like.meta["val"]):
-        node.meta["val"] = target(*values, **named)
-    return node
+    meta = {**inherited(like, _WHEN), MARK: mark, **{key: before.meta[key] for key in _WHEN if key in before.meta}}
+    with before.graph.inserting_before(before), as_fake_as(like.meta["val"]):
+        return add_call(before.graph, target, args, kwargs, meta=meta)
 
 
 def zeros(shape: list[int], value: torch.Tensor, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:

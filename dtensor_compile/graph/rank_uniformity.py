@@ -16,28 +16,13 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.global_annotations import MARK, Mark
 from dtensor_compile.graph.nodes import is_redistribution, read
+from dtensor_compile.graph.operator_traits import IDENTITIES, SIZES_FOLLOW, SUMS, is_pointwise
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.planner.shard_intervals import cuts_evenly
-
-aten = torch.ops.aten
-
-#: What gives back what it gets, and what adds; their results are what their arguments are globally, also where these
-#: owe a sum.
-COPIES = (aten.clone.default, aten.detach.default, aten.alias.default)
-_SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
-
-#: What gives, for operands of the same sizes on every rank, a result of the same sizes on every rank.
-_SIZES_FOLLOW = frozenset(
-    {
-        *COPIES, aten.mm.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-        aten.permute.default,
-        aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten._to_copy.default,
-        torch.ops.prims.convert_element_type.default,
-    }
-)  # fmt: skip
 
 _uneven: ContextVar[bool] = ContextVar("uneven", default=False)
 
@@ -69,7 +54,7 @@ def nodes_of_equal_sizes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         if mark is not None:
             even = cuts_evenly(parse_spec(mark.spec), parse_mesh(mark.mesh).shape, mark.shape)
         else:
-            follows = node.target in _SIZES_FOLLOW or torch.Tag.pointwise in getattr(node.target, "tags", ())
+            follows = node.target in SIZES_FOLLOW or is_pointwise(node.target)
             even = follows and bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
         if even:
             found.add(node)
@@ -114,7 +99,7 @@ def spread_marks(graph: torch.fx.Graph) -> None:
 
 def _repeats(node: torch.fx.Node) -> bool:
     """Whether what a node gives is globally what its arguments are, if these are the same."""
-    return node.target in COPIES or node.target in _SUMS and all(isinstance(x, torch.fx.Node) for x in node.args)
+    return node.target in IDENTITIES or node.target in SUMS and all(isinstance(x, torch.fx.Node) for x in node.args)
 
 
 def has_same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:
@@ -122,4 +107,4 @@ def has_same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     if _uneven.get():
         mark = mark_of(a)
         return mark is not None and mark == mark_of(b)
-    return equal(a.meta["val"].shape, b.meta["val"].shape)
+    return equal(value_of(a).shape, value_of(b).shape)

@@ -102,10 +102,7 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
             saved = copy_of_graph(graph)
         began = time.perf_counter()
         try:
-            with sizes_differ(uneven):
-                made = step.run(subject, *step.takes(this))
-            if not step.reads and (made or not step.required):
-                graph.lint()
+            made = _result(step, subject, this, uneven)
         except Exception as error:
             if not optional:
                 if not isinstance(error, DTensorCompileError):
@@ -121,6 +118,17 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
                 saved = None
         this.timed(step.name, time.perf_counter() - began)
         this.decided(made or [])
+
+
+def _result(
+    step: GraphStep, subject: torch.fx.Graph | torch.fx.GraphModule, this: StepContext, uneven: bool
+) -> list[Decision] | None:
+    """What a step decided; the graph that it has changed is one."""
+    with sizes_differ(uneven):
+        made = step.run(subject, *step.takes(this))
+    if not step.reads and (made or not step.required):
+        (subject.graph if isinstance(subject, torch.fx.GraphModule) else subject).lint()
+    return made
 
 
 def applies(step: GraphStep, this: StepContext) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.compat.dynamo.tracing import fact_guard
+from dtensor_compile.compat.dynamo.tracker_tools import fact_guard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError
 from dtensor_compile.store.rendezvous import all_meet

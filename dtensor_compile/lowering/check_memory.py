@@ -8,11 +8,14 @@ The same on every rank of the mesh: plans depend on specs and global sizes alone
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dtensor_compile.errors import MemoryBudgetError, PlanError
+from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of, value_of
 from dtensor_compile.graph.node_costs import module_path
 from dtensor_compile.graph.nodes import across, read, redistributions, source_line
 from dtensor_compile.ir.mesh import parse_mesh
@@ -27,25 +30,16 @@ def check_memory(graph: torch.fx.Graph) -> None:
         return
     for node in redistributions(graph):
         this = read(node)
-        _check(
-            node,
-            lambda shape: plan_of(this.source, this.target, parse_mesh(this.mesh), shape, _itemsize(node)),
-            this.shape,
-        )  # noqa: B023
+        _check(node, functools.partial(plan_of, this.source, this.target, parse_mesh(this.mesh)), this.sizes)
     for node in across(graph):
-        texts, sizes = node.args[1:5], node.args[5]
-        _check(node, lambda shape: across_plan_of(*texts, shape, _itemsize(node)), sizes)  # noqa: B023
+        source, target, mesh, other = (const_arg(node, place, str) for place in range(1, 5))
+        _check(node, functools.partial(across_plan_of, source, target, mesh, other), sizes_of(list_arg(node, 5)))
 
 
-def _itemsize(node: torch.fx.Node) -> int:
-    return int(node.meta["val"].element_size())
-
-
-def _check(node: torch.fx.Node, plan: Any, sizes: Any) -> None:
-    shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in sizes]
+def _check(node: torch.fx.Node, plan: Callable[[list[Any], int], object], shape: list[Any]) -> None:
     try:
-        plan(shape)
+        plan(shape, value_of(node).element_size())
     except MemoryBudgetError as error:
         module = f" of module {module_path(node)}" if module_path(node) else ""
-        dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+        dtype = str(value_of(node).dtype).removeprefix("torch.")
         raise PlanError(f"{node.args[0]}{module}, {dtype} {shape}, at {source_line(node)}: {error}") from error

@@ -18,8 +18,10 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.extra_copies import VIEWS, sends
+from dtensor_compile.graph.arguments import node_arg
+from dtensor_compile.graph.extra_copies import sends
 from dtensor_compile.graph.nodes import is_redistribution, source_line
+from dtensor_compile.graph.operator_traits import VIEWS, is_mutable
 
 _clone = torch.ops.aten.clone.default
 
@@ -28,11 +30,11 @@ def drop_copies(graph: torch.fx.Graph) -> list[Decision]:
     """Readers of a copy in `graph` read its original."""
     seen = set(map(_memory, (node for output in graph.find_nodes(op="output") for node in output.all_input_nodes)))
     written = set(
-        map(_memory, (argument for node in graph.nodes if _writes(node) for argument in node.all_input_nodes))
+        map(_memory, (argument for node in graph.nodes if is_mutable(node.target) for argument in node.all_input_nodes))
     )
     decisions = []
     for node in graph.find_nodes(op="call_function", target=_clone):
-        original = node.args[0]
+        original = node_arg(node, 0)
         if not is_redistribution(original) or node in seen or not written.isdisjoint((node, original)):
             continue
         if not _is_contiguous(node) or not sends(original):
@@ -56,7 +58,3 @@ def _memory(node: torch.fx.Node) -> torch.fx.Node:
     while node.target in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
-
-
-def _writes(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

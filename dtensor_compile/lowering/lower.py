@@ -18,27 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtensor_compile.bounded_cache import BoundedCache
 from dtensor_compile.compat.aot.shapes import expressions, has_hint
 from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import PlanError
+from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, sizes_of, value_of
 from dtensor_compile.graph.inline_subgraph import cut_out, splice, without_values
-from dtensor_compile.graph.nodes import (
-    ACROSS,
-    RECORDED_AS,
-    REDISTRIBUTES,
-    across,
-    cost,
-    describe,
-    read,
-    redistributions,
-    source_line,
-)
+from dtensor_compile.graph.node_builder import add_call
+from dtensor_compile.graph.nodes import ACROSS, RECORDED_AS, across, cost, describe, read, redistributions, source_line
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.expand import local_shape
-from dtensor_compile.ops.groups import GROUP
+from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 from dtensor_compile.ops.redistribute import carry_out, decided_by, redistribute_op
 from dtensor_compile.ops.redistribute_across import carry_out_across
 
@@ -51,8 +44,7 @@ _INHERITED = (
 
 #: Expansions that were traced before, in this process, by what decides them, without fake values: those belong to one
 #: trace. Graphs that are compiled again, for another size or with a pass switched off, repeat most of theirs.
-_known: dict[Any, torch.fx.Graph] = {}
-_MOST_KNOWN = 1 << 13
+_known: BoundedCache[Any, torch.fx.Graph] = BoundedCache(1 << 13)
 
 
 class _Expansion(NamedTuple):
@@ -61,7 +53,7 @@ class _Expansion(NamedTuple):
     Attributes:
         key: what decides it within one graph.
         of_one_mesh: it redistributes on one mesh.
-        texts, shape: arguments of the operator, besides the local tensor.
+        texts, shape: arguments of the operator, besides the local tensor: two specs, and one mesh or two.
         inputs: that, and the symbolic sizes.
         fixed: no size is symbolic.
     """
@@ -76,10 +68,11 @@ class _Expansion(NamedTuple):
     @classmethod
     def of(cls, node: torch.fx.Node) -> _Expansion:
         of_one_mesh = node.target is redistribute_op
-        source, *texts, shape = node.args if of_one_mesh else node.args[:-1]
+        last = 4 if of_one_mesh else 5
+        source, shape = node_arg(node, 0), list_arg(node, last)
+        texts = tuple(const_arg(node, place, str) for place in range(1, last))
         symbolic = [size for size in shape if isinstance(size, torch.fx.Node)]
-        value = source.meta["val"]
-        sizes = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in shape]
+        value, sizes = value_of(source), sizes_of(shape)
         extents = (*sizes, *value.shape, *value.stride())
         fixed = not symbolic and all(isinstance(size, int) for size in extents)
         decides = (
@@ -93,7 +86,7 @@ class _Expansion(NamedTuple):
         )
         # A number that only the data decides may have checks in what is traced, which copies of it would not.
         key = decides if all(map(has_hint, extents)) else node
-        return cls(key, of_one_mesh, tuple(texts), shape, [source, *symbolic], fixed)
+        return cls(key, of_one_mesh, texts, shape, [source, *symbolic], fixed)
 
     def lasting(self) -> Any:
         """What decides it in every graph of this process, None where nothing does; process groups that it needs are
@@ -101,15 +94,18 @@ class _Expansion(NamedTuple):
         """
         if not (self.fixed and self.of_one_mesh):
             return None
-        return self.key, decided_by(*self.texts, self.shape, self.inputs[0].meta["val"].element_size())
+        source, target, mesh = self.texts
+        return self.key, decided_by(source, target, mesh, self.shape, value_of(self.inputs[0]).element_size())
 
     def function(self, local: torch.Tensor, *sizes: torch.SymInt) -> torch.Tensor:
         """What is traced on the values of `inputs`."""
         remaining = iter(sizes)
         given = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in self.shape]
-        return (
-            carry_out(local, *self.texts, given) if self.of_one_mesh else carry_out_across(local, *self.texts, given, 0)
-        )
+        if self.of_one_mesh:
+            source, target, mesh = self.texts
+            return carry_out(local, source, target, mesh, given)
+        source, target, source_mesh, target_mesh = self.texts
+        return carry_out_across(local, source, target, source_mesh, target_mesh, given, 0)
 
 
 def lower_redistributions(graph: torch.fx.Graph, strict: bool = False) -> list[Decision]:
@@ -128,7 +124,7 @@ def lower_redistributions(graph: torch.fx.Graph, strict: bool = False) -> list[D
         except Exception as error:
             if strict and isinstance(error, PlanError):
                 raise PlanError(
-                    f"{node.args[0].name} of {node.meta['val'].dtype} at {source_line(node)}: {error}"
+                    f"{node_arg(node, 0).name} of {value_of(node).dtype} at {source_line(node)}: {error}"
                 ) from error
             if strict:
                 raise
@@ -146,7 +142,7 @@ def _bytes_sent(node: torch.fx.Node) -> int | None:
     if node.target is not redistribute_op:
         return None
     try:
-        return cost(read(node), node.meta["val"].element_size()).bytes
+        return cost(read(node), value_of(node).element_size()).bytes
     except PlanError:
         return None
 
@@ -171,10 +167,11 @@ def _say_sizes(node: torch.fx.Node) -> None:
     ):
         return
     sizes = local_shape(parse_spec(this.source), layout, coordinate, this.shape)
+    meta = {name: this.local.meta[name] for name in _INHERITED if name in this.local.meta}
     with node.graph.inserting_before(node):
-        known = node.graph.call_function(torch.ops.aten.reshape.default, (this.local, sizes))
-    known.meta = {name: this.local.meta[name] for name in _INHERITED if name in this.local.meta}
-    known.meta["val"] = value.new_empty(sizes)
+        known = add_call(
+            node.graph, torch.ops.aten.reshape.default, (this.local, sizes), meta=meta, value=value.new_empty(sizes)
+        )
     node.replace_input_with(this.local, known)
 
 
@@ -199,8 +196,6 @@ def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: M
                 part if part is not None else trace_local(this.function, [n.meta["val"] for n in this.inputs]).graph
             )
             if lasting is not None:
-                if len(_known) >= _MOST_KNOWN:
-                    _known.clear()
                 _known[lasting] = without_values(traced[this.key])
     meta = {name: node.meta[name] for name in _INHERITED if name in node.meta}
     meta |= {REDISTRIBUTES: True} if this.of_one_mesh else {ACROSS: f"{describe(node)} of {list(this.shape)}"}
@@ -237,5 +232,5 @@ def _trace_together(nodes: Sequence[torch.fx.Node], decisions: list[Decision]) -
         decisions.append(Decision("lower_redistributions", source_line(nodes[0]), reason, text, text, left_alone=True))
         return {}
     inputs = dict(zip(sources, whole.find_nodes(op="placeholder")))
-    results = whole.output_node().args[0]
+    results = list_arg(whole.output_node(), 0)
     return {key: cut_out(result, inputs[this.inputs[0]]) for (key, this), result in zip(wanted.items(), results)}

@@ -4,7 +4,7 @@
     after    s = all_reduce(x, "sum", group); b = relu(y); a = wait_tensor(s); c = a + b
 
     before   s = c10d_isend(x, 1, 0, group, 0); r = c10d_irecv(y, 1, 0, group, 1); b = relu(x); c = r + b
-    after    e = c10d_exchange([x, y], [0, 1], ...); r = e[1]; b = relu(x); r' = wait_tensor(r); c = r' + b; wait_tensor(e[0])
+    after    e = c10d_exchange([x, y], [0, 1], ...); b = relu(x); r = wait_tensor(e[1]); c = r + b; wait_tensor(e[0])
 
 Nothing is sent in another order than that of the program, since ranks need not run the same program (stages of a
 pipeline). Waits move towards the first use, which no other rank can notice, and not beyond a write to memory that a
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,7 +29,10 @@ from dtensor_compile.compat.distributed.functional_collectives import (
     traced_in_backward,
     wait_tensor,
 )
+from dtensor_compile.graph.arguments import operator_of, value_of
+from dtensor_compile.graph.node_builder import add_call
 from dtensor_compile.graph.nodes import communicates, cost_of, is_redistribution, is_wait
+from dtensor_compile.graph.operator_traits import draws, is_mutable
 from dtensor_compile.ops.c10d import FUNCTIONAL, LOWERED, exchange, irecv, isend
 from dtensor_compile.ops.held_gradients import HOLDS
 from dtensor_compile.ops.random_ops import EFFECTS
@@ -44,7 +48,7 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
     No two nodes are equal then, and none runs again in the backward.
     """
-    place, from_gradients = 0, set()
+    place, from_gradients = 0, set[torch.fx.Node]()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
         if tangent or not from_gradients.isdisjoint(node.all_input_nodes):
@@ -93,7 +97,7 @@ def hold_draws(graph: torch.fx.Graph) -> None:
     used or not.
     """
     for node in graph.nodes:
-        if _draws(node) and node.target not in _ORDERED:
+        if draws(node.target) and node.target not in _ORDERED:
             stay_where_traced(node)
 
 
@@ -102,11 +106,7 @@ def is_repeatable(graph: torch.fx.Graph) -> bool:
 
     Other ranks notice that by redistributions only, which all ranks run alike.
     """
-    return not any(node.target in _ORDERED or _draws(node) for node in graph.nodes)
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return not any(node.target in _ORDERED or draws(node.target) for node in graph.nodes)
 
 
 def lower_collectives(graph: torch.fx.Graph) -> None:
@@ -118,7 +118,7 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
             is_message
             and batch.feeds(node)
             or not is_message
-            and (communicates(node.target) or _writes(node) or node.op == "output")
+            and (communicates(node.target) or is_mutable(node.target) or node.op == "output")
         ):
             batch.lower()
             batch = _Batch()
@@ -135,13 +135,9 @@ def lower_collectives(graph: torch.fx.Graph) -> None:
             lower_as_effect(node.target)
 
 
-def _writes(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def _lower_functional(node: torch.fx.Node) -> None:
     with node.graph.inserting_before(node):
-        start = _call(node, FUNCTIONAL[node.target], node.args[:-1], node.meta["val"])
+        start = _call(node, FUNCTIONAL[operator_of(node)], node.args[:-1], node.meta["val"])
     _wait(node, start)
 
 
@@ -179,7 +175,7 @@ class _Batch:
         tensors, peers, tags, groups = (list(column) for column in zip(*(node.args[:4] for node in messages)))
         kinds = [int(node.target is irecv) for node in messages]
         values = [
-            node.meta["val"] if receives else node.meta["val"].new_empty(1) for node, receives in zip(messages, kinds)
+            node.meta["val"] if receives else value_of(node).new_empty(1) for node, receives in zip(messages, kinds)
         ]
         with last.graph.inserting_before(last):
             start = _call(last, exchange, (tensors, kinds, peers, tags, groups), values)
@@ -191,7 +187,7 @@ class _Batch:
 def _wait(node: torch.fx.Node, start: torch.fx.Node) -> None:
     """Replaces `node` by a wait for `start`, as late as may be."""
     limit = start.next
-    while limit.op != "output" and limit not in node.users and not _writes(limit):
+    while limit.op != "output" and limit not in node.users and not is_mutable(limit.target):
         limit = limit.next
     with node.graph.inserting_before(limit):
         wait = _call(node, wait_tensor, (start,), start.meta["val"])
@@ -199,8 +195,6 @@ def _wait(node: torch.fx.Node, start: torch.fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _call(like: torch.fx.Node, target: object, args: tuple[object, ...], value: object) -> torch.fx.Node:
-    new = like.graph.call_function(target, args)
-    new.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
-    new.meta["val"] = value
-    return new
+def _call(like: torch.fx.Node, target: Any, args: tuple[Any, ...], value: object) -> torch.fx.Node:
+    meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
+    return add_call(like.graph, target, args, meta=meta, value=value)

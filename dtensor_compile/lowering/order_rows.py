@@ -11,8 +11,10 @@ input has the same order, or meets a copy that is made anyway (the transposition
 Products of gradients and activations sum over rows: both sides have them in the same order. Rows keep their values to
 the bit; sums over rows have another order.
 
-    before   g = redistribute(x, S(1)->R, [B, S, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(1))
-    after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D]); y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
+    before   g = redistribute(x, S(1)->R, [B, S, D])
+             y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(1))
+    after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D])
+             y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
 
 It pays where fewer bytes are written by copies of their own afterwards (`graph/extra_copies.py`); else nothing changes.
 Left alone: symbolic and uneven sizes, with a decision each, dims that another mesh dim cuts too, and gathers of the
@@ -23,41 +25,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 import torch
-from torch.fx.node import map_arg
 
 from dtensor_compile.compat.aot.fx import copy_of_graph, put_back
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.extra_copies import VIEWS, bytes_of, is_outside, is_standalone, readers
-from dtensor_compile.graph.nodes import has_even_shards, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.arguments import node_arg, value_of
+from dtensor_compile.graph.extra_copies import bytes_of, is_outside, is_standalone, readers
+from dtensor_compile.graph.nodes import has_even_shards, read, redistributions, source_line
+from dtensor_compile.graph.operator_traits import RESHAPES, VIEWS, transposes
 from dtensor_compile.graph.rank_uniformity import nodes_of_equal_sizes
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.lowering.chunk_order import ChunkOrder, Rows, is_elementwise
 from dtensor_compile.ops.redistribute import redistribute_op
 
 aten = torch.ops.aten
-
-_RESHAPES = frozenset(
-    {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default, aten.alias.default}
-)
-_ROWWISE = frozenset({aten.clone.default, torch.ops.prims.convert_element_type.default, aten._to_copy.default})
-
-
-class Rows(NamedTuple):
-    """How rows are ordered: `lead` times `chunks` times `length` of them, in a program; chunks come first in a
-    collective.
-    """
-
-    lead: int
-    chunks: int
-    length: int
-
-    @property
-    def count(self) -> int:
-        return math.prod(self)
 
 
 def order_rows(graph: torch.fx.Graph) -> list[Decision]:
@@ -96,7 +80,7 @@ def rows_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
 def why_sizes_do_not_fit(node: torch.fx.Node) -> str:
     """Why the layout of what a redistribution sends does not change; empty where its sizes are no reason."""
     shape = [str(size) if isinstance(size, torch.fx.Node) else size for size in read(node).shape]
-    if not all(isinstance(size, int) for size in (*shape, *node.meta["val"].shape)):
+    if not all(isinstance(size, int) for size in (*shape, *value_of(node).shape)):
         return "sizes are symbolic"
     return "" if has_even_shards(node) else f"{shape} is cut unevenly, and ranks have different sizes"
 
@@ -126,10 +110,11 @@ def moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, i
     if len(changed) != 1:
         return None
     (i,) = changed
-    if type(before[i]) is Shard and isinstance(after[i], Replicate):
-        dim = before[i].dim  # type: ignore[attr-defined]
-    elif isinstance(before[i], Partial) and type(after[i]) is Shard:
-        dim = after[i].dim  # type: ignore[attr-defined]
+    was, now = before[i], after[i]
+    if type(was) is Shard and isinstance(now, Replicate):
+        dim = was.dim
+    elif isinstance(was, Partial) and type(now) is Shard:
+        dim = now.dim
     else:
         return None
     others = [p for j, p in enumerate(before) if j != i]
@@ -176,37 +161,28 @@ def _written_by(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-class _Order:
-    """One order of rows in one graph. `in_order` maps a node to its rows in the order of the chunks, ``[rows, ...]``.
-
-    Args:
-        equal: nodes whose sizes are the same on every rank; others are no rows.
-    """
+class _Order(ChunkOrder):
+    """One order of rows in one graph: where it begins, where it ends, and what goes away."""
 
     def __init__(self, graph: torch.fx.Graph, rows: Rows, equal: set[torch.fx.Node]) -> None:
-        self.graph, self.rows, self.equal = graph, rows, equal
-        self.in_order: dict[torch.fx.Node, torch.fx.Node] = {}
+        super().__init__(graph, rows, equal)
         self.natural: dict[torch.fx.Node, torch.fx.Node] = {}
         #: Nodes that are in the order of the program anyway, and copied into the other one.
         self.freely: set[torch.fx.Node] = set()
         self.old: set[torch.fx.Node] = set()
-        self.made: set[torch.fx.Node] = set()
-        #: The last of the nodes that were put behind a node.
-        self.behind: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def run(self) -> list[Decision]:
-        decisions = []
         nodes = list(self.graph.nodes)
-        scatters = []
+        decisions: list[Decision] = []
+        scatters: list[torch.fx.Node] = []
         for node in nodes:
-            if node.target is redistribute_op and rows_of(node) == self.rows:
-                if _gathers(read(node).source, self._mesh_dim(node)):
-                    self._gather(node)
-                    decisions.append(self._decision(node))
-                else:
-                    scatters.append(node)
+            if node.target is not redistribute_op or rows_of(node) != self.rows:
+                self.follow(node)
+            elif _gathers(read(node).source, self._mesh_dim(node)):
+                self._gather(node)
+                decisions.append(self._decision(node))
             else:
-                self._follow(node)
+                scatters.append(node)
         for node in nodes:
             if node.target is aten.mm.default:
                 self._sum_over_rows(node)
@@ -214,12 +190,16 @@ class _Order:
             if self._hoist(read(node).local):
                 self._scatter(node)
                 decisions.append(self._decision(node))
+        self._read_natural(nodes)
+        self._erase_unused()
+        return decisions
+
+    def _read_natural(self, nodes: list[torch.fx.Node]) -> None:
+        """Readers that stay in the order of the program read what is in that order."""
         for node in nodes:
             if node in self.in_order and node not in self.freely:
                 for user in [user for user in node.users if user not in self.in_order and user not in self.old]:
                     user.replace_input_with(node, self._natural(node))
-        self._erase_unused()
-        return decisions
 
     def _decision(self, node: torch.fx.Node) -> Decision:
         reason = (
@@ -227,103 +207,6 @@ class _Order:
             "another kernel"
         )
         return Decision("order_rows", source_line(node), reason, str(read(node)), "the same over chunks")
-
-    # ---- rows in the order of the chunks ---------------------------------------------------------------------------
-
-    def _rest(self, node: torch.fx.Node) -> list[int] | None:
-        """Sizes behind the rows; None where the node's leading dims are not the rows."""
-        value = node.meta.get("val")
-        if (
-            node not in self.equal
-            or not isinstance(value, torch.Tensor)
-            or not all(isinstance(size, int) for size in value.shape)
-        ):
-            return None
-        if not value.is_contiguous():
-            return None
-        for k in range(1, value.dim() + 1):
-            if math.prod(value.shape[:k]) == self.rows.count:
-                return list(value.shape[k:])
-        return None
-
-    def _follow(self, node: torch.fx.Node) -> bool:
-        """Computes `node` in order where its operands are; whether it is."""
-        rest = self._rest(node)
-        if (
-            node.op != "call_function"
-            or rest is None
-            or not any(source in self.in_order for source in node.all_input_nodes)
-        ):
-            return node in self.in_order
-        if node.target in _RESHAPES:
-            self._view(node, self.in_order[node.args[0]], rest)
-        elif node.target is aten.mm.default and node.args[0] in self.in_order and node.args[1] not in self.in_order:
-            if not self._from_rows(node.args[1]):
-                self._add(node, node.target, self.in_order[node.args[0]], node.args[1])
-        elif is_redistribution(node):
-            self._redistribute(node, rest)
-        elif node.target in _ROWWISE or _is_pointwise(node.target):
-            if all(self._elementwise(source, rest) for source in node.all_input_nodes):
-                args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.in_order.get(n, n))
-                self._add(node, node.target, *args, **{**kwargs, **self._contiguous(node)})
-        return node in self.in_order
-
-    def _redistribute(self, node: torch.fx.Node, rest: list[int]) -> None:
-        """A redistribution of what is behind the rows treats them row by row."""
-        this = read(node)
-        first = this.local.meta["val"].dim() - len(self._rest(this.local) or [])
-        placements = [parse_spec(text) for text in (this.source, this.target)]
-        cut = [p for p in (*placements[0], *placements[1]) if isinstance(p, (Shard, StridedShard))]
-        if any(p.dim < first or isinstance(p, StridedShard) for p in cut) or len(this.shape) - first != len(rest):
-            return
-        texts = [
-            spec_text([Shard(p.dim - first + 1) if isinstance(p, Shard) else p for p in spec]) for spec in placements
-        ]
-        self._add(
-            node, redistribute_op, self.in_order[this.local], *texts, this.mesh, [self.rows.count, *this.shape[first:]]
-        )
-
-    @staticmethod
-    def _contiguous(node: torch.fx.Node) -> dict[str, Any]:
-        return {"memory_format": torch.contiguous_format} if node.target is aten.clone.default else {}
-
-    def _elementwise(self, source: torch.fx.Node, rest: list[int]) -> bool:
-        """Whether an operand of an elementwise operator is in order, or the same for all rows."""
-        value = source.meta.get("val")
-        if source in self.in_order:
-            return self.in_order[source].meta["val"].dim() == len(rest) + 1
-        return not isinstance(value, torch.Tensor) or value.dim() <= len(rest)
-
-    def _from_rows(self, node: Any) -> bool:
-        """Whether a right operand is a transposed one with rows: a product of rows with rows."""
-        return (
-            isinstance(node, torch.fx.Node)
-            and node.target in VIEWS
-            and any(s in self.in_order for s in node.all_input_nodes)
-        )
-
-    def _view(self, node: torch.fx.Node, place: torch.fx.Node, rest: list[int]) -> None:
-        """`node`, a view, in order: `place`, in another shape where it has another."""
-        if place.meta["val"].shape == torch.Size([self.rows.count, *rest]):
-            self.in_order[node] = place
-        else:
-            self._add(node, aten.view.default, place, [self.rows.count, *rest])
-
-    def _add(self, node: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
-        self.in_order[node] = self._call(node, node, target, *args, **kwargs)
-
-    def _call(self, after: torch.fx.Node, like: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        """A new node behind `after` and those that were put there before it."""
-        with self.graph.inserting_after(self.behind.get(after, after)):
-            new = self.graph.call_function(target, args, kwargs)
-        new.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta")}
-        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-        new.meta["val"] = target(*values, **named)
-        self.behind[after] = new
-        self.made.add(new)
-        return new
-
-    # ---- the ends --------------------------------------------------------------------------------------------------
 
     def _mesh_dim(self, node: torch.fx.Node) -> int:
         this = read(node)
@@ -350,22 +233,22 @@ class _Order:
     def _gather(self, node: torch.fx.Node) -> None:
         source, target, shape = self._over_chunks(node)
         this = read(node)
-        local = self._call(node, node, aten.unsqueeze.default, this.local, 0)
-        whole = self._call(node, node, redistribute_op, local, source, target, this.mesh, shape)
-        rest = self._rest(node)
+        local = self.call(node, node, aten.unsqueeze.default, this.local, 0)
+        whole = self.call(node, node, redistribute_op, local, source, target, this.mesh, shape)
+        rest = self.rest(node)
         assert rest is not None
-        self._add(node, aten.view.default, whole, [self.rows.count, *rest])
+        self.add(node, aten.view.default, whole, [self.rows.total, *rest])
         self.old.add(node)
 
     def _scatter(self, node: torch.fx.Node) -> None:
         source, target, shape = self._over_chunks(node)
         this = read(node)
         value = this.local.meta["val"]
-        dim = len(shape) - 1 - len(self._rest(this.local) or [])
+        dim = len(shape) - 1 - len(self.rest(this.local) or [])
         local = [self.rows.chunks, *value.shape[: dim - 1], self.rows.length, *value.shape[dim:]]
-        chunks = self._call(node, node, aten.view.default, self.in_order[this.local], local)
-        part = self._call(node, node, redistribute_op, chunks, source, target, this.mesh, shape)
-        node.replace_all_uses_with(self._call(node, node, aten.view.default, part, list(node.meta["val"].shape)))
+        chunks = self.call(node, node, aten.view.default, self.in_order[this.local], local)
+        part = self.call(node, node, redistribute_op, chunks, source, target, this.mesh, shape)
+        node.replace_all_uses_with(self.call(node, node, aten.view.default, part, list(value_of(node).shape)))
         self.old.add(node)
 
     def _hoist(self, node: torch.fx.Node) -> bool:
@@ -375,7 +258,7 @@ class _Order:
         put_in_order = self._rows_written_freely if node.target is aten.mm.default else self._hoist
         for source in self._operands_of_rows(node):
             put_in_order(source)
-        return self._follow(node)
+        return self.follow(node)
 
     def _can_be_hoisted(self, node: torch.fx.Node) -> bool:
         if node in self.in_order:
@@ -387,59 +270,59 @@ class _Order:
 
     def _operands_of_rows(self, node: torch.fx.Node) -> list[torch.fx.Node]:
         """The operands of a node that computes row by row in which there are rows; empty for any other node."""
-        rest = self._rest(node)
+        rest = self.rest(node)
         if rest is None or node.op != "call_function":
             return []
-        if node.target in _RESHAPES or node.target is aten.mm.default:
-            return [node.args[0]]  # type: ignore[list-item]
-        if not _is_pointwise(node.target):
+        if node.target in RESHAPES or node.target is aten.mm.default:
+            return [node_arg(node, 0)]
+        if not is_elementwise(node.target):
             return []
         return [
-            source for source in node.all_input_nodes if not self._elementwise(source, rest) or source in self.in_order
+            source for source in node.all_input_nodes if not self.is_operand(source, rest) or source in self.in_order
         ]
 
     def _is_written_freely(self, node: torch.fx.Node) -> bool:
         """Whether `node` is in order, or can be at no copy of its own."""
-        return node in self.in_order or self._rest(node) is not None and not is_outside(_written_by(node))
+        return node in self.in_order or self.rest(node) is not None and not is_outside(_written_by(node))
 
     def _rows_written_freely(self, node: torch.fx.Node) -> bool:
         """Puts `node` in order where that costs no copy of its own."""
         if node in self.in_order or not self._is_written_freely(node):
             return node in self.in_order
-        rest = self._rest(node)
+        rest = self.rest(node)
         assert rest is not None
         lead, chunks, length = self.rows
-        parts = self._call(node, node, aten.view.default, node, [lead, chunks, length, *rest])
-        first = self._call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
-        copy = self._call(node, node, aten.clone.default, first, memory_format=torch.contiguous_format)
-        self._add(node, aten.view.default, copy, [self.rows.count, *rest])
+        parts = self.call(node, node, aten.view.default, node, [lead, chunks, length, *rest])
+        first = self.call(node, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+        copy = self.call(node, node, aten.clone.default, first, memory_format=torch.contiguous_format)
+        self.add(node, aten.view.default, copy, [self.rows.total, *rest])
         self.freely.add(node)
         return True
 
     def _sum_over_rows(self, node: torch.fx.Node) -> None:
         """``mm(t(x), y)`` with rows on both sides: in order, if one of them is and the other can be."""
-        left, right = node.args
-        if node in self.in_order or not isinstance(left, torch.fx.Node) or not _transposes(left):
+        left, right = node_arg(node, 0), node_arg(node, 1)
+        if node in self.in_order or not transposes(left):
             return
-        x = left.args[0]
+        x = node_arg(left, 0)
         if x not in self.in_order and right not in self.in_order:
             return
-        if len(self._rest(x) or []) == 1 and self._rows_written_freely(x) and self._rows_written_freely(right):
-            flipped = self._call(node, node, aten.permute.default, self.in_order[x], [1, 0])
-            product = self._call(node, node, aten.mm.default, flipped, self.in_order[right])
+        if len(self.rest(x) or []) == 1 and self._rows_written_freely(x) and self._rows_written_freely(right):
+            flipped = self.call(node, node, aten.permute.default, self.in_order[x], [1, 0])
+            product = self.call(node, node, aten.mm.default, flipped, self.in_order[right])
             node.replace_all_uses_with(product)
             self.old.add(node)
 
     def _natural(self, node: torch.fx.Node) -> torch.fx.Node:
         """`node` in the order of the program, from what is in the order of the chunks."""
         if node not in self.natural:
-            rest = self._rest(node) or []
+            rest = self.rest(node) or []
             lead, chunks, length = self.rows
             place = self.in_order[node]
-            parts = self._call(place, node, aten.view.default, place, [chunks, lead, length, *rest])
-            first = self._call(place, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
-            copy = self._call(place, node, aten.clone.default, first, memory_format=torch.contiguous_format)
-            self.natural[node] = self._call(place, node, aten.view.default, copy, list(node.meta["val"].shape))
+            parts = self.call(place, node, aten.view.default, place, [chunks, lead, length, *rest])
+            first = self.call(place, node, aten.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+            copy = self.call(place, node, aten.clone.default, first, memory_format=torch.contiguous_format)
+            self.natural[node] = self.call(place, node, aten.view.default, copy, list(value_of(node).shape))
         return self.natural[node]
 
     def _erase_unused(self) -> None:
@@ -447,14 +330,3 @@ class _Order:
         for node in reversed(list(self.graph.nodes)):
             if not node.users and node.op == "call_function" and (node in mine or node.target in VIEWS):
                 self.graph.erase_node(node)
-
-
-def _is_pointwise(target: Any) -> bool:
-    tags = getattr(target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-
-
-def _transposes(node: torch.fx.Node) -> bool:
-    if node.target is aten.t.default:
-        return True
-    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]

@@ -8,10 +8,11 @@ exchange and its gathers between two ranks take turns instead, which costs up to
 carries both directions.
 
     exchanges    always: with 2 and 4 ranks, 16 KiB to 8 MiB to each, at 1 Gbit/s they took 0.32 to 1.02 of gloo's time
-    gathers      of two ranks, from `LEAST` on, below which the thread that computes spends more on messages than they save. gloo's gathers
-                 of more ranks go around a ring, in which no connection is used both ways but each rank waits for the
-                 one before it: they become messages where the user names a topology that has no link between hosts
-                 twice on the way, one rank a host or one host (4 ranks: 0.17 to 0.91 of gloo's time)
+    gathers      of two ranks, from `LEAST` on, below which the thread that computes spends more on messages than they
+                 save. gloo's gathers of more ranks go around a ring, in which no connection is used both ways but each
+                 rank waits for the one before it: they become messages where the user names a topology that has no
+                 link between hosts twice on the way, one rank a host or one host (4 ranks: 0.17 to 0.91 of gloo's
+                 time)
 
 Only what all ranks run alike (`REDISTRIBUTES`); what is decided follows from the kind, the ranks, and the sizes of
 gathers, which are equal on all of them.
@@ -25,9 +26,11 @@ import torch
 
 from dtensor_compile.compat.distributed.functional_collectives import lower_as_collective
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import const_arg, operator_of
 from dtensor_compile.graph.node_costs import collective_of
-from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES
+from dtensor_compile.graph.nodes import FUSED
 from dtensor_compile.lowering.reduce_by_exchange import on_gloo
+from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.ops.messages import AS_MESSAGES, all_to_all
 from dtensor_compile.topology.links import Cluster
 
@@ -47,8 +50,9 @@ def receive_before_sending(graph: torch.fx.Graph, topology: Cluster | None = Non
         if node.op == "call_function" and node.target in AS_MESSAGES and _pays(node, topology):
             this = collective_of(node)
             found[this.where, this.kind] = found.get((this.where, this.kind), 0) + this.bytes
-            node.target = AS_MESSAGES[node.target]
-            lower_as_collective(node.target)
+            by_messages = AS_MESSAGES[operator_of(node)]
+            node.target = by_messages
+            lower_as_collective(by_messages)
     return [_decision(where, kind, size) for (where, kind), size in found.items()]
 
 
@@ -56,9 +60,9 @@ def _pays(node: torch.fx.Node, topology: Cluster | None) -> bool:
     values = [source.meta["val"] for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
     if REDISTRIBUTES not in node.meta or FUSED in node.meta:
         return False
-    if not all(value.dim() and on_gloo(node.args[-1], value) for value in values):  # type: ignore[arg-type]
+    if not all(value.dim() and on_gloo(const_arg(node, -1, str), value) for value in values):
         return False
-    if AS_MESSAGES[node.target] is all_to_all:
+    if AS_MESSAGES[operator_of(node)] is all_to_all:
         return True
     if any(isinstance(size, torch.SymInt) for value in values for size in value.shape):
         return False

@@ -26,8 +26,11 @@ from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
 from dtensor_compile.compat.inductor.compile import trace_local
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, sizes_of, value_of
 from dtensor_compile.graph.inline_subgraph import splice
-from dtensor_compile.graph.nodes import FUSED, REDISTRIBUTES, is_wait, source_line
+from dtensor_compile.graph.node_builder import add_call, inherited
+from dtensor_compile.graph.nodes import FUSED, is_wait, source_line
+from dtensor_compile.ops.groups import REDISTRIBUTES
 
 _reduce_scatter = functional("reduce_scatter_tensor")
 _reduce_scatters = functional("reduce_scatter_tensor_coalesced")
@@ -43,12 +46,13 @@ def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
     traced: dict[Any, torch.fx.Graph] = {}
     for node in graph.find_nodes(op="call_function", target=_reduce_scatter):
         waits = [user for user in node.users if is_wait(user)]
-        if is_exchanged(node, [node.args[0]]) and len(waits) == 1 and len(node.users) == 1:
+        if is_exchanged(node, [node_arg(node, 0)]) and len(waits) == 1 and len(node.users) == 1:
             decisions.append(_decision(node, "reduce_scatter"))
             _replace(node, waits[0], traced)
     for node in graph.find_nodes(op="call_function", target=_reduce_scatters):
         waits = [next(iter(item.users)) for item in node.users if len(item.users) == 1]
-        if is_exchanged(node, node.args[0]) and len(waits) == len(node.args[0]) and all(map(is_wait, waits)):
+        inputs = list_arg(node, 0)
+        if is_exchanged(node, inputs) and len(waits) == len(inputs) and all(map(is_wait, waits)):
             decisions.append(_decision(node, f"reduce_scatter of {len(waits)}"))
             _replace_bucket(node, waits)
     return decisions
@@ -56,7 +60,7 @@ def reduce_by_exchange(graph: torch.fx.Graph) -> list[Decision]:
 
 def is_exchanged(node: torch.fx.Node, inputs: Sequence[torch.fx.Node]) -> bool:
     """Whether a reduce_scatter of `inputs` becomes an exchange."""
-    op, group = node.args[1], node.args[3]
+    op, group = const_arg(node, 1, str), const_arg(node, 3, str)
     if op not in ("sum", "avg") or REDISTRIBUTES not in node.meta or FUSED in node.meta:
         return False
     values = [x.meta["val"] for x in inputs]
@@ -93,18 +97,18 @@ def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
     """One exchange and a sum in the place of a collective and its wait; `traced` holds sums by what decides them."""
-    graph, (x, op, n, group) = start.graph, start.args
-    rows: Any = x.meta["val"].shape[0] // n
-    inherited = _inherited(start)
+    graph, x, (op, n, _) = start.graph, node_arg(start, 0), _about(start)
+    size = value_of(x).shape[0]
+    rows: Any = size // n
+    meta = inherited(start)
     with graph.inserting_before(start):
         part = rows
         if isinstance(rows, torch.SymInt):
-            size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
-            part = graph.call_function(operator.floordiv, (size, n))
-            size.meta, part.meta = {**inherited, "val": x.meta["val"].shape[0]}, {**inherited, "val": rows}
-        exchange = _exchange(x, [part] * n, group, inherited)
+            whole = add_call(graph, torch.ops.aten.sym_size.int, (x, 0), meta=meta, value=size)
+            part = add_call(graph, operator.floordiv, (whole, n), meta=meta, value=rows)
+        exchange = _exchange(x, [part] * n, start)
     with graph.inserting_before(wait):
-        done = _waited(exchange, inherited)
+        done = _waited(exchange, start)
         value = done.meta["val"]
         key = (
             (op, n, rows, value.shape, value.dtype, value.device)
@@ -115,7 +119,7 @@ def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.
         if not again:
             sizes = (value, part if isinstance(part, int) else part.meta["val"])
             traced[key] = trace_local(lambda parts, rows: _reduced(parts.unflatten(0, (n, rows)), op), sizes).graph
-        result = splice(graph, traced[key], (done, part), inherited, again=again)
+        result = splice(graph, traced[key], (done, part), meta, again=again)
     wait.replace_all_uses_with(result)
     graph.erase_node(wait)
     graph.erase_node(start)
@@ -128,23 +132,22 @@ def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> Non
     after    p = cat([x.view(2, -1), y.view(2, -1)], 1); w = wait(all_to_all_single(p)).view(2, -1)
              a = w[0, :k] + w[1, :k]; b = w[0, k:] + w[1, k:]
     """
-    graph, (inputs, op, n, group) = start.graph, start.args
-    sizes = [x.meta["val"].numel() // n for x in inputs]
-    inherited = _inherited(start)
+    graph, inputs, (op, n, _) = start.graph, list_arg(start, 0), _about(start)
+    sizes = [value_of(x).numel() // n for x in inputs]
 
     def pack(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.cat([x.reshape(n, size) for x, size in zip(tensors, sizes)], 1).view(-1)
 
     with graph.inserting_before(start):
-        packed = _traced(graph, pack, inputs, inherited)
-        exchange = _exchange(packed, [sum(sizes)] * n, group, inherited)
+        packed = _traced(start, pack, inputs)
+        exchange = _exchange(packed, [sum(sizes)] * n, start)
     order = {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(min(waits, key=order.__getitem__)):
-        done, first = _waited(exchange, inherited), 0
-        for size, item in zip(sizes, sorted(start.users, key=lambda item: item.args[1])):
+        done, first = _waited(exchange, start), 0
+        for size, item in zip(sizes, sorted(start.users, key=lambda item: const_arg(item, 1, int))):
             (wait,) = item.users
-            part = _part((n, sum(sizes)), slice(first, first + size), wait.meta["val"].shape, op)
-            wait.replace_all_uses_with(_traced(graph, part, (done,), _inherited(wait)))
+            part = _part((n, sum(sizes)), slice(first, first + size), value_of(wait).shape, op)
+            wait.replace_all_uses_with(_traced(wait, part, (done,)))
             first += size
     for item in list(start.users):
         for wait in list(item.users):
@@ -159,25 +162,24 @@ def _part(
     return lambda parts: _reduced(parts.view(packed)[:, where], op).view(shape)
 
 
-def _inherited(node: torch.fx.Node) -> dict[str, Any]:
-    return {key: value for key, value in node.meta.items() if key != "val"}
+def _about(start: torch.fx.Node) -> tuple[str, int, str]:
+    """Reduction, number of ranks and group of a reduce_scatter."""
+    return const_arg(start, 1, str), const_arg(start, 2, int), const_arg(start, 3, str)
 
 
-def _exchange(x: torch.fx.Node, splits: list[Any], group: str, inherited: dict[str, Any]) -> torch.fx.Node:
-    made = x.graph.call_function(_all_to_all, (x, splits, splits, group))
-    made.meta = {**inherited, "val": x.meta["val"].new_empty(x.meta["val"].shape)}
-    return made
+def _exchange(x: torch.fx.Node, splits: list[Any], like: torch.fx.Node) -> torch.fx.Node:
+    """An exchange of `x` over the group of `like`."""
+    args, value = (x, splits, splits, _about(like)[2]), value_of(x)
+    return add_call(x.graph, _all_to_all, args, meta=inherited(like), value=value.new_empty(value.shape))
 
 
-def _waited(exchange: torch.fx.Node, inherited: dict[str, Any]) -> torch.fx.Node:
-    done = exchange.graph.call_function(wait_tensor, (exchange,))
-    done.meta = {**inherited, "val": exchange.meta["val"].new_empty(exchange.meta["val"].shape)}
-    return done
+def _waited(exchange: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
+    value = value_of(exchange)
+    meta = inherited(like)
+    return add_call(exchange.graph, wait_tensor, (exchange,), meta=meta, value=value.new_empty(value.shape))
 
 
-def _traced(
-    graph: torch.fx.Graph, function: Callable[..., torch.Tensor], args: Sequence[Any], inherited: dict[str, Any]
-) -> torch.fx.Node:
-    """The operators of `function`, put in where `graph` inserts; the node of its result."""
-    part = trace_local(function, [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args]).graph
-    return splice(graph, part, args, inherited, again=False)
+def _traced(like: torch.fx.Node, function: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.fx.Node:
+    """The operators of `function` in the place of `like`, put in where its graph inserts; the node of its result."""
+    part = trace_local(function, sizes_of(args)).graph
+    return splice(like.graph, part, args, inherited(like), again=False)

@@ -1,7 +1,7 @@
 """Which gathered tensors are kept from forward to backward, and which are gathered again there.
 
-    kept              forward  g = gather(w); y = mm(x, g); return y, x, g         backward  gx = mm(t, g.T)
-    gathered again    forward  g = gather(w); y = mm(x, g); return y, x, w         backward  g = gather(w); gx = mm(t, g.T)
+    kept              forward  g = gather(w); y = mm(x, g); return y, x, g     backward  gx = mm(t, g.T)
+    gathered again    forward  g = gather(w); y = mm(x, g); return y, x, w     backward  g = gather(w); gx = mm(t, g.T)
 
 In: the joint graph, and ``regather``: ``"always"``, ``"never"``, or the bytes of gathered tensors that one rank may
 keep. Out: the gathers that backward needs are tagged, and a decision for each. Where bytes are bounded those are kept
@@ -27,15 +27,15 @@ from dtensor_compile.compat.distributed.functional_collectives import (
 )
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.nodes import read, redistributions, source_line
+from dtensor_compile.graph.operator_traits import CASTS, is_view
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.planner.step_costs import local_elements
 
 Regather = str | int
-
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +63,11 @@ def regather(graph: torch.fx.Graph, wanted: Regather | None) -> list[Decision]:
     if wanted is None:
         return []
     gathers = list(_gathers(graph))
-    kept = {"always": set(), "never": set(gathers)}.get(wanted) if isinstance(wanted, str) else _within(gathers, wanted)  # type: ignore[arg-type]
-    assert kept is not None
+    if isinstance(wanted, str):
+        assert wanted in ("always", "never"), wanted
+        kept = set(gathers) if wanted == "never" else set()
+    else:
+        kept = _within(gathers, wanted)
     decisions = []
     for gather in gathers:
         first = gather.nodes[0]
@@ -96,9 +99,8 @@ def _gathers(graph: torch.fx.Graph) -> Iterator[_Gather]:
     for node in redistributions(graph):
         if traced_in_backward(node) or "val" not in node.meta:
             continue
-        this, itemsize = read(node), node.meta["val"].element_size()
-        layout = parse_mesh(this.mesh)
-        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
+        this, itemsize = read(node), value_of(node).element_size()
+        layout, shape = parse_mesh(this.mesh), this.sizes
         source, target = parse_spec(this.source), parse_spec(this.target)
         steps = plan_of(this.source, this.target, layout, shape, itemsize)
         size, before = (local_elements(spec, layout.shape, size_hints(shape)) for spec in (target, source))
@@ -116,7 +118,7 @@ def _needed(gather: torch.fx.Node) -> list[torch.fx.Node]:
     def visit(node: torch.fx.Node) -> bool:
         found = any(traced_in_backward(user) for user in node.users)
         for user in node.users:
-            light = getattr(user.target, "is_view", False) or user.target in _CASTS
+            light = is_view(user.target) or user.target in CASTS
             if light and not traced_in_backward(user) and visit(user):
                 found = True
         if found:

@@ -28,15 +28,15 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
 from dtensor_compile.compat.dtensor.specs import Shard
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.extra_copies import bytes_of
 from dtensor_compile.graph.nodes import RedistributeNode, call, read, redistribute, redistributions, source_line
+from dtensor_compile.graph.operator_traits import SHAPE_VIEWS, transposes
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.lowering.order_rows import moved, why_sizes_do_not_fit
 
 aten = torch.ops.aten
-
-_SAME_SHAPE = frozenset({aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default})
 
 
 def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
@@ -44,12 +44,10 @@ def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
     decisions = list(columns_left(graph))
     for node in redistributions(graph):
         this = read(node)
-        if not _sends_columns(node) or why_sizes_do_not_fit(node) or not node.meta["val"].numel():
+        if not _sends_columns(node) or why_sizes_do_not_fit(node) or not value_of(node).numel():
             continue
-        if _gathers(node):
-            made = _gather(node, this) if _is_read_by_products(node) else None
-        else:
-            made = _scatter(node, this)
+        scatters = not _gathers(node)
+        made = _scatter(node, this) if scatters else _gather(node, this) if _is_read_by_products(node) else None
         if made is None:
             continue
         decisions.append(
@@ -123,15 +121,11 @@ def _transposed(this: RedistributeNode, local: torch.fx.Node) -> RedistributeNod
 def _is_view(node: torch.fx.Node) -> bool:
     """Whether a node is a matrix or its transpose, as a view."""
     if node.target is aten.t.default or node.target is aten.permute.default:
-        return node.meta["val"].dim() == 2
-    if node.target not in _SAME_SHAPE:
+        return value_of(node).dim() == 2
+    if node.target not in SHAPE_VIEWS:
         return False
     # Sizes that only the data decides are the same where their expressions are.
-    return guard_or_false(sym_eq(list(node.meta["val"].shape), list(node.args[0].meta["val"].shape)))  # type: ignore[union-attr]
-
-
-def _transposes(node: torch.fx.Node) -> bool:
-    return node.target is aten.t.default or node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    return guard_or_false(sym_eq(list(value_of(node).shape), list(value_of(node_arg(node, 0)).shape)))
 
 
 def _is_read_by_products(node: torch.fx.Node) -> bool:
@@ -149,6 +143,6 @@ def _made_by_product(node: Any) -> tuple[torch.fx.Node | None, bool]:
             return node, flipped
         if not _is_view(node):
             break
-        flipped ^= _transposes(node)
+        flipped ^= transposes(node)
         node = node.args[0]
     return None, False

@@ -27,23 +27,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import sympy
 import torch
 
-from dtensor_compile.compat.aot.shapes import Symbol, divisors, expressions, symbols_of
-from dtensor_compile.compat.dtensor.specs import Replicate
+from dtensor_compile.compat.aot.shapes import Symbol, divisors, expressions, size_hints, symbols_of
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.nodes import read, redistributions, source_line
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
-from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.redistribute import plan_of
-from dtensor_compile.planner.steps import Problem, State, Step, moves
+from dtensor_compile.planner.problem import Problem, State, Step
+from dtensor_compile.planner.search import problem_between
+from dtensor_compile.planner.steps import moves
 from dtensor_compile.planner.torch_greedy import torch_steps
-from dtensor_compile.topology.network import Network, current_memory, network_of
+from dtensor_compile.topology.network import NO_TOPOLOGY, Network, current_memory, network_of
 
 #: Value of a symbol from which on plans are no longer compared: a range that reaches it has no end.
 ENDLESS = 1 << 40
@@ -62,8 +63,7 @@ def tell_ranges(graph: torch.fx.Graph) -> list[Decision]:
     decisions = []
     for node in redistributions(graph):
         this = read(node)
-        shape = [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in this.shape]
-        layout, itemsize = parse_mesh(this.mesh), node.meta["val"].element_size()
+        layout, shape, itemsize = parse_mesh(this.mesh), this.sizes, value_of(node).element_size()
         reason = cheapest_for(this.source, this.target, layout, shape, itemsize)
         if reason:
             names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
@@ -104,7 +104,7 @@ def symbolic(
     shape: Sequence[Any],
     itemsize: int = 4,
     *,
-    network: Network = Network(),
+    network: Network = NO_TOPOLOGY,
 ) -> SymbolicCost:
     """What a plan costs for a global tensor of `shape`: integers, torch's symbolic ones, or expressions of positive
     integer symbols.
@@ -141,33 +141,24 @@ def cheapest_for(source: str, target: str, layout: MeshLayout, shape: Sequence[A
     steps = plan_of(source, target, layout, shape, itemsize)
     if not any(step.sends for step in steps):
         return ""
-    sizes, known, network = expressions(shape), divisors(shape), network_of(layout)
-    return _told(source, target, layout.shape, sizes, known, itemsize, network, steps, symbols)
+    hints, network = size_hints(shape), network_of(layout)
+    problem = problem_between(source, target, layout.shape, hints, divisors(shape), itemsize, network)
+    return _told(problem, expressions(shape), steps, symbols)
 
 
 @functools.lru_cache(maxsize=4096)
 def _told(
-    source: str,
-    target: str,
-    mesh_shape: tuple[int, ...],
-    sizes: tuple[sympy.Expr, ...],
-    known: tuple[int, ...],
-    itemsize: int,
-    network: Network,
-    steps: tuple[Step, ...],
-    symbols: tuple[Symbol, ...],
+    at_hints: Problem, sizes: tuple[sympy.Expr, ...], steps: tuple[Step, ...], symbols: tuple[Symbol, ...]
 ) -> str:
     texts = []
     for symbol in symbols:
         others = [other for other in symbols if other is not symbol]
         line = _line(sizes, symbol, {other.symbol: other.hint for other in others})
-        found = line and cheapest_range(
-            source, target, mesh_shape, line, symbol, itemsize=itemsize, network=network, divisors=known, steps=steps
-        )
+        found = line and cheapest_range(at_hints, line, symbol, steps)
         if found:
             at = ", ".join(f"{other.symbol} = {other.hint}" for other in others)
             texts.append(found.text(str(symbol.symbol)) + (f" at {at}" if at else ""))
-    measure = "fewest bytes" if network.uniform else "cheapest"
+    measure = "fewest bytes" if at_hints.network.uniform else "cheapest"
     return f"{measure} for " + "; for ".join(texts) if texts else ""
 
 
@@ -191,62 +182,50 @@ def _line(sizes: Sequence[sympy.Expr], symbol: Symbol, others: dict[sympy.Symbol
     return tuple(line) if sum(slope != 0 for slope, _ in line) == 1 and all(slope >= 0 for slope, _ in line) else None
 
 
-def cheapest_range(
-    source: str,
-    target: str,
-    mesh_shape: Sequence[int],
-    line: Line,
-    symbol: Symbol,
-    *,
-    itemsize: int = 4,
-    network: Network = Network(),
-    divisors: Sequence[int],
-    steps: Sequence[Step],
-) -> Range | None:
+def cheapest_range(at_hint: Problem, line: Line, symbol: Symbol, steps: Sequence[Step]) -> Range | None:
     """The values of `symbol` around its hint for which no legal plan is cheaper than `steps`.
 
     Args:
-        source, target, mesh_shape, itemsize, network, divisors: as for `dtensor_compile.planner.search.plan`.
+        at_hint: what the plan is for, where the symbol has its hint.
         line: the global shape, per dim (a, b) for a size of ``a s + b``; exactly one varies.
+        steps: the plan.
 
     Only values for which shards are even count. None where there are none, where `steps` is not the cheapest at the
     nearest to the hint that counts, and where there are more candidates than are worth the time.
     """
-    mesh_shape, divisors = tuple(mesh_shape), tuple(divisors)
-    start, goal = (
-        tuple(Replicate() if n == 1 else p for p, n in zip(parse_spec(text), mesh_shape)) for text in (source, target)
-    )
-
-    def problem(value: int) -> Problem:
-        return Problem(start, goal, mesh_shape, tuple(a * value + b for a, b in line), divisors, itemsize, network)
-
-    values = _even_values(problem(symbol.hint), line, symbol, math.prod(mesh_shape))
-    if values is None or not problem(symbol.hint).free:
+    values = _even_values(at_hint, line, symbol, math.prod(at_hint.mesh_shape))
+    if values is None or not at_hint.free:
         return None
     first, last, every = values
-    ends = problem(first), problem(last)
-    mine = _price(ends, steps)
+    ends = _with_value(at_hint, line, first), _with_value(at_hint, line, last)
     theirs = torch_steps(ends[0])
     limit = None if theirs is None else _price(ends, theirs)
     candidates = _candidates(ends, limit)
-    if mine is None or candidates is None:
+    if candidates is None:
         return None
-    rivals = _Rivals(mine, candidates, limit, first, last, network.uniform)
+    rivals = _Rivals(_price(ends, steps), candidates, limit, first, last, at_hint.network.uniform)
     near = first + round((min(max(symbol.hint, first), last) - first) / every) * every
     if not rivals.none_at(near):
         return None
-    low, high = near, near
-    for value in rivals.worth_a_look(every):
-        if value > high:
-            if not rivals.none_at(value):
-                break
-            high = value
-    for value in reversed(rivals.worth_a_look(every)):
-        if value < low:
-            if not rivals.none_at(value):
-                break
-            low = value
+    looks = rivals.worth_a_look(every)
+    low = _reached(rivals, near, [value for value in reversed(looks) if value < near])
+    high = _reached(rivals, near, [value for value in looks if value > near])
     return Range(low, None if high == last and symbol.high is None else high, every)
+
+
+def _with_value(problem: Problem, line: Line, value: int) -> Problem:
+    """The same problem where the symbol of `line` has another value."""
+    return replace(problem, shape=tuple(a * value + b for a, b in line))
+
+
+def _reached(rivals: _Rivals, near: int, values: Sequence[int]) -> int:
+    """The last of `values`, which lead away from `near`, up to which no candidate is cheaper."""
+    reached = near
+    for value in values:
+        if not rivals.none_at(value):
+            break
+        reached = value
+    return reached
 
 
 def _even_values(at_hint: Problem, line: Line, symbol: Symbol, ranks: int) -> tuple[int, int, int] | None:

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.emulation import Hooks, Watch, emulated
+from dtensor_compile.compat.emulation.emulated_gpu import emulated
+from dtensor_compile.compat.emulation.emulated_inductor import Hooks, Watch
 from dtensor_compile.compat.inductor.triton import Binary, compile_kernel, driver_for, load_kernel
 from dtensor_compile.topology.files import gpu as gpu_named
 from dtensor_compile.topology.gpus import Gpu

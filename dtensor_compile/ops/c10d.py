@@ -1,7 +1,7 @@
 """Operators for the collectives of ``torch.distributed``, and for sending from one rank to another.
 
-    c10d_all_reduce(Tensor x, str op, str group, int order) -> Tensor          and four more that torch has a functional form of
-    c10d_gather(Tensor[] outputs, Tensor[] inputs, int peer, str op, str group, int order) -> Tensor[]          and the others
+    c10d_all_reduce(Tensor x, str op, str group, int order) -> Tensor      and four more with a functional form in torch
+    c10d_gather(Tensor[] outputs, Tensor[] inputs, int peer, str op, str group, int order) -> Tensor[]    and the others
     c10d_isend, c10d_irecv, c10d_barrier
     overwrite_(Tensor(a!) x, Tensor value) -> ()
 

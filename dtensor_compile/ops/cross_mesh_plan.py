@@ -34,9 +34,9 @@ from dtensor_compile.ops.rearrange import Boxes, Held, exchange_boxes, take
 from dtensor_compile.planner import shard_intervals as shards
 from dtensor_compile.planner.exchange import REDUCES, overlap, serve
 from dtensor_compile.planner.memory import exchanged, peak
+from dtensor_compile.planner.problem import State, Step
 from dtensor_compile.planner.search import checked, collectives, largest_target, over_budget, plan
 from dtensor_compile.planner.step_costs import local_elements
-from dtensor_compile.planner.steps import State, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,7 @@ def plan_across(
         )
     found = list(_candidates(start, goal, source_mesh, target_mesh, shape, itemsize))
     fitting = found if memory is None else [this for this in found if this.held * itemsize <= memory]
-    if fitting:
+    if memory is None or fitting:
         return min(fitting, key=_cost)
 
     def leads(other: State) -> bool:
@@ -180,12 +180,14 @@ def plan_across(
             for this in _candidates(start, other, source_mesh, target_mesh, shape, itemsize)
         )
 
-    legal = largest_target(goal, None, len(shape), lambda other: local_elements(other, target_mesh.shape, shape), leads)
+    within = largest_target(
+        goal, None, len(shape), lambda other: local_elements(other, target_mesh.shape, shape), leads
+    )
     best = min(found, key=_cost)
     raise over_budget(
         f"from {source} on {source_mesh} to {target} on {target_mesh}", "; ".join(best.texts(source_mesh)), memory,
         best.held * itemsize, min(this.held for this in found) * itemsize,
-        f"redistribute to {spec_text(legal)}, the largest within the bound" if legal else "use a larger mesh",
+        f"redistribute to {spec_text(within)}, the largest within the bound" if within else "use a larger mesh",
     )  # fmt: skip
 
 

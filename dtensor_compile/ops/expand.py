@@ -18,7 +18,7 @@ from dtensor_compile.compat.aot.shapes import has_hint, is_multiple
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.ir.mesh import MeshLayout
 from dtensor_compile.ops.rearrange import rearrange
-from dtensor_compile.planner.steps import Step
+from dtensor_compile.planner.problem import Step
 
 #: The process group of this rank along these mesh dims together, by name.
 GroupName = Callable[[tuple[int, ...]], str]
@@ -79,7 +79,7 @@ def canonical(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     if not all(isinstance(size, int) for size in x.shape):
         return x
-    strides, step = [], 1
+    strides, step = list[int](), 1
     for size in reversed(x.shape):
         strides.insert(0, step)
         step *= max(size, 1)
@@ -95,47 +95,57 @@ def expand(x: torch.Tensor, steps: Sequence[Step], place: RankPlace, shape: Sequ
         place: this rank.
         shape: global shape; may be symbolic.
     """
-    layout, coordinate = place.layout, place.coordinate
     for step in steps:
         if step.kind == "all_reduce":
-            x = _wait(
-                _c10d.all_reduce(
-                    x.contiguous(), _reduce_op(step.before[step.mesh_dims[0]]), place.group_name(step.mesh_dims)
-                )
-            )
-            continue
-        if not _is_plain(step):
+            op, group = _reduce_op(step.before[step.mesh_dims[0]]), place.group_name(step.mesh_dims)
+            x = _wait(_c10d.all_reduce(x.contiguous(), op, group))
+        elif not _is_plain(step):
             x = rearrange(x, step, place, shape)
-            continue
-        (i,) = step.mesh_dims
-        source, target, n, c = step.before[i], step.after[i], layout.shape[i], coordinate[i]
-        # Sizes of the tensor that the ranks along this mesh dim hold together: cut by the mesh dims to the left (those
-        # shards enclose this one) and by those to the right (which, by the rules of the plan, shard other tensor dims).
-        others = [Replicate() if j == i else p for j, p in enumerate(step.before)]
-        sizes = local_shape(others, layout, coordinate, shape)
-        group = place.group_name((i,)) if step.sends else ""
-        if step.kind == "all_gather" and isinstance(source, StridedShard):
-            x = _all_gather_strided(x, source, sizes, n, group)
-        elif step.kind == "all_gather":
-            x = _all_gather(x, _dim(source), sizes, n, group)
-        elif step.kind == "reduce_scatter":
-            x = _reduce_scatter(x, _dim(target), sizes, n, c, _reduce_op(source), group)
-        elif step.kind == "all_to_all":
-            x = _all_to_all(x, _dim(source), _dim(target), sizes, n, c, group)
-        elif step.kind == "slice" and isinstance(target, StridedShard):
-            x = _slice_strided(x, target, sizes, n, c)
-        elif step.kind == "slice":
-            start, length = shard_range(x.size(_dim(target)), n, c)
-            x = x.narrow(_dim(target), start, length).clone()
-        elif step.kind == "partition":
-            x = x / n if _reduce_op(target) == "sum" else x.clone()
-        elif step.kind == "spread":
-            d = _dim(source)
-            start, length = shard_range(sizes[d], n, c)
-            x = torch.constant_pad_nd(x, [0, 0] * (x.dim() - d - 1) + [start, sizes[d] - start - length])
         else:
-            raise AssertionError(f"{step.kind} is not a step that can be expanded")
+            (i,) = step.mesh_dims
+            # Sizes of the tensor that the ranks along this mesh dim hold together: cut by the mesh dims to the left
+            # (those shards enclose this one) and by those to the right (which, by the rules of the plan, shard other
+            # tensor dims).
+            others = [Replicate() if j == i else p for j, p in enumerate(step.before)]
+            sizes = local_shape(others, place.layout, place.coordinate, shape)
+            x = _send(x, step, place, sizes) if step.sends else _change(x, step, place, sizes)
     return x
+
+
+def _send(x: torch.Tensor, step: Step, place: RankPlace, sizes: list[Any]) -> torch.Tensor:
+    """Carries out one collective over one mesh dim.
+
+    Args:
+        sizes: of what the ranks along it hold together.
+    """
+    (i,) = step.mesh_dims
+    source, target, n, c = step.before[i], step.after[i], place.layout.shape[i], place.coordinate[i]
+    group = place.group_name((i,))
+    if step.kind == "all_gather" and isinstance(source, StridedShard):
+        return _all_gather_strided(x, source, sizes, n, group)
+    if step.kind == "all_gather":
+        return _all_gather(x, _dim(source), sizes, n, group)
+    if step.kind == "reduce_scatter":
+        return _reduce_scatter(x, _dim(target), sizes, n, c, _reduce_op(source), group)
+    assert step.kind == "all_to_all", f"{step.kind} is not a step that can be expanded"
+    return _all_to_all(x, _dim(source), _dim(target), sizes, n, c, group)
+
+
+def _change(x: torch.Tensor, step: Step, place: RankPlace, sizes: list[Any]) -> torch.Tensor:
+    """Carries out a step of one mesh dim that sends nothing; `sizes` are as for `_send`."""
+    (i,) = step.mesh_dims
+    source, target, n, c = step.before[i], step.after[i], place.layout.shape[i], place.coordinate[i]
+    if step.kind == "slice" and isinstance(target, StridedShard):
+        return _slice_strided(x, target, sizes, n, c)
+    if step.kind == "slice":
+        start, length = shard_range(x.size(_dim(target)), n, c)
+        return x.narrow(_dim(target), start, length).clone()
+    if step.kind == "partition":
+        return x / n if _reduce_op(target) == "sum" else x.clone()
+    assert step.kind == "spread", f"{step.kind} is not a step that can be expanded"
+    d = _dim(source)
+    start, length = shard_range(sizes[d], n, c)
+    return torch.constant_pad_nd(x, [0, 0] * (x.dim() - d - 1) + [start, sizes[d] - start - length])
 
 
 def _is_plain(step: Step) -> bool:

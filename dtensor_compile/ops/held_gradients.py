@@ -1,15 +1,18 @@
 """Gradients that wait for the reduction of a later backward pass: accumulation without communication, as operators of a
 graph.
 
-    hold_gradient(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor    nothing
-    with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor               grad, and what was held, which is held no longer
-    hold_shard, with_held_shard                                                                  the same of shards that wait for replicas
+    hold_gradient(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor
+        nothing
+    with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor
+        grad, and what was held, which is held no longer
+    hold_shard, with_held_shard
+        the same of shards that wait for replicas
 
-`holder` is an integer that says whose gradients they are (`compat.distributed.fsdp_gradients.make_holders`), an input of the
-graph, so that code which is compiled once serves every module of its kind; `index` is the place of the parameter;
-`placements` are those of the gradient, where the parameter is a DTensor. What is held is looked up when the backward
-pass runs: it is where eager keeps it, and a forward without a backward changes nothing. `order` is the place among all
-that has an effect: no node is dropped, runs twice, or is taken for another.
+`holder` is an integer that says whose gradients they are (`compat.distributed.fsdp_gradients.make_holders`), an input
+of the graph, so that code which is compiled once serves every module of its kind; `index` is the place of the
+parameter; `placements` are those of the gradient, where the parameter is a DTensor. What is held is looked up when the
+backward pass runs: it is where eager keeps it, and a forward without a backward changes nothing. `order` is the place
+among all that has an effect: no node is dropped, runs twice, or is taken for another.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Random numbers as operators: from a generator whose state is a tensor, and what reads or sets torch's own generator.
 
-    draw(Tensor state, Tensor x, str name, float[] numbers) -> (Tensor, Tensor)     x.normal_(generator=g), and the next state
-    seeded(int seed) -> Tensor                                                      the state after g.manual_seed(seed)
-    default_seed(int seed, int order) -> Tensor                                     torch.manual_seed(seed)
-    default_state(int order) -> Tensor                                              torch.get_rng_state()
-    default_set(Tensor state, int order) -> Tensor                                  torch.set_rng_state(state)
-    trunc_normal(Tensor x, float[] numbers, int order) -> Tensor                    torch.nn.init.trunc_normal_(x)
+    draw(Tensor state, Tensor x, str name, float[] numbers) -> (Tensor, Tensor)  x.normal_(generator=g), the next state
+    seeded(int seed) -> Tensor                                                   the state after g.manual_seed(seed)
+    default_seed(int seed, int order) -> Tensor                                  torch.manual_seed(seed)
+    default_state(int order) -> Tensor                                           torch.get_rng_state()
+    default_set(Tensor state, int order) -> Tensor                               torch.set_rng_state(state)
+    trunc_normal(Tensor x, float[] numbers, int order) -> Tensor                 torch.nn.init.trunc_normal_(x)
 
 The first two are functions of their arguments, so that a pass may move, share or repeat them. The others act on torch's
 generator, with which operators like ``aten.rand`` draw, and stay where they are. ``trunc_normal`` draws until no value
@@ -48,7 +48,8 @@ def _filled(x: torch.Tensor, name: str, numbers: Sequence[float], generator: tor
 
 
 def _truncated(x: torch.Tensor, name: str, numbers: Sequence[float], generator: torch.Generator | None) -> torch.Tensor:
-    return init.trunc_normal_(_like(x), *numbers, generator=generator)
+    mean, std, low, high = numbers
+    return init.trunc_normal_(_like(x), mean, std, low, high, generator=generator)
 
 
 #: Methods that fill a tensor, with the names of their numbers and the defaults of these.

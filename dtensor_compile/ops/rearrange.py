@@ -24,8 +24,8 @@ from dtensor_compile.compat.aot.shapes import is_multiple
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, StridedShard
 from dtensor_compile.planner.exchange import changed_dims, table
+from dtensor_compile.planner.problem import Step
 from dtensor_compile.planner.shard_intervals import CUTS, Intervals, common, cutting, intervals, length, within
-from dtensor_compile.planner.steps import Step
 
 if TYPE_CHECKING:
     from dtensor_compile.ops.expand import RankPlace

@@ -27,7 +27,8 @@ from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.ir.mesh import MeshLayout, merged_group_name, parse_mesh
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.expand import RankPlace, canonical, expand, local_shape
-from dtensor_compile.planner.search import Step, plan
+from dtensor_compile.planner.problem import Step
+from dtensor_compile.planner.search import plan
 from dtensor_compile.topology.network import current_memory, network_of
 
 _library = torch.library.Library("dtensor_compile", "DEF")
@@ -50,8 +51,8 @@ def plan_of(
         bounded: whether the bound of memory counts. It does not where passes may still change what is to be planned.
     """
     sizes, memory = size_hints(shape), current_memory() if bounded else None
-    about = {"network": network_of(layout), "divisors": divisors(shape), "memory": memory}
-    return plan(source, target, layout.shape, sizes, itemsize, **about)
+    known, network = divisors(shape), network_of(layout)
+    return plan(source, target, layout.shape, sizes, itemsize, network=network, divisors=known, memory=memory)
 
 
 def _my_rank() -> int:

@@ -3,10 +3,10 @@
 A wrapper makes two things of a parameter: what the forward of its module uses, and what becomes of the gradient. Both
 are one function of the parameter here, with the second as the gradient of the first:
 
-    unshard(param, ...)           sharded DTensor -> whole tensor;      gradient: mean over the ranks, as a sharded DTensor, or none:
-                                                                        it is held until a later pass reduces it,
-                                                                        whole, or its shard, which waits for replicas
-    average_gradient(param, ...)  the parameter itself;                 gradient: mean over the ranks
+    unshard(param, ...)           sharded DTensor -> whole tensor;  gradient: mean over the ranks, as a sharded DTensor,
+                                                                    or none: it is held until a later pass reduces it,
+                                                                    whole, or its shard, which waits for replicas
+    average_gradient(param, ...)  the parameter itself;             gradient: mean over the ranks
 
 AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that
 what wrappers send is planned with everything else.
@@ -76,6 +76,7 @@ class _Outer(NamedTuple):
 
     def spec(self, sharded: Spec, dtype: torch.dtype) -> Spec:
         """Of the whole parameter, given that of the sharded one."""
+        assert sharded.tensor_meta is not None, sharded
         return make_spec(self.mesh, self.placements, sharded.tensor_meta.shape, dtype)
 
 
@@ -90,7 +91,7 @@ class _Unsharding(NamedTuple):
     reduction: Reduction
     group: Group
     held: fsdp.HeldGradient = fsdp.HeldGradient()
-    index: int = 0
+    place: int = 0
 
     def move(self, local: torch.Tensor, before: tuple[Placement, ...], after: tuple[Placement, ...]) -> torch.Tensor:
         mesh = real_mesh(self.mesh)
@@ -100,14 +101,14 @@ class _Unsharding(NamedTuple):
     def reduced(self, grad: torch.Tensor, holder: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         """The shard of the mean of whole gradients, in the dtype of the parameter; None where it is held."""
         grad, partial = _divide(grad, self.reduction.before), Partial(self.reduction.op)
-        placements = (partial,) * len(self.placements)
+        placements: tuple[Placement, ...] = (partial,) * len(self.placements)
         if self.held.shard:
             placements, before = (partial, *self.placements[1:]), placements
             grad = self.move(grad, before, placements)
             if self.held.shard == "hold":
-                hold_shard(grad, holder, self.index, 0)
+                hold_shard(grad, holder, self.place, 0)
                 return None
-            grad = with_held_shard(grad, holder, self.index, 0)
+            grad = with_held_shard(grad, holder, self.place, 0)
         grad = self.move(grad, placements, self.placements)
         return _cast(_divide(grad, self.reduction.after), dtype)
 
@@ -128,22 +129,23 @@ class _Unshard(torch.autograd.Function):
         how, reduction = ctx.how, ctx.how.reduction
         placements: tuple[Placement, ...] = ()
         if how.outer is not None:
+            assert isinstance(grad, DTensor), type(grad)
             placements = fsdp_gradients.reduced_placements(
                 grad.placements, how.outer.placements, how.outer.data_parallel
             )
             grad, _ = local_and_spec(grad.redistribute(placements=placements))
             send_with(grad, how.group)
         if how.held.whole == "hold":
-            hold_gradient(grad, ctx.holder, how.index, spec_text(placements), 0)
+            hold_gradient(grad, ctx.holder, how.place, spec_text(placements), 0)
             return None, None, None
         grad = _cast(grad, reduction.dtype)
         if how.held.whole == "release":
-            grad = with_held_gradient(grad, ctx.holder, how.index, 0)
+            grad = with_held_gradient(grad, ctx.holder, how.place, 0)
         shard = how.reduced(grad, ctx.holder, ctx.spec.tensor_meta.dtype)
         return None if shard is None else with_local(shard, ctx.spec), None, None
 
 
-def unshard(
+def unshard(  # noqa: PLR0913, PLR0917 - arguments of a call in Dynamo's graph, which are plain constants
     param: DTensor,
     mesh: Any,
     outer: tuple[Any, ...] | None,
@@ -200,7 +202,9 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
         paths: of the parameters.
     """
     found = state()
-    for sharded in fsdp.sharded_parameters(found) if found is not None else ():
+    if found is None:
+        return
+    for sharded in fsdp.sharded_parameters(found):
         held = fsdp_gradients.taken(found, sharded) if sharded.path in paths else None
         if held is not None:
             param, reduction = sharded.parameter, Reduction.of(sharded)
@@ -215,6 +219,7 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
                 sharded.held,
                 sharded.index,
             )
+            assert isinstance(param, DTensor), type(param)
             local, spec = local_and_spec(param)
             shard = how.reduced(_cast(held, reduction.dtype), fsdp_gradients.holder_of(found, sharded), local.dtype)
             if shard is not None:

@@ -1,7 +1,7 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
 Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives;
-``alike.py`` says what they may decide by where shards are uneven.
+``graph/rank_uniformity.py`` says what they may decide by where shards are uneven.
 
 A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place
 (`dtensor_compile.graph.runner`)."""

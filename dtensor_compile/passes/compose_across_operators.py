@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
     cost,
@@ -42,8 +43,8 @@ def compose_across_operators(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _compose(node: torch.fx.Node) -> Decision | None:
-    this, between = read(node), []
-    inner = this.local
+    this = read(node)
+    inner, between = this.local, list[torch.fx.Node]()
     while not is_redistribution(inner):
         if (
             len(between) == LONGEST
@@ -66,7 +67,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     if not owes_no_more(held.spec, this.target):
         return None
     direct = this._replace(source=held.spec)
-    after, before = cost(direct, node.meta["val"].element_size()), cost_of([inner, node])
+    after, before = cost(direct, value_of(node).element_size()), cost_of([inner, node])
     if not after.is_less(before):
         return None
     where, text = source_line(node), f"{first}->{this}"

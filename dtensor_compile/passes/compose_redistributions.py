@@ -20,6 +20,7 @@ import torch
 
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
 from dtensor_compile.graph.nodes import (
     cost,
@@ -60,7 +61,7 @@ def _compose(node: torch.fx.Node) -> Decision | None:
     if not (owes_no_more(first.source, first.target) and owes_no_more(this.source, this.target)):
         return None
     direct = this._replace(local=first.local, source=first.source)
-    itemsize = node.meta["val"].element_size()
+    itemsize = value_of(node).element_size()
     goes = _is_only_reader(node, inner)
     before, after = cost_of([inner, node] if goes else [node]), cost(direct, itemsize)
     if not (after.is_less(before) or after == before and goes):
@@ -79,7 +80,7 @@ def owes_no_more(source: str, target: str) -> bool:
 
 def _is_only_reader(node: torch.fx.Node, inner: torch.fx.Node) -> bool:
     """Whether `inner` goes away when `node` does: nobody else reads it or the copies and views between the two."""
-    between = node.args[0]
+    between = node_arg(node, 0)
     while len(between.users) == 1 and between is not inner:
-        between = between.args[0]
+        between = node_arg(between, 0)
     return between is inner and len(inner.users) == 1

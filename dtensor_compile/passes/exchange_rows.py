@@ -15,7 +15,8 @@ gathered for it, one small collective more. It has to be asked for (`OPTIONAL`):
 taken on trust, as nothing in a graph of plain tensors says so.
 
     before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
-    after    k = redistribute(i, S(0) -> R); e = embedding(x, k % 8); y = redistribute(where(own(k), e, 0), P(sum) -> S(0))
+    after    k = redistribute(i, S(0) -> R); e = embedding(x, k % 8)
+             y = redistribute(where(own(k), e, 0), P(sum) -> S(0))
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.copies import behind_copies, is_same_view, replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
@@ -46,7 +48,7 @@ from dtensor_compile.graph.nodes import (
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, sizes_differ
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import spec_text
-from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.global_tensor import Global
 
 aten = torch.ops.aten
 
@@ -99,11 +101,11 @@ class LookedUpTable:
         self, local: torch.fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]
     ) -> RedistributeNode:
         """A redistribution over the same mesh dim."""
-        specs = (
+        before, after = (
             spec_text([p if dim == self.mesh_dim else Replicate() for dim in range(self.dims)])
             for p in (source, target)
         )
-        return RedistributeNode(local, *specs, self.this.mesh, shape)
+        return RedistributeNode(local, before, after, self.this.mesh, shape)
 
 
 #: The indices of all ranks, by the node of those of this one and the ranks: a mesh and a dim of it.
@@ -134,7 +136,7 @@ def _left(graph: torch.fx.Graph) -> Iterator[Decision]:
                 "some shards of the graph are uneven, and ranks may look up different numbers of rows",
                 str(table.this),
             )
-            sent = cost(table.this, node.meta["val"].element_size()).bytes
+            sent = cost(table.this, value_of(node).element_size()).bytes
             yield Decision("exchange_rows", source_line(node), reason, text, text, left_alone=True, bytes=sent)
 
 
@@ -153,7 +155,7 @@ def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
         for lookup, n in zip(lookups, counts)
         if _found(table, lookup.args[1], gathered, lookup) is None
     }
-    after = _sent(table, wanted) + sum(cost(move, node.meta["val"].element_size()).bytes for move in moves)
+    after = _sent(table, wanted) + sum(cost(move, value_of(node).element_size()).bytes for move in moves)
     if after >= cost_of([node]).bytes:
         return None
     where, before = source_line(node), cost_of([node])
@@ -165,7 +167,7 @@ def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
             lookup, aten.where.self, _call(lookup, aten.unsqueeze.default, own, -1), found, _zero(lookup, found)
         )
         rows = redistribute(move._replace(local=found), like=node, before=lookup)
-        result = _call(lookup, aten.view.default, rows, list(lookup.meta["val"].shape))
+        result = _call(lookup, aten.view.default, rows, list(value_of(lookup).shape))
         replace(lookup, result)
     return _decision(table, where, f"{after:,} bytes of rows and indices are sent and not {before}")
 
@@ -200,13 +202,13 @@ def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
         return None
     values, indices = terms.values, terms.indices
     n = _count(indices)
-    if not n or values.meta["val"].numel() != n * this.shape[1]:
+    if not n or value_of(values).numel() != n * this.shape[1]:
         return None
     whole = (table.ranks * n, this.shape[1])
     wanted = {indices: n} if _found(table, indices, gathered, node) is None else {}
     after = (
         _sent(table, wanted)
-        + cost(table.between(values, Shard(0), Replicate(), whole), values.meta["val"].element_size()).bytes
+        + cost(table.between(values, Shard(0), Replicate(), whole), value_of(values).element_size()).bytes
     )
     before = cost_of([node])
     if after >= before.bytes:
@@ -223,8 +225,8 @@ def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
     result = _call(node, aten.index_put.default, shard, [rows], values, True)
     if table.source == Partial("avg"):
         result = _call(node, aten.div.Tensor, result, table.ranks)
-    if result.meta["val"].dtype != node.meta["val"].dtype:
-        result = _call(node, _CONVERT, result, dtype or node.meta["val"].dtype)
+    if value_of(result).dtype != value_of(node).dtype:
+        result = _call(node, _CONVERT, result, dtype or value_of(node).dtype)
     replace(node, result)
     return _decision(table, where, f"{after:,} bytes of gradients and indices are sent and not {before}")
 
@@ -272,14 +274,14 @@ class Terms:
 
 def _count(indices: Any) -> int:
     """Number of indices; 0 where it is not known, or there are none."""
-    shape = indices.meta["val"].shape if isinstance(indices, torch.fx.Node) else ()
+    shape = value_of(indices).shape if isinstance(indices, torch.fx.Node) else ()
     return math.prod(shape) if all(type(size) is int for size in shape) else 0
 
 
 def _sent(table: LookedUpTable, counts: dict[Any, int]) -> int:
     """Bytes that gathering indices takes."""
     each = (
-        (table.between(i, Shard(0), Replicate(), (table.ranks * n,)), i.meta["val"].element_size())
+        (table.between(i, Shard(0), Replicate(), (table.ranks * n,)), value_of(i).element_size())
         for i, n in counts.items()
     )
     return sum(cost(move, size).bytes for move, size in each)

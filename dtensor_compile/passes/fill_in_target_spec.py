@@ -25,7 +25,7 @@ from dtensor_compile.graph.copies import behind_copies, replace
 from dtensor_compile.graph.nodes import call, read, redistributions, source_line
 from dtensor_compile.graph.rank_uniformity import mark_of
 from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.global_tensor import Global
 
 aten = torch.ops.aten
 

@@ -10,7 +10,8 @@ It pays where fewer rows are read than half of those that there are: the lookup'
 gathered.
 
     before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
-    after    k = sub(i, 2); m = (k < 0) | (k >= 2); e = embedding(x, where(m, 0, k)); y = redistribute(where(m, 0, e), P(sum) -> R)
+    after    k = sub(i, 2); m = (k < 0) | (k >= 2); e = embedding(x, where(m, 0, k))
+             y = redistribute(where(m, 0, e), P(sum) -> R)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import const_arg, value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
@@ -38,7 +40,7 @@ from dtensor_compile.graph.nodes import (
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ir.spec import spec_text
-from dtensor_compile.passes.algebra import Global
+from dtensor_compile.passes.global_tensor import Global
 
 aten = torch.ops.aten
 
@@ -63,7 +65,7 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
     ):
         return None
     changed = [i for i, (a, b) in enumerate(zip(source.placements, target.placements)) if a != b]
-    if len(changed) != 1 or node.meta["val"].dtype == torch.bool:
+    if len(changed) != 1 or value_of(node).dtype == torch.bool:
         return None
     i = changed[0]
     gathered = source.placements[i]
@@ -79,10 +81,10 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
     size = this.shape[dim] // n
     first = coordinate[i] * size
     moves = [
-        RedistributeNode(this.local, owing, spec_text(target.placements), this.mesh, tuple(user.meta["val"].shape))
+        RedistributeNode(this.local, owing, spec_text(target.placements), this.mesh, tuple(value_of(user).shape))
         for user in users
     ]
-    each = [cost(move, node.meta["val"].element_size()) for move in moves]
+    each = [cost(move, value_of(node).element_size()) for move in moves]
     before = cost_of([node])
     if sum(c.collectives for c in each) > before.collectives or sum(c.bytes for c in each) >= before.bytes:
         return None
@@ -107,12 +109,12 @@ def _looks_up(user: torch.fx.Node, node: torch.fx.Node, dim: int, mesh: str) -> 
     if user.target is aten.embedding.default:
         return dim == 0 and _is_same(args[1], mesh)
     if user.target is aten.index_select.default:
-        return args[1] % len(node.meta["val"].shape) == dim and _is_same(args[2], mesh)  # type: ignore[operator]
+        return const_arg(user, 1, int) % value_of(node).dim() == dim and _is_same(args[2], mesh)
     if user.target in (aten.slice.Tensor, aten.select.int):
-        at = args[1] % len(node.meta["val"].shape) if len(args) > 1 else 0  # type: ignore[operator]
+        at = const_arg(user, 1, int) % value_of(node).dim() if len(args) > 1 else 0
         numbers = all(type(x) is int for x in args[1:])
         step = args[4] if len(args) > 4 else 1
-        return at == dim and numbers and step == 1 and _is_same(user, mesh)
+        return at == dim and numbers and bool(step == 1) and _is_same(user, mesh)
     return False
 
 
@@ -139,14 +141,14 @@ def _own(user: torch.fx.Node, local: torch.fx.Node, dim: int, first: int, size: 
         high = min(max(end, low), first + size)
         pads = (low - start, end - high) if high > low else (end - start, 0)
         part = make(aten.slice.Tensor, local, dim, low - first, high - first)
-        part = make(aten.constant_pad_nd.default, part, [0, 0] * (local.meta["val"].dim() - 1 - dim) + list(pads), 0)
+        part = make(aten.constant_pad_nd.default, part, [0, 0] * (value_of(local).dim() - 1 - dim) + list(pads), 0)
         return make(aten.squeeze.dim, part, dim) if user.target is aten.select.int else part
     place = 1 if user.target is aten.embedding.default else 2
     rows = make(aten.sub.Tensor, args[place], first)
     others = make(aten.logical_or.default, make(aten.lt.Scalar, rows, 0), make(aten.ge.Scalar, rows, size))
     rows = make(aten.where.self, others, zero_like(rows), rows)
     found = make(user.target, *(local if k == 0 else rows if k == place else a for k, a in enumerate(args)))
-    for _ in range(local.meta["val"].dim() - 1 - dim):
+    for _ in range(value_of(local).dim() - 1 - dim):
         others = make(aten.unsqueeze.default, others, -1)
     return make(aten.where.self, others, zero_like(found), found)
 
@@ -154,7 +156,7 @@ def _own(user: torch.fx.Node, local: torch.fx.Node, dim: int, first: int, size: 
 def _rows(user: torch.fx.Node, dim: int) -> tuple[int, int]:
     """First and last row of a slice, or of the one that is selected."""
     args: tuple[Any, ...] = user.args
-    size = args[0].meta["val"].shape[dim]
+    size = value_of(args[0]).shape[dim]
     if user.target is aten.select.int:
         return args[2] % size, args[2] % size + 1
     start, end = (args[2] if len(args) > 2 else 0), (args[3] if len(args) > 3 else size)

@@ -23,6 +23,7 @@ import torch
 
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import is_same_view, replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
@@ -34,6 +35,7 @@ from dtensor_compile.graph.nodes import (
     source_line,
     when,
 )
+from dtensor_compile.graph.operator_traits import TWO_TERM_SUMS
 from dtensor_compile.graph.rank_uniformity import equal, has_same_shape, may_use_sizes
 from dtensor_compile.ir.spec import parse_spec
 
@@ -57,15 +59,16 @@ def merge_sums(graph: torch.fx.Graph) -> list[Decision]:
 
 def _is_sum(node: torch.fx.Node) -> bool:
     """Whether a node adds or subtracts two tensors of the same shape and dtype as its result, with factor 1."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs.get("alpha", 1) != 1:
+    if node.target not in TWO_TERM_SUMS or node.kwargs.get("alpha", 1) != 1:
         return False
     value = node.meta.get("val")
-    others = [argument.meta.get("val") if isinstance(argument, torch.fx.Node) else None for argument in node.args]
-    if not isinstance(value, torch.Tensor) or not all(
-        isinstance(x, torch.Tensor) and x.dtype == value.dtype for x in others
-    ):
+    terms = [argument for argument in node.args if isinstance(argument, torch.fx.Node)]
+    others = [other for term in terms if isinstance(other := term.meta.get("val"), torch.Tensor)]
+    if not isinstance(value, torch.Tensor) or len(others) < len(node.args):
         return False
-    return has_same_shape(*node.args) and (not may_use_sizes() or equal(others[0].shape, value.shape))  # type: ignore[union-attr]
+    if not all(other.dtype == value.dtype for other in others):
+        return False
+    return has_same_shape(*terms) and (not may_use_sizes() or equal(others[0].shape, value.shape))
 
 
 def _terms(node: torch.fx.Node, root: torch.fx.Node, negative: bool, inner: set[torch.fx.Node]) -> Iterator[Term]:
@@ -78,13 +81,16 @@ def _terms(node: torch.fx.Node, root: torch.fx.Node, negative: bool, inner: set[
         if node is root or len(node.users) == 1 and when(node) == when(root):
             inner.add(node)
             if _is_sum(node):
-                pending += [(node.args[1], negative != (node.target is aten.sub.Tensor)), (node.args[0], negative)]
+                pending += [
+                    (node_arg(node, 1), negative != (node.target is aten.sub.Tensor)),
+                    (node_arg(node, 0), negative),
+                ]
                 continue
             if node.target is aten.neg.default:
-                pending.append((node.args[0], not negative))
+                pending.append((node_arg(node, 0), not negative))
                 continue
             if is_same_view(node):
-                pending.append((node.args[0], negative))
+                pending.append((node_arg(node, 0), negative))
                 continue
         yield node, negative
 
@@ -100,7 +106,7 @@ def _merge(root: torch.fx.Node, terms: list[Term]) -> list[Decision]:
     groups: dict[tuple, list[Term]] = {}
     for node, negative in terms:
         if is_redistribution(node) and len(node.users) == 1 and when(node) == when(root) and is_linear(read(node)):
-            groups.setdefault((*read(node)[1:], read(node).local.meta["val"].dtype), []).append((node, negative))
+            groups.setdefault((*read(node)[1:], value_of(read(node).local).dtype), []).append((node, negative))
     merged = {node: group for group in groups.values() if len({n for n, _ in group}) > 1 for node, _ in group}
     merged = {node: group for node, group in merged.items() if cost_of([node]).bytes}
     if not merged:

@@ -5,7 +5,7 @@
 Right by the algebra of ``algebra.py``, for one redistribution and all the operators behind it that go on from A, or
 several that meet: terms that owe a sum are added, multiplied with what all ranks have, or with a matrix, and reduced
 once at the end. What is gathered is sliced, looked up, normalized or reduced along its other dims before it is sent.
-Where to stop is found over the whole graph (``region.py``).
+Where to stop is found over the whole graph (``minimum_cut.py``).
 
 Values of shards are bitwise the same, or where a kernel works on another number of rows as near as two kernels; sums
 over ranks add the same terms in another order.
@@ -23,9 +23,10 @@ import torch
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.nodes import Cost, cost_of, is_redistribution, read, redistributions, source_line
-from dtensor_compile.passes.algebra import Global
 from dtensor_compile.passes.compose_redistributions import owes_no_more
-from dtensor_compile.passes.region import Region, cut, grow
+from dtensor_compile.passes.global_tensor import Global
+from dtensor_compile.passes.minimum_cut import cut
+from dtensor_compile.passes.region import Region, grow
 
 #: What collectives and bytes weigh: fewer bytes go first, then fewer collectives, and the other way round.
 _WEIGHTS = (lambda c: (c.bytes << 20) + c.collectives, lambda c: (c.collectives << 50) + c.bytes)

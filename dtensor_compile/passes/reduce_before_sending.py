@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.copies import replace
 from dtensor_compile.graph.nodes import (
     RedistributeNode,
@@ -40,7 +41,8 @@ def reduce_before_sending(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _reduce(node: torch.fx.Node) -> Decision | None:
-    this, behind, last = read(node), [], node
+    this, last = read(node), node
+    behind: list[torch.fx.Node] = []
     while not (behind and is_reduction(last)):
         if len(behind) == LONGEST or len(last.users) != 1 or when(last) != when(node):
             return None
@@ -55,7 +57,7 @@ def _reduce(node: torch.fx.Node) -> Decision | None:
     if held == wanted or not owes_no_more(held.spec, wanted.spec):
         return None
     direct = RedistributeNode(this.local, held.spec, wanted.spec, this.mesh, wanted.shape)
-    after, before = cost(direct, last.meta["val"].element_size()), cost_of([node])
+    after, before = cost(direct, value_of(last).element_size()), cost_of([node])
     if not after.is_less(before):
         return None
     where = source_line(node)

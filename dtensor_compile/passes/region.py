@@ -1,23 +1,15 @@
-"""A part of a graph that runs on other local tensors, and the cheapest border of it: what passes that move many
-redistributions share.
+"""A part of a graph that runs on other local tensors: what passes that move many redistributions share.
 
 In: a graph, and redistributions with another spec in which their results could be left (`grow`). The operators behind
 them that can go on from there, by the algebra of ``algebra.py``, make a region: each of its nodes has a form that it
-has in the graph, and one that it could be held in. Out: which of them are (`cut`), and the graph rewritten so
-(`Region.rewrite`).
-
-Where to stop is a minimum cut (L. Ford, D. Fulkerson: Maximal Flow through a Network, 1956). Each node is on one of two
-sides; what is paid for depends on a node alone (a redistribution that is left where it is, or not) or on a node and its
-readers (one that is held in its other form, and read in the first, is redistributed once for all of them). The least is
-found over all of the graph at once, so that a redistribution goes on past an operator that makes it dearer where it
-gets cheaper behind the next.
+has in the graph, and one that it could be held in. Out: what that costs (``minimum_cut.py`` finds where it costs
+least), and the graph rewritten so (`Region.rewrite`).
 
 Sizes are those of global tensors, so that every rank finds the same cut.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,12 +20,15 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.errors import PlanError
+from dtensor_compile.graph.arguments import const_arg, node_arg, value_of, values_of
 from dtensor_compile.graph.copies import can_be_dense, erase_dead, replace
 from dtensor_compile.graph.nodes import Cost, RedistributeNode, cost, is_redistribution, read, redistribute, when
+from dtensor_compile.graph.operator_traits import SIZED_VIEWS
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
-from dtensor_compile.passes.algebra import VIEWS, Form, Global, form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.algebra import Form, form, has_numbers, may_round, run, tensors_of
 from dtensor_compile.passes.compose_redistributions import owes_no_more
+from dtensor_compile.passes.global_tensor import Global
 
 #: What a node that has no mark is globally; None where nothing says.
 Guess = Callable[[torch.fx.Node], Global | None]
@@ -85,7 +80,7 @@ class Region:
             if last in self.alike:
                 pending.pop()
             elif mark_of(last) is not None:
-                self.alike[last] = last.target not in VIEWS or mark_of(last.args[0]) is not None
+                self.alike[last] = last.target not in SIZED_VIEWS or mark_of(last.args[0]) is not None
             elif last.op != "call_function" or isinstance(value, torch.Tensor) and not value.dim() or not last.users:
                 self.alike[last] = False
             else:
@@ -106,10 +101,8 @@ class Region:
         return Global.of(mark.spec, mark.shape) if mark.mesh == self.mesh else None
 
     def move(self, source: Global, target: Global, node: torch.fx.Node) -> Cost | None:
-        """What it costs to redistribute a tensor with the elements of `node`; None where nothing leads there, or would
-        round.
-        """
-        key = source, target, node.meta["val"].element_size()
+        """What it costs to redistribute a tensor with the elements of `node`; None where none leads there exactly."""
+        key = source, target, value_of(node).element_size()
         if key not in self.costs:
             this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
             try:
@@ -120,7 +113,9 @@ class Region:
 
     def readers(self, node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node], list[torch.fx.Node]]:
         """Who reads a member: other members, redistributions of it, and the rest."""
-        mine, moved, others = [], [], []
+        mine: list[torch.fx.Node] = []
+        moved: list[torch.fx.Node] = []
+        others: list[torch.fx.Node] = []
         for user in node.users:
             if is_redistribution(user):
                 same = read(user).source == self.members[node].was[0].spec and read(user).mesh == self.mesh
@@ -161,7 +156,7 @@ class Region:
         None where its readers need strides that cannot be had, and for masks: Inductor fails on kernels that read
         gathered ones."""
         member = self.members[node]
-        if len(member.was) > 1 or node.meta["val"].dtype == torch.bool:
+        if len(member.was) > 1 or value_of(node).dtype == torch.bool:
             return None
         if not may_use_sizes() and not member.was[0].is_even(self.layout) or not can_be_dense(node):
             return None  # strides of uneven shards are not the same on all ranks
@@ -192,19 +187,8 @@ class Region:
     def rewrite(self, held: frozenset[torch.fx.Node]) -> None:
         """Holds the nodes `held` in their other form."""
         made: dict[torch.fx.Node, torch.fx.Node] = {}
-        cuts: dict[tuple[torch.fx.Node, str, tuple[Any, ...]], torch.fx.Node] = {}
+        cuts: dict[Any, torch.fx.Node] = {}
         nodes = [node for node in self.members if node in held]
-
-        def operand_of(node: torch.fx.Node, operand: torch.fx.Node, need: Global) -> torch.fx.Node:
-            have = self.members[operand].held[0] if operand in made else self.known(operand)
-            local = made.get(operand, operand)
-            if have is None or have.placements == need.placements:
-                return local
-            key = operand, need.spec, when(node)
-            if key not in cuts:
-                this = RedistributeNode(local, have.spec, need.spec, self.mesh, need.shape)
-                cuts[key] = redistribute(this, like=operand, before=node)
-            return cuts[key]
 
         for node in nodes:
             member = self.members[node]
@@ -212,37 +196,68 @@ class Region:
                 this = read(node)._replace(target=member.held[0].spec)
                 made[node] = this.local if this.source == this.target else redistribute(this, like=node, before=node)
             elif node.target is operator.getitem:
-                made[node] = self._run(node, [made[node.args[0]]], member.held)  # type: ignore[index]
+                made[node] = _run(self, node, [made[node_arg(node, 0)]], member.held)
             else:
-                operands = [operand_of(node, x, need) for x, need in zip(tensors_of(node) or (), member.needs)]
-                made[node] = self._run(node, operands, member.held)
-        for node in nodes:
-            mine, moved, others = self.readers(node)
-            member = self.members[node]
-            for user in moved:
-                this = read(user)._replace(local=made[node], source=member.held[0].spec)
-                if this.source == this.target:
-                    replace(user, made[node], shared=True)
-                else:
-                    replace(user, redistribute(this, like=user, before=user))
-            outside = {user for user in (*others, *mine) if user not in held}
-            if outside:
-                this = RedistributeNode(
-                    made[node], member.held[0].spec, member.was[0].spec, self.mesh, member.was[0].shape
+                operands = zip(tensors_of(node) or (), member.needs)
+                made[node] = _run(
+                    self, node, [self._cut(node, x, need, made, cuts) for x, need in operands], member.held
                 )
-                place, origin = _place(node, outside), self.origins[node]
-                replace(node, redistribute(this, like=origin if when(origin) == when(place) else node, before=place))
+        for node in nodes:
+            self._give_to_readers(node, made[node], held)
         for node in (*reversed(nodes), *reversed(made.values())):
             if not node._erased:
                 erase_dead(node)
 
-    def _run(self, node: torch.fx.Node, operands: list[torch.fx.Node], results: tuple[Global, ...]) -> torch.fx.Node:
-        new = run(node, operands, results, self.layout, self.coordinate, node)
-        for value, result in zip(_values(new), results):
-            assert list(value.shape) == result.local_shape(self.layout, self.coordinate), (
-                f"{node} does not give {result}"
-            )
-        return new
+    def _cut(
+        self,
+        node: torch.fx.Node,
+        operand: torch.fx.Node,
+        need: Global,
+        made: Mapping[torch.fx.Node, torch.fx.Node],
+        cuts: dict[Any, torch.fx.Node],
+    ) -> torch.fx.Node:
+        """An operand of `node` as it needs it.
+
+        Args:
+            made: members in their other form.
+            cuts: operands that were cut before, by what they are and when; it is added to them.
+        """
+        have = self.members[operand].held[0] if operand in made else self.known(operand)
+        local = made.get(operand, operand)
+        if have is None or have.placements == need.placements:
+            return local
+        key = operand, need.spec, when(node)
+        if key not in cuts:
+            this = RedistributeNode(local, have.spec, need.spec, self.mesh, need.shape)
+            cuts[key] = redistribute(this, like=operand, before=node)
+        return cuts[key]
+
+    def _give_to_readers(self, node: torch.fx.Node, new: torch.fx.Node, held: frozenset[torch.fx.Node]) -> None:
+        """Redistributions of `node`, and those readers that are not held, read `new`, which is `node` as it is held."""
+        mine, moved, others = self.readers(node)
+        (was, *_), (now, *_) = self.members[node].was, self.members[node].held
+        for user in moved:
+            this = read(user)._replace(local=new, source=now.spec)
+            if this.source == this.target:
+                replace(user, new, shared=True)
+            else:
+                replace(user, redistribute(this, like=user, before=user))
+        outside = {user for user in (*others, *mine) if user not in held}
+        if outside:
+            this = RedistributeNode(new, now.spec, was.spec, self.mesh, was.shape)
+            place, origin = _place(node, outside), self.origins[node]
+            replace(node, redistribute(this, like=origin if when(origin) == when(place) else node, before=place))
+
+
+def _run(
+    region: Region, node: torch.fx.Node, operands: list[torch.fx.Node], results: tuple[Global, ...]
+) -> torch.fx.Node:
+    """The operator of `node` on other local tensors of the region, with other `results`."""
+    new = run(node, operands, results, region.layout, region.coordinate, node)
+    for value, result in zip(values_of(new), results):
+        held = result.local_shape(region.layout, region.coordinate)
+        assert list(value.shape) == held, f"{node} does not give {result}"
+    return new
 
 
 def sum_of(costs: Iterable[Cost | None]) -> Cost | None:
@@ -276,6 +291,7 @@ def grow(
 
 
 def _member(region: Region, node: torch.fx.Node, seeds: Mapping[torch.fx.Node, Global]) -> Member | None:
+    """What `node` is as a member of a region that has those before it; None where it is none."""
     members = region.members
     if is_redistribution(node):
         if node not in seeds or read(node).local in members:
@@ -285,26 +301,32 @@ def _member(region: Region, node: torch.fx.Node, seeds: Mapping[torch.fx.Node, G
     if node.op != "call_function" or not any(x in members for x in node.all_input_nodes):
         return None
     if node.target is operator.getitem:
-        made, k = members[node.args[0]], node.args[1]  # type: ignore[index]
-        return Member((made.was[k],), (made.held[k],), made.held)  # type: ignore[index]
-    operands = tensors_of(node)
-    given = [region.known(x) for x in operands or ()]
-    if not given or None in given:
+        made, k = members[node_arg(node, 0)], const_arg(node, 1, int)
+        return Member((made.was[k],), (made.held[k],), made.held)
+    return _operation(region, node)
+
+
+def _operation(region: Region, node: torch.fx.Node) -> Member | None:
+    """An operator that goes on from members, as one; None where it cannot."""
+    operands = tensors_of(node) or []
+    given = [known for x in operands if (known := region.known(x)) is not None]
+    if not given or len(given) < len(operands):
         return None
     mark = mark_of(node)
     if has_numbers(node) and not region.is_alike(node) and region.guess(node) is None:
         return None
     shapes = (mark.shape,) if mark is not None and mark.mesh == region.mesh else None
-    there = form(node, given, region.layout, shapes)  # type: ignore[arg-type]
+    there = form(node, given, region.layout, shapes)
     if there is None or there.needs != tuple(given) or not _agrees(region, node, there):
         return None
-    other = [members[x].held[0] if x in members else g for x, g in zip(operands or (), given)]
-    held = form(node, other, region.layout, tuple(g.shape for g in there.gives))  # type: ignore[arg-type]
+    other = [region.members[x].held[0] if x in region.members else g for x, g in zip(operands, given)]
+    held = form(node, other, region.layout, tuple(g.shape for g in there.gives))
     if held is None or held.gives == there.gives and held.needs == there.needs:
         return None
-    if may_use_sizes() and not all(g.is_even(region.layout) for g in (*held.needs, *held.gives)):
+    uneven = may_use_sizes() and not all(g.is_even(region.layout) for g in (*held.needs, *held.gives))
+    if uneven or any(may_round(node, g) for g in held.gives):
         return None
-    return None if any(may_round(node, g) for g in held.gives) else Member(there.gives, held.gives, held.needs)
+    return Member(there.gives, held.gives, held.needs)
 
 
 def _agrees(region: Region, node: torch.fx.Node, there: Form) -> bool:
@@ -314,73 +336,8 @@ def _agrees(region: Region, node: torch.fx.Node, there: Form) -> bool:
         return False
     if not may_use_sizes():
         return mark is not None
-    shapes = [list(value.shape) for value in _values(node)]
+    shapes = [list(value.shape) for value in values_of(node)]
     return shapes == [g.local_shape(region.layout, region.coordinate) for g in there.gives]
-
-
-#: More than anything costs.
-_NEVER = 1 << 80
-
-
-def cut(
-    region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int], held_bytes: int = 0
-) -> frozenset[torch.fx.Node]:
-    """The members that are held where that is cheapest; as few of them as will do.
-
-    Args:
-        weight: what a cost weighs.
-        held_bytes: what a byte of a local tensor weighs, for holding what is smaller.
-    """
-    graph, stays, moves = nx.DiGraph(), 0, 1
-    graph.add_nodes_from((stays, moves))
-    number = {node: 2 + k for k, node in enumerate(part)}
-
-    def pay(a: int, b: int, price: Cost | int | None) -> None:
-        """Paid where `a` stays and `b` moves."""
-        capacity = _NEVER if price is None else price if isinstance(price, int) else weight(price)
-        if capacity:
-            have = graph[a][b]["capacity"] if graph.has_edge(a, b) else 0
-            graph.add_edge(a, b, capacity=have + capacity)
-
-    for node in part:
-        k, member = number[node], region.members[node]
-        graph.add_node(k)
-        mine, _, others = region.readers(node)
-        for here, there in region.choices(node):
-            pay(k, moves, here)
-            pay(stays, k, there)
-        for operand, here, there in region.reads(node):
-            pay(stays, k, there)
-            if operand in number and there is not None:
-                pay(number[operand], k, None if here is None else max(0, weight(here) - weight(there)))
-        if len(member.was) > 1:
-            for user in mine:
-                pay(k, number[user], None)
-                pay(number[user], k, None)
-            continue
-        if held_bytes:
-            size = node.meta["val"].element_size()
-            whole, local = (
-                math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held)
-            )
-            pay(k, moves, held_bytes * size * whole)
-            pay(stays, k, held_bytes * size * local)
-            if mine or others:
-                pay(len(part) + k, k, held_bytes * size * whole)
-        through = len(part) + k
-        if mine or others:
-            pay(through, k, region.back(node))
-        for user in mine:
-            pay(number[user], through, None)
-        if others:
-            pay(stays, through, None)
-    _, (_, away) = nx.minimum_cut(graph, stays, moves)
-    return frozenset(node for node in part if number[node] in away)
-
-
-def _values(node: torch.fx.Node) -> tuple[Any, ...]:
-    value = node.meta["val"]
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _place(node: torch.fx.Node, readers: set[torch.fx.Node]) -> torch.fx.Node:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.copies import behind_copies, is_view, replace
 from dtensor_compile.graph.nodes import RedistributeNode, call, cost, read, redistribute, redistributions, source_line
 from dtensor_compile.graph.rank_uniformity import mark_of
@@ -55,9 +56,9 @@ def _narrow(name: str, node: torch.fx.Node) -> list[Decision]:
 def _cast_before(name: str, node: torch.fx.Node) -> list[Decision]:
     """Where all that is made of the result is cast to one narrower dtype."""
     ends = [(user, path) for user, path in _readers(node, ())]
-    dtypes = {user.meta["val"].dtype if _is_cast(user) else None for user, _ in ends}
+    dtypes = {value_of(user).dtype if _is_cast(user) else None for user, _ in ends}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    if dtype is None or not _is_narrower(dtype, node.meta["val"].dtype):
+    if dtype is None or not _is_narrower(dtype, value_of(node).dtype):
         return []
     this = read(node)
     decision = _decision(name, node, dtype)
@@ -78,13 +79,13 @@ def _cast_after(name: str, node: torch.fx.Node) -> list[Decision]:
     """Where what is sent was cast from a narrower dtype."""
     this = read(node)
     cast = behind_copies(this.local)
-    if not _is_cast(cast) or not _is_narrower(cast.args[0].meta["val"].dtype, node.meta["val"].dtype):
+    if not _is_cast(cast) or not _is_narrower(value_of(node_arg(cast, 0)).dtype, value_of(node).dtype):
         return []
-    decision = _decision(name, node, cast.args[0].meta["val"].dtype)
+    decision = _decision(name, node, value_of(node_arg(cast, 0)).dtype)
     if decision is None:
         return []
     sent = redistribute(this._replace(local=cast.args[0]), like=node, before=node)
-    wide = call(aten._to_copy.default, (sent,), {"dtype": node.meta["val"].dtype}, like=cast, before=node)
+    wide = call(aten._to_copy.default, (sent,), {"dtype": value_of(node).dtype}, like=cast, before=node)
     return [decision] if replace(node, wide) else []
 
 
@@ -103,7 +104,7 @@ def _is_cast(node: object) -> bool:
     """Whether a node does nothing but change the dtype."""
     if not isinstance(node, torch.fx.Node) or node.target is not aten._to_copy.default:
         return False
-    was, now = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    was, now = value_of(node_arg(node, 0)), value_of(node)
     same = (was.device, was.layout) == (now.device, now.layout)
     return (
         same and not node.kwargs.get("pin_memory") and node.kwargs.get("memory_format") in (None, torch.preserve_format)
@@ -115,7 +116,7 @@ def _is_narrower(narrow: torch.dtype, wide: torch.dtype) -> bool:
 
 
 def _decision(name: str, node: torch.fx.Node, dtype: torch.dtype) -> Decision | None:
-    this, wide = read(node), node.meta["val"].dtype
+    this, wide = read(node), value_of(node).dtype
     before, after = cost(this, wide.itemsize), cost(this, dtype.itemsize)
     if not after.is_less(before):
         return None

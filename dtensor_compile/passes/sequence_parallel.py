@@ -5,7 +5,7 @@
 Right by the algebra of ``algebra.py``: what lies between an all-reduce and the next matrix product (residual sums,
 norms) runs on shards. An all-reduce sends what a reduce-scatter and an all-gather send together; what is won is memory
 and compute: each rank holds and computes one part of the activations between. Of all dims the one is taken where most
-is won, and where to stop is found over the whole graph (``region.py``).
+is won, and where to stop is found over the whole graph (``minimum_cut.py``).
 
 It runs where the program asks for it (``options={"enable_passes": ("sequence_parallel",)}``), for two reasons. There
 are more collectives, and some hundredths more bytes: gradients of weights of norms are sums over ranks then. And models
@@ -29,13 +29,16 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.global_annotations import MARK
 from dtensor_compile.graph.nodes import Cost, is_redistribution, read, redistributions, source_line
+from dtensor_compile.graph.operator_traits import draws
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.ir.spec import parse_spec
-from dtensor_compile.passes.algebra import Global
-from dtensor_compile.passes.region import Region, cut, grow
+from dtensor_compile.passes.global_tensor import Global
+from dtensor_compile.passes.minimum_cut import cut
+from dtensor_compile.passes.region import Region, grow
 
 #: How many bytes of local tensors one has to save per byte that is sent, and how many more may be sent in all.
 _SAVED_PER_BYTE = 64
@@ -120,7 +123,7 @@ def _saved(region: Region, held: frozenset[torch.fx.Node]) -> int:
                 math.prod(g[0].local_shape(region.layout, region.coordinate)) for g in (member.was, member.held)
             )
             gathered = whole if others or any(user not in held for user in mine) else 0
-            total += (whole - local - gathered) * node.meta["val"].element_size()
+            total += (whole - local - gathered) * value_of(node).element_size()
     return total
 
 
@@ -183,4 +186,4 @@ def _is_deterministic(node: torch.fx.Node) -> bool:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
-    return target.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in target.tags
+    return target.namespace in ("aten", "prims") and not draws(target)

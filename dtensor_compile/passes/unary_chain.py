@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.graph.nodes import RedistributeNode
+from dtensor_compile.graph.operator_traits import SIZED_VIEWS
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
-from dtensor_compile.passes.algebra import VIEWS, Global, form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.algebra import form, has_numbers, may_round, run, tensors_of
+from dtensor_compile.passes.global_tensor import Global
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,15 @@ def chain(this: RedistributeNode, operators: Sequence[torch.fx.Node]) -> Chain |
     """
     layout = parse_mesh(this.mesh)
     coordinate = layout.coordinate(dist.get_rank())
-    forms: list[Global] | None = [g for spec in (this.source, this.target) if (g := Global.of(spec, this.shape))]
+    forms = [g for spec in (this.source, this.target) if (g := Global.of(spec, this.shape))]
     if coordinate is None or len(forms) < 2:
         return None
     moved = []
     for operator in operators:
-        forms = carry(operator, forms, layout, coordinate)
-        if forms is None or may_round(operator, forms[0]):
+        carried = carry(operator, forms, layout, coordinate)
+        if carried is None or may_round(operator, carried[0]):
             return None
+        forms = carried
         moved.append(forms[0])
     return Chain(tuple(operators), tuple(moved), forms[1], layout, coordinate)
 
@@ -89,7 +92,7 @@ def carry(
     result = read.gives[0]
     if may_use_sizes() and result.local_shape(layout, coordinate) != list(value.shape):
         return None
-    if (mark is None and not may_use_sizes() and node.target in VIEWS) or mark not in (None, result.mark(layout)):
+    if (mark is None and not may_use_sizes() and node.target in SIZED_VIEWS) or mark not in (None, result.mark(layout)):
         return None
     forms = [form(node, (other,), layout, (result.shape,)) for other in given[:-1]]
     if any(made is None for made in forms):

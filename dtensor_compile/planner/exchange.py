@@ -28,7 +28,7 @@ import numpy as np
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement
 from dtensor_compile.planner import shard_intervals as shards
-from dtensor_compile.planner.shard_intervals import CUTS, Intervals, cuts_of, held
+from dtensor_compile.planner.shard_intervals import CUTS, Intervals, cuts_of, held, is_cut
 from dtensor_compile.planner.step_costs import local_sizes
 
 #: Pairs of ranks up to which tables are made: finding out who sends what takes some milliseconds for that many.
@@ -82,7 +82,7 @@ class Traffic:
 
 def changed_dims(before: Sequence[Placement], after: Sequence[Placement], mesh_shape: Sequence[int]) -> tuple[int, ...]:
     """The tensor dims that the two specs cut differently."""
-    touched = {p.dim for a, b in zip(before, after) if a != b for p in (a, b) if type(p) in CUTS}
+    touched = {p.dim for a, b in zip(before, after) if a != b for p in (a, b) if is_cut(p)}
     return tuple(d for d in sorted(touched) if cuts_of(before, mesh_shape, d) != cuts_of(after, mesh_shape, d))
 
 
@@ -277,8 +277,6 @@ def overlap(has: Sequence[Intervals], needs: Sequence[Intervals]) -> tuple[np.nd
                 row[index[start] : index[end]] = 1
         return result
 
-    left, right = (
-        rows(has).astype(np.float64),
-        rows(needs).astype(np.float64),
-    )  # float64 multiplies fast, exact up to 2**53
-    return ((left * sizes) @ right.T).astype(np.int64), (right @ sizes).astype(np.int64)
+    # float64 multiplies fast, exact up to 2**53
+    left, right, weights = (numbers.astype(np.float64) for numbers in (rows(has), rows(needs), sizes))
+    return ((left * weights) @ right.T).astype(np.int64), (right @ weights).astype(np.int64)

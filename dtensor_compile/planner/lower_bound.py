@@ -3,9 +3,9 @@
 What the busiest rank sends is at least what the average rank sends, and all that is sent is at least
 
     nothing is summed      what each rank is to hold and does not hold yet, over all ranks
-    a sum of n terms       for each element n - 1 times, until the first rank has the sum of it, and once more for each other rank
-                           that is to hold it: a rank holds one term, and one that has the sum later receives something
-                           later
+    a sum of n terms       for each element n - 1 times, until the first rank has the sum of it, and once more for each
+                           other rank that is to hold it: a rank holds one term, and one that has the sum later receives
+                           something later
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 Elements of a step, with n ranks, a local input of L elements, A of the result, B that the busiest rank sends:
 
     all_reduce       A
-    reduce_scatter   2 n A               in the order of ranks, and received where that is how gloo reduces (`reduce_by_exchange.py`);
-                                         (n+1) A where chunks of the input that lie behind each other are sent
-    all_gather       2 n L               as it comes, and in order; A where chunks that lie behind each other are the result
+    reduce_scatter   2 n A               in the order of ranks, and received where that is how gloo reduces
+                                         (`reduce_by_exchange.py`); (n+1) A where chunks of the input that lie behind
+                                         each other are sent
+    all_gather       2 n L               as it comes, and in order; A where chunks that lie behind each other are the
+                                         result
     all_to_all       2 L, padded         sent and received, received and in order
     exchange         max(B, t A) + t A   of each of t terms: sent and received, received and put together
     others           A
@@ -23,9 +25,9 @@ from typing import NamedTuple
 
 from dtensor_compile.compat.dtensor.specs import Partial, Shard
 from dtensor_compile.planner.exchange import changed_dims
+from dtensor_compile.planner.problem import State, Step
 from dtensor_compile.planner.shard_intervals import cutting
 from dtensor_compile.planner.step_costs import local_elements, local_sizes
-from dtensor_compile.planner.steps import State, Step
 
 Sizes = tuple[int, ...]
 

@@ -3,9 +3,9 @@
 In: two specs on one mesh, the global shape, the links along the mesh dims. Out: a tuple of `Step` (`planner/steps.py`
 lists the kinds): the cheapest path over the specs that a tensor can have, found with Dijkstra's algorithm.
 
-    S(0)S(0) -> RR on dp=2,tp=4        all_gather[dp,tp] S(0)S(0)->RR         one collective over both mesh dims
-    P(sum)S(0) -> S(0)S(1)             exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
-    S(0)R -> RS(0)                     exchange[0,1] S(0)R->RS(0)             everybody fetches the shard that it lacks
+    S(0)S(0) -> RR on dp=2,tp=4     all_gather[dp,tp] S(0)S(0)->RR         one collective over both mesh dims
+    P(sum)S(0) -> S(0)S(1)          exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
+    S(0)R -> RS(0)                  exchange[0,1] S(0)R->RS(0)             everybody fetches the shard that it lacks
 
 Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a
 topology says how they differ the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
@@ -31,16 +31,18 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.errors import MemoryBudgetError, PlanError
 from dtensor_compile.ir.spec import parse_spec, placement_text, spec_text
 from dtensor_compile.planner.memory import HeldMemory, peak
+from dtensor_compile.planner.problem import Problem, State, Step
 from dtensor_compile.planner.shard_intervals import CUTS
 from dtensor_compile.planner.step_costs import COLLECTIVES, StepKind, elements_sent
-from dtensor_compile.planner.steps import Problem, State, Step, moves
+from dtensor_compile.planner.steps import moves
 from dtensor_compile.planner.torch_greedy import torch_steps
-from dtensor_compile.topology.network import Network
+from dtensor_compile.topology.network import NO_TOPOLOGY, Network
 
 #: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the
 #: others.
@@ -67,7 +69,7 @@ def plan(
     shape: Sequence[int],
     itemsize: int = 4,
     *,
-    network: Network = Network(),
+    network: Network = NO_TOPOLOGY,
     divisors: Sequence[int] | None = None,
     memory: int | None = None,
 ) -> tuple[Step, ...]:
@@ -102,14 +104,27 @@ def _plan(
     divisors: tuple[int, ...],
     memory: int | None,
 ) -> tuple[Step, ...]:
-    start, goal = checked(source, mesh_shape, shape), checked(target, mesh_shape, shape)
-    if start == goal:
+    problem = problem_between(source, target, mesh_shape, shape, divisors, itemsize, network)
+    if problem.start == problem.goal:
         return ()
-    for a, b in zip(start, goal):
+    for a, b in zip(problem.start, problem.goal):
         if isinstance(b, Partial) and a != b:
             _check_partial(source, target, a, b)
-    most = math.inf if memory is None else memory // itemsize
-    return cheapest(Problem(start, goal, mesh_shape, shape, divisors, itemsize, network, most))
+    return cheapest(problem if memory is None else replace(problem, memory=memory // itemsize))
+
+
+def problem_between(
+    source: str,
+    target: str,
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    divisors: tuple[int, ...],
+    itemsize: int = 4,
+    network: Network = NO_TOPOLOGY,
+) -> Problem:
+    """What `plan` is asked for, without a bound on memory; arguments and errors are as there."""
+    start, goal = checked(source, mesh_shape, shape), checked(target, mesh_shape, shape)
+    return Problem(start, goal, mesh_shape, shape, divisors, itemsize, network)
 
 
 def checked(text: str, mesh_shape: Sequence[int], shape: Sequence[int]) -> State:
@@ -201,16 +216,12 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
     A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many
     elements. Ties are broken by order of discovery, which is the same on every rank.
     """
-    theirs = torch_steps(problem)
-    bounded = problem.memory < math.inf
-    if bounded and theirs is not None and _peak(problem, theirs).most > problem.memory:
-        theirs = None
-    most_collectives = math.inf if theirs is None else collectives(theirs)
-    most_elements = math.inf if theirs is None else sum(step.elements for step in theirs)
+    limits = _Limits.of(problem)
+    theirs, bounded = limits.steps, problem.memory < math.inf
     order = itertools.count()
     bytes_first = problem.network.uniform
 
-    def key(elements: int, seconds: float) -> tuple[float, float]:
+    def key(elements: float, seconds: float) -> tuple[float, float]:
         return (elements, seconds) if bytes_first else (seconds, elements)
 
     queue: list[tuple[tuple[float, float], int, State, tuple[Step, ...], int, int, float]]
@@ -219,26 +230,50 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
     while queue:
         cost, _, state, steps, count, elements, seconds = heapq.heappop(queue)
         if state == problem.goal:
-            if theirs is not None and not problem.free and key(most_elements, sum(s.seconds for s in theirs)) <= cost:
+            if theirs is not None and not problem.free and key(limits.elements, sum(s.seconds for s in theirs)) <= cost:
                 return theirs
             return steps
         kept, lies_in = done.setdefault(state, []), _peak(problem, steps[-1:]).kept if bounded else 0
         if any(c <= count and e <= elements and m <= lies_in for c, e, m in kept):
             continue
         kept.append((count, elements, lies_in))
-        for step in moves(problem, state, elements, most_collectives - count):
-            if step.sends and len(step.mesh_dims) > 1 and not problem.network.merges:
-                continue
+        for step in moves(problem, state, elements, limits.collectives - count):
             after = count + step.sends, elements + step.elements
-            if after[0] > most_collectives or after[1] > most_elements:
-                continue
-            if problem.detours and not problem.may_end(step.after, after[1], most_collectives - after[0]):
+            if not limits.allow(problem, step, *after):
                 continue
             if bounded and _peak(problem, (*steps[-1:], step)).most > problem.memory:
                 continue
             time = seconds + step.seconds
             heapq.heappush(queue, (key(after[1], time), next(order), step.after, (*steps, step), *after, time))
     return theirs
+
+
+class _Limits(NamedTuple):
+    """What a path may take at most: what torch's own takes, where that keeps the bound on memory.
+
+    Attributes:
+        steps: torch's own; None where there is none, or none within the bound.
+        collectives, elements: of those.
+    """
+
+    steps: tuple[Step, ...] | None
+    collectives: float
+    elements: float
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Limits:
+        theirs = torch_steps(problem)
+        if theirs is None or problem.memory < math.inf and _peak(problem, theirs).most > problem.memory:
+            return cls(None, math.inf, math.inf)
+        return cls(theirs, collectives(theirs), sum(step.elements for step in theirs))
+
+    def allow(self, problem: Problem, step: Step, count: int, elements: int) -> bool:
+        """Whether a path may go on by `step`, after which it has so many collectives and elements."""
+        if step.sends and len(step.mesh_dims) > 1 and not problem.network.merges:
+            return False
+        if count > self.collectives or elements > self.elements:
+            return False
+        return not problem.detours or problem.may_end(step.after, elements, self.collectives - count)
 
 
 def _peak(problem: Problem, steps: Sequence[Step]) -> HeldMemory:

@@ -4,7 +4,9 @@ A spec cuts a tensor dim by its mesh dims from left to right: ``S(d)`` takes one
 ``torch.chunk`` cuts it), ``_S(d,f)`` one of n chunks of each of f pieces. What is left is an ascending list of
 intervals of the global dim:
 
-    mesh (2, 2), 8 rows    S(0)S(0) at (1, 0): [4, 6)        _S(0,2)S(0) at (1, 0): [2, 4)        R _S(0,2) at (., 1): [2, 4) [6, 8)
+    mesh (2, 2), 8 rows    S(0)S(0)     at (1, 0): [4, 6)
+                           _S(0,2)S(0)  at (1, 0): [2, 4)
+                           R _S(0,2)    at (., 1): [2, 4) [6, 8)
 
 Every rearrangement between ranks, and every test whether one is possible, follows from these lists: also of uneven
 shards, and of shards that nest in another order than left to right.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from dtensor_compile.compat.dtensor.specs import Placement, Shard, StridedShard
 
@@ -27,6 +30,14 @@ Intervals = tuple[tuple[int, int], ...]
 Cut = tuple[int, int, int]
 
 
+def is_cut(placement: Placement) -> TypeGuard[Shard | StridedShard]:
+    """Whether a placement cuts a tensor dim.
+
+    Types are compared: ``isinstance`` asks torch's metaclass, which takes longer than the rest.
+    """
+    return type(placement) in CUTS
+
+
 def pieces_of(placement: Placement) -> int:
     """Into how many pieces a dim falls before a placement cuts each of them."""
     return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
@@ -34,8 +45,7 @@ def pieces_of(placement: Placement) -> int:
 
 def cutting(placements: Sequence[Placement], dim: int) -> tuple[int, ...]:
     """The mesh dims that cut tensor dim `dim`, from left to right."""
-    # Types are compared: isinstance asks torch's metaclass, which takes longer than the rest.
-    return tuple(i for i, p in enumerate(placements) if type(p) in CUTS and p.dim == dim)
+    return tuple(i for i, p in enumerate(placements) if is_cut(p) and p.dim == dim)
 
 
 def cuts_of(placements: Sequence[Placement], mesh_shape: Sequence[int], dim: int) -> tuple[tuple[int, int, int], ...]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
+from dtensor_compile.planner.problem import Problem, State, Step, changed
 from dtensor_compile.planner.shard_intervals import CUTS
 from dtensor_compile.planner.step_costs import StepKind
-from dtensor_compile.planner.steps import Problem, State, Step, changed
 
 
 def torch_steps(problem: Problem) -> tuple[Step, ...] | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dtensor_compile.decisions import Decision
-from dtensor_compile.graph.node_costs import MATMULS, Operation, SentCollective
+from dtensor_compile.graph.node_costs import Operation, SentCollective
+from dtensor_compile.graph.operator_traits import MATMULS
 from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import Schedule
 

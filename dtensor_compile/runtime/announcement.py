@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dtensor_compile.graph.node_costs import group_of
-from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, source_line, starts_collective
+from dtensor_compile.graph.nodes import ACROSS, source_line, starts_collective
+from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.store.ledger import digest
 
 #: Collectives whose members all bring as many elements.

@@ -14,9 +14,9 @@ instead, for an exchange (`reduce_by_exchange.py`).
 
 What joins a bucket:
 
-    gathers of inputs            at the first of them; the first use waits for what the link carries in a few latencies more. Of what
-                                 the program groups, large parts between whose first uses other groups are used stay
-                                 apart
+    gathers of inputs            at the first of them; the first use waits for what the link carries in a few latencies
+                                 more. Of what the program groups, large parts between whose first uses other groups are
+                                 used stay apart
     reductions nobody waits for  at the last of them, as gradients become ready
     others                       where the later one needs nothing that is computed after the first one started
 
@@ -34,18 +34,11 @@ import torch
 
 from dtensor_compile.compat.distributed.functional_collectives import functional
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg, operator_of, value_of
+from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.node_costs import collective_of, result_bytes
-from dtensor_compile.graph.nodes import (
-    FUSED,
-    PART,
-    RECORDED_AS,
-    REDISTRIBUTES,
-    is_fixed,
-    is_start,
-    is_wait,
-    source_line,
-)
-from dtensor_compile.ops.groups import GROUP, Group
+from dtensor_compile.graph.nodes import FUSED, PART, RECORDED_AS, is_fixed, is_start, is_wait, source_line
+from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES, Group
 from dtensor_compile.schedule.start_order import first_use, is_light, lower_users
 from dtensor_compile.topology.links import Cluster, rounds
 
@@ -88,7 +81,7 @@ class _Bucket:
     def key(self) -> Hashable:
         """What collectives of one bucket have in common."""
         first = self.starts[0]
-        value = first.args[0].meta["val"]  # type: ignore[union-attr]
+        value = value_of(node_arg(first, 0))
         return first.target, first.args[1:], value.dtype, value.device, self.late, self.stretch
 
     def add(self, other: _Bucket) -> None:
@@ -160,7 +153,7 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
             or {PART, FUSED} & node.meta.keys()
         ):
             continue
-        if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
+        if any(isinstance(size, torch.SymInt) for size in value_of(node).shape):
             continue
         yield _Bucket(
             [node], _unused(node), stretch, node.meta.get(GROUP), collective_of(node).bytes, result_bytes(node.args[0])
@@ -229,7 +222,7 @@ def _saturating(cluster: Cluster, kind: str, ranks: tuple[int, ...]) -> float:
 
 def _unused(start: torch.fx.Node) -> bool:
     """Whether nothing but copies on the way to an output needs the result."""
-    if "reduce" not in start.target._schema.name:  # type: ignore[union-attr]
+    if "reduce" not in operator_of(start)._schema.name:
         return False
     stack, seen = [start], {start}
     while stack:
@@ -265,10 +258,14 @@ def _merge(bucket: _Bucket) -> Decision:
     graph = first.graph
     if not bucket.late:
         _raise(starts[1:], first)
-    inherited = {key: value for key, value in first.meta.items() if key != "val"}
     with graph.inserting_before(place):
-        merged = graph.call_function(COALESCED[first.target], ([start.args[0] for start in starts], *first.args[1:]))
-        merged.meta = {**inherited, "val": [start.meta["val"] for start in starts]}
+        merged = add_call(
+            graph,
+            COALESCED[operator_of(first)],
+            ([start.args[0] for start in starts], *first.args[1:]),
+            meta=inherited(first),
+            value=[start.meta["val"] for start in starts],
+        )
         if carried := [carried for start in starts for carried in collective_of(start).carries]:
             merged.meta[RECORDED_AS] = tuple(carried)
         items = [graph.call_function(operator.getitem, (merged, index)) for index in range(len(starts))]

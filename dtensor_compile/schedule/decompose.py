@@ -29,32 +29,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch.fx.node import map_arg
 
 from dtensor_compile.compat.distributed.functional_collectives import functional, wait_tensor
 from dtensor_compile.compat.inductor.symmetric_memory import has_symmetric_memory
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import const_arg, node_arg, value_of
+from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.node_costs import collective_of, result_bytes
-from dtensor_compile.graph.nodes import FUSED, PART, REDISTRIBUTES, is_start, is_wait, source_line
+from dtensor_compile.graph.nodes import FUSED, PART, is_start, is_wait, source_line
+from dtensor_compile.graph.operator_traits import ORDERED_VIEWS
 from dtensor_compile.lowering.reduce_by_exchange import is_exchanged
-from dtensor_compile.schedule.list_scheduler import arrange, excess, simulate
+from dtensor_compile.ops.groups import REDISTRIBUTES
+from dtensor_compile.schedule.list_scheduler import arrange, excess
 from dtensor_compile.schedule.schedule_graph import cost_of, graph_tasks
+from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
 
 aten = torch.ops.aten
 
 _GATHER, _SCATTER = functional("all_gather_into_tensor"), functional("reduce_scatter_tensor")
-
-#: Views that leave elements in their order.
-_RESHAPES = frozenset(
-    {
-        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
-        aten.squeeze.dims, aten.alias.default, aten.detach.default,
-    }
-)  # fmt: skip
 
 #: Parts that are tried.
 PARTS = (2, 3, 4, 6, 8)
@@ -86,11 +83,11 @@ class Pair:
     @property
     def fuses(self) -> bool:
         """Whether torch has one operator for it (`fuse_products.py`), which divides it by ranks."""
-        return has_symmetric_memory(self.start.args[2 if self.gathers else 3])  # type: ignore[arg-type]
+        return has_symmetric_memory(const_arg(self.start, 2 if self.gathers else 3, str))
 
     @property
     def ranks(self) -> int:
-        return int(self.start.args[1 if self.gathers else 2])  # type: ignore[arg-type]
+        return const_arg(self.start, 1 if self.gathers else 2, int)
 
 
 def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: float) -> list[Decision]:
@@ -149,7 +146,7 @@ def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
     while stack:
         node = stack.pop()
         for user in node.users:
-            if user.target in _RESHAPES:
+            if user.target in ORDERED_VIEWS:
                 stack.append(user)
             elif user.target is aten.mm.default and user.args[0] is node and user.args[1] is not node:
                 products.append(user)
@@ -158,8 +155,8 @@ def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
     if not products:
         return None
     pair = Pair(start, wait, tuple(products), whole=whole)
-    x, n = start.args[0].meta["val"], pair.ranks  # type: ignore[union-attr]
-    lefts = [tuple(product.args[0].meta["val"].shape) for product in products]  # type: ignore[union-attr]
+    x, n = value_of(node_arg(start, 0)), pair.ranks
+    lefts = [tuple(value_of(node_arg(product, 0)).shape) for product in products]
     if not _fixed(x.shape, *lefts):
         pair.why_not = "sizes vary"
     elif (
@@ -172,11 +169,11 @@ def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
 
 
 def _around_scatter(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
-    product: torch.fx.Node = start.args[0]  # type: ignore[assignment]
+    product = node_arg(start, 0)
     alone = True
-    while product.target in _RESHAPES:
+    while product.target in ORDERED_VIEWS:
         alone &= len(product.users) == 1
-        product = product.args[0]  # type: ignore[assignment]
+        product = node_arg(product, 0)
     if product.target is not aten.mm.default:
         return None
     pair = Pair(start, wait, (product,))
@@ -207,7 +204,7 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
         products: seconds that its products take.
     """
     this = collective_of(pair.start)
-    if not pair.gathers and is_exchanged(pair.start, [pair.start.args[0]]):  # type: ignore[list-item]
+    if not pair.gathers and is_exchanged(pair.start, [node_arg(pair.start, 0)]):
         this = replace(this, kind="all_to_all")  # which it becomes, and sends half
     _, whole = cost_of(cluster, this)
     exposed = whole - hidden
@@ -239,7 +236,7 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
 
 def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
     """Seconds that `k` parts take for copies, launches, and the collectives that are more."""
-    itemsize = pair.start.meta["val"].element_size()
+    itemsize = value_of(pair.start).element_size()
     launching = (k - 1) * (len(pair.products) * cluster.device.launch + host_seconds(cluster.backend))
     if pair.fuses:
         return launching  # parts are read and written where they belong
@@ -248,7 +245,7 @@ def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
             [result_bytes(pair.start)] if pair.whole else []
         )
     else:
-        copies = [result_bytes(pair.products[0].args[0]), result_bytes(pair.start)]  # type: ignore[arg-type]
+        copies = [result_bytes(node_arg(pair.products[0], 0)), result_bytes(pair.start)]
     copying = sum(compute_seconds(cluster.device, 0, 2 * size, itemsize) for size in copies)
     return copying + launching
 
@@ -258,7 +255,7 @@ def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
 
 def _divide_gather(pair: Pair, k: int) -> None:
     n, rows, start, wait = pair.ranks, pair.rows, pair.start, pair.wait
-    shape = list(wait.meta["val"].shape)
+    shape = list(value_of(wait).shape)
     columns = math.prod(shape) // (n * rows)
     make = Maker(start, start)
     flat = make(aten.view.default, start.args[0], [rows, columns])
@@ -269,7 +266,7 @@ def _divide_gather(pair: Pair, k: int) -> None:
     for product in pair.products:
         make = Maker(product, product)
         results = [make(aten.mm.default, part, product.args[1]) for part in waits]
-        product.replace_all_uses_with(_interleaved(make, results, n, rows, list(product.meta["val"].shape)))
+        product.replace_all_uses_with(_interleaved(make, results, n, rows, list(value_of(product).shape)))
         product.graph.erase_node(product)
     erase_views(wait)
     if wait.users:
@@ -281,9 +278,9 @@ def _divide_gather(pair: Pair, k: int) -> None:
 def _divide_scatter(pair: Pair, k: int) -> None:
     n, rows, start, wait = pair.ranks, pair.rows, pair.start, pair.wait
     (product,) = pair.products
-    left, right = product.args
+    left, right = node_arg(product, 0), node_arg(product, 1)
     make = Maker(start, product)
-    inner = left.meta["val"].shape[1]  # type: ignore[union-attr]
+    inner = value_of(left).shape[1]
     by_part = make(aten.reshape.default, left, [n, k, rows // k, inner])
     results = []
     for i in range(k):
@@ -293,17 +290,17 @@ def _divide_scatter(pair: Pair, k: int) -> None:
     starts = [make(_SCATTER, part, *start.args[1:], start=True) for part in results]
     make = Maker(wait, wait)
     joined = make(aten.cat.default, [make(wait_tensor, part) for part in starts])
-    wait.replace_all_uses_with(make(aten.view.default, joined, list(wait.meta["val"].shape)))
+    wait.replace_all_uses_with(make(aten.view.default, joined, list(value_of(wait).shape)))
     wait.graph.erase_node(wait)
     erase_reduced(start)
 
 
 def erase_reduced(start: torch.fx.Node) -> None:
     """Erases the start of a reduction that nothing waits for any more, and the product that it reduced."""
-    unused: torch.fx.Node = start.args[0]  # type: ignore[assignment]
+    unused = node_arg(start, 0)
     start.graph.erase_node(start)
-    while unused.target in _RESHAPES:
-        node, unused = unused, unused.args[0]  # type: ignore[assignment]
+    while unused.target in ORDERED_VIEWS:
+        node, unused = unused, node_arg(unused, 0)
         node.graph.erase_node(node)
     unused.graph.erase_node(unused)
 
@@ -319,7 +316,7 @@ def _interleaved(make: Maker, parts: list[torch.fx.Node], n: int, rows: int, sha
 def erase_views(node: torch.fx.Node) -> None:
     """Views of `node` that nothing reads any more."""
     for user in list(node.users):
-        if user.target in _RESHAPES:
+        if user.target in ORDERED_VIEWS:
             erase_views(user)
             if not user.users:
                 user.graph.erase_node(user)
@@ -331,13 +328,7 @@ class Maker:
     def __init__(self, before: torch.fx.Node, like: torch.fx.Node) -> None:
         self.before, self.like = before, like
 
-    def __call__(self, target: object, *args: object, start: bool = False, **kwargs: object) -> torch.fx.Node:
-        graph = self.before.graph
-        with graph.inserting_before(self.before):
-            node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-        node.meta = {key: value for key, value in self.like.meta.items() if key not in ("val", "tensor_meta")}
-        if start:
-            node.meta[PART] = True
-        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = target(*values, **named)  # type: ignore[operator]
-        return node
+    def __call__(self, target: Any, *args: Any, start: bool = False, **kwargs: Any) -> torch.fx.Node:
+        meta = inherited(self.like) | ({PART: True} if start else {})
+        with self.before.graph.inserting_before(self.before):
+            return add_call(self.before.graph, target, args, kwargs, meta=meta)

@@ -19,6 +19,7 @@ import operator
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.node_costs import collective_of
 from dtensor_compile.graph.nodes import FUSED, source_line
 from dtensor_compile.schedule.decompose import Maker, Pair, erase_reduced, erase_views, pairs
@@ -47,12 +48,12 @@ def fuse_products(graph: torch.fx.Graph) -> list[Decision]:
 
 def _fuse_gather(pair: Pair) -> str:
     """The name of the operator; empty where it cannot stand."""
-    wait, shape = pair.wait, list(pair.wait.meta["val"].shape)
+    wait, shape = pair.wait, list(value_of(pair.wait).shape)
     number = {node: index for index, node in enumerate(wait.graph.nodes)}
-    ready = [product for product in pair.products if number[product.args[1]] < number[wait]]  # type: ignore[index]
+    ready = [product for product in pair.products if number[node_arg(product, 1)] < number[wait]]
     if not ready:
         return ""
-    left = ready[0].args[0].meta["val"]  # type: ignore[union-attr]
+    left = value_of(node_arg(ready[0], 0))
     make = Maker(wait, pair.start)
     rows = make(aten.view.default, pair.start.args[0], [pair.rows, left.shape[1]])
     weights = [product.args[1] for product in ready]
@@ -77,7 +78,7 @@ def _fuse_scatter(pair: Pair) -> str:
     make = Maker(start, start)
     op = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
     reduced = make(op, *product.args, start.args[1], 0, start.args[3])
-    wait.replace_all_uses_with(make(aten.view.default, reduced, list(wait.meta["val"].shape)))
+    wait.replace_all_uses_with(make(aten.view.default, reduced, list(value_of(wait).shape)))
     wait.graph.erase_node(wait)
     erase_reduced(start)
     return op._schema.name.split("::")[1]

@@ -24,6 +24,7 @@ from dtensor_compile.compat.inductor.kernel_nodes import (
     tie,
     waits_for_collective,
 )
+from dtensor_compile.graph.arguments import node_arg
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.graph.node_costs import (
     Operation,
@@ -33,10 +34,12 @@ from dtensor_compile.graph.node_costs import (
     itemsize_of,
     module_path,
 )
-from dtensor_compile.graph.nodes import REDISTRIBUTES, communicates, is_wait, source_line
+from dtensor_compile.graph.nodes import communicates, is_wait, source_line
+from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.schedule.least_time import least_seconds
-from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
+from dtensor_compile.schedule.list_scheduler import arrange, excess
 from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped
+from dtensor_compile.schedule.simulated_device import Buffer, Simulation, Task, simulate
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
 from dtensor_compile.topology.links import Cluster, compute_seconds
@@ -124,7 +127,8 @@ def rearrange(
                 tasks, order, before, simulate(tasks, order), least_seconds(tasks), found, wrapped, operations,
                 own=tuple(index for index in found if not roles[index].redistributes),
                 unknown=sum(
-                    role.starts and role.origin is None or role.waits and tasks[index].waits_for is None for index, role in roles.items()
+                    role.starts and role.origin is None or role.waits and tasks[index].waits_for is None
+                    for index, role in roles.items()
                 ),
                 standing=sum(role.stays for role in roles.values()),
             )
@@ -183,22 +187,15 @@ def _operation(node: Any) -> Operation:
 
 def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster: Cluster, measured: bool) -> list[Task]:
     """One task for each input that can be freed, then one for each kernel."""
-    outputs = names_of_results()
-    memory: dict[str, Buffer] = {}
-    tasks: list[Task] = []
-    for name, buffer in inputs.items():
-        memory[name] = Buffer(buffer.mpi_buffer.size_free, buffer.mpi_buffer.size_free)
-        tasks.append(Task(makes=(memory[name],), given=True))
-    made_by: dict[str, int] = {}
+    memory = _memory(nodes, inputs)
+    tasks = [Task(makes=(memory[name],), given=True) for name in inputs]
+    made_by = {
+        buffer.get_name(): index for index, node in enumerate(nodes, len(tasks)) for buffer in node.get_outputs()
+    }
     started: dict[torch.fx.Node, int] = {}
     # Where ranks may run other programs, a wait stays behind the collectives that it is behind (`schedule_graph`).
     own_sends = any(role.starts and not role.redistributes for role in roles)
     fixed, last_start, first = -1, -1, len(tasks)
-    for index, node in enumerate(nodes, len(tasks)):
-        for buffer in node.get_outputs():
-            name, size = buffer.get_name(), buffer.mpi_buffer
-            made_by[name] = index
-            memory[name] = Buffer(size.size_alloc, size.size_free, name in outputs)
     for index, (node, role) in enumerate(zip(nodes, roles), len(tasks)):
         after = {made_by[dep.name] for dep in node.unmet_dependencies if dep.name in made_by} - {index}
         about: dict[str, Any] = {}
@@ -225,6 +222,16 @@ def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster:
         reads = tuple(memory[buffer.get_name()] for buffer in node.mpi_node.pred_buffers)
         tasks.append(Task(after=tuple(sorted(after)), makes=makes, reads=reads, **about))
     return tasks
+
+
+def _memory(nodes: Nodes, inputs: Mapping[str, Any]) -> dict[str, Buffer]:
+    """The memory of inputs that can be freed and of what kernels give, by name."""
+    outputs = names_of_results()
+    memory = {name: Buffer(buffer.mpi_buffer.size_free, buffer.mpi_buffer.size_free) for name, buffer in inputs.items()}
+    for buffer in (buffer for node in nodes for buffer in node.get_outputs()):
+        name, size = buffer.get_name(), buffer.mpi_buffer
+        memory[name] = Buffer(size.size_alloc, size.size_free, name in outputs)
+    return memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,8 +304,8 @@ def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float]:
 
 
 def _start_of(wait: torch.fx.Node) -> torch.fx.Node:
-    source = wait.args[0] if is_wait(wait) else wait
-    return source.args[0] if source.target is operator.getitem else source  # type: ignore[union-attr, return-value]
+    source = node_arg(wait, 0) if is_wait(wait) else wait
+    return node_arg(source, 0) if source.target is operator.getitem else source
 
 
 def _called(parts: Nodes) -> list[torch.fx.Node]:
@@ -324,8 +331,9 @@ def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
         return 0.0
     origins = _called(node.get_nodes())
     found = [measured_seconds(origin) for origin in origins] if measured else []
-    if found and None not in found:
-        return sum(found)
+    known = [seconds for seconds in found if seconds is not None]
+    if known and len(known) == len(found):
+        return sum(known)
     flops = sum(map(flops_of, origins))
     itemsize = next((itemsize_of(origin) for origin in origins), 4)
     return compute_seconds(cluster.device, flops, node.get_read_write_buffers_sizes(), itemsize)

@@ -20,7 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from dtensor_compile.schedule.list_scheduler import Task
+from dtensor_compile.schedule.simulated_device import Task
 
 
 def least_seconds(tasks: Sequence[Task]) -> float:

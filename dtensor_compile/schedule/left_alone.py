@@ -18,21 +18,13 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.measured_kernels import not_measured
 from dtensor_compile.graph.node_costs import collective_of
-from dtensor_compile.graph.nodes import (
-    FUSED,
-    HANDED_BACK,
-    PART,
-    REDISTRIBUTES,
-    communicates,
-    is_fixed,
-    is_start,
-    source_line,
-)
-from dtensor_compile.ops.groups import GROUP
+from dtensor_compile.graph.nodes import FUSED, HANDED_BACK, PART, communicates, is_fixed, is_start, source_line
+from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 from dtensor_compile.schedule.bucket import COALESCED
 from dtensor_compile.schedule.decompose import pairs
-from dtensor_compile.schedule.list_scheduler import ALIKE, arrange, simulate
+from dtensor_compile.schedule.list_scheduler import ALIKE, arrange
 from dtensor_compile.schedule.schedule_graph import ORDERED, cluster_for, cost_of, graph_tasks
+from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.topology.links import Cluster, rounds
 
 if TYPE_CHECKING:
@@ -99,7 +91,8 @@ def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: boo
         if own or not is_start(node) or node.target not in COALESCED or {PART, FUSED} & node.meta.keys():
             continue
         value, group = node.meta["val"], node.meta.get(GROUP)
-        key = node.target, node.args[1:], value.dtype, value.device, None if further else group
+        alike = node.target, node.args[1:], value.dtype, value.device
+        key: Hashable = (*alike, None if further else group)
         if not further and group is None:
             continue
         if any(isinstance(size, torch.SymInt) for size in value.shape):
@@ -107,7 +100,7 @@ def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: boo
         else:
             fixed[key] = fixed.get(key, 0) + 1
             if group is not None:
-                groups.setdefault((*key[:-1], group), {}).setdefault(stretch, node)
+                groups.setdefault((*alike, group), {}).setdefault(stretch, node)
     decisions = []
     for key, nodes in symbolic.items():
         more = len(nodes) - (key not in fixed)

@@ -10,8 +10,7 @@ all ranks, so nobody can wait for ever: of the collectives that are not complete
 started it, or stands before that at a wait for an earlier one, which is complete. What lies between two starts may
 differ from rank to rank.
 
-The device is simulated as ``report/schedule.py`` does it: one stream computes, and each link carries one collective
-after the other. At each moment
+At each moment of the simulation (``simulated_device.py``)
 
 1. the next collective starts if its input is there, a place in flight is free and the memory bound allows it. A place
    is free while the link has less to do than the longest kernel takes: more in flight would only hold memory. The
@@ -31,12 +30,12 @@ order given stays where none is faster in the simulation.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+from dtensor_compile.schedule.simulated_device import Buffer, SimulatedDevice, Task, replay, simulate
 
 #: A collective whose result nobody uses is taken for done after this much of its time more than the simulation says.
 SLACK = 0.25
@@ -49,137 +48,6 @@ PLACES = 2
 TRIES, ROUNDS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.75, 0.6), 8
 #: Orders whose times differ by less than this part are alike.
 ALIKE = 1e-3
-
-
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """Memory that a task fills.
-
-    Attributes:
-        bytes: there from when the task runs until the last of its readers has run.
-        freed: bytes that are given back then; fewer where another buffer shares the memory.
-        kept: never given back (outputs).
-    """
-
-    bytes: int
-    freed: int
-    kept: bool = False
-
-
-@dataclass(frozen=True)
-class Task:
-    """One kernel, one start or one wait.
-
-    Attributes:
-        seconds: on its stream; for a start those of the collective on its link, for a wait 0.
-        after: tasks that come before it.
-        link: of a start, the link that carries it; None for others.
-        waits_for: of a wait, its start; None for others.
-        makes: memory that it fills.
-        reads: memory that it needs; a wait needs what its start reads.
-        given: it is an input: it takes no time and has run before all others.
-        host: of a start, seconds before it during which nothing is computed.
-    """
-
-    seconds: float = 0.0
-    after: tuple[int, ...] = ()
-    link: str | None = None
-    waits_for: int | None = None
-    makes: tuple[Buffer, ...] = ()
-    reads: tuple[Buffer, ...] = ()
-    given: bool = False
-    host: float = 0.0
-
-    @property
-    def bytes(self) -> int:
-        return sum(buffer.bytes for buffer in self.makes)
-
-
-@dataclass
-class Simulation:
-    """What happens when tasks run in an order.
-
-    Attributes:
-        seconds: until all is done.
-        peak: most bytes there at one time.
-        exposed: by start, seconds for which compute waits for it.
-    """
-
-    seconds: float = 0.0
-    peak: int = 0
-    exposed: dict[int, float] = field(default_factory=dict)
-
-
-class _Device:
-    """The simulated device, and which bytes are live."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = tasks
-        self.now = 0.0
-        self.free: dict[str, float] = {}
-        self.ends: dict[int, float] = {}
-        self.carried: dict[str, list[float]] = {}  # when those of a link end, in their order
-        self.exposed: dict[int, float] = {}
-        self.readers = Counter(buffer for task in tasks for buffer in task.reads)
-        self.live = self.peak = 0
-
-    def run(self, index: int) -> None:
-        task = self.tasks[index]
-        self.now += task.host
-        if task.link is not None:
-            self.ends[index] = self.free[task.link] = max(self.now, self.free.get(task.link, 0.0)) + task.seconds
-            self.carried.setdefault(task.link, []).append(self.ends[index])
-            self.exposed[index] = 0.0
-        elif task.waits_for is not None:
-            waited = max(0.0, self.ends[task.waits_for] - self.now)
-            self.exposed[task.waits_for] += waited
-            self.now = max(self.now, self.ends[task.waits_for])  # a sum could fall short of it by a rounding
-        else:
-            self.now += task.seconds
-        self.live += task.bytes
-        self.peak = max(self.peak, self.live)
-        for buffer in task.reads:
-            self.readers[buffer] -= 1
-            self._give_back(buffer)
-        for buffer in task.makes:
-            self._give_back(buffer)
-
-    def _give_back(self, buffer: Buffer) -> None:
-        if not self.readers[buffer] and not buffer.kept:
-            self.live -= buffer.freed
-
-    def backlog(self, link: str) -> float:
-        return max(0.0, self.free.get(link, 0.0) - self.now)
-
-    def in_flight(self, link: str) -> int:
-        """How many collectives have been started on a link and have not ended."""
-        ends = self.carried.get(link, [])
-        return len(ends) - bisect.bisect_right(ends, self.now)
-
-    def result(self) -> Simulation:
-        return Simulation(max([self.now, *self.free.values()]), self.peak, self.exposed)
-
-
-def simulate(tasks: Sequence[Task], order: Sequence[int]) -> Simulation:
-    """What happens when `tasks` run in `order`."""
-    return _replay(tasks, order, math.inf)[0]
-
-
-def _replay(tasks: Sequence[Task], order: Sequence[int], bound: float) -> tuple[Simulation, dict[int, float]]:
-    """What happens in `order`; and of each stretch of it that is over the bound, the task at its peak and the bytes
-    over it.
-    """
-    device, missing, at = _Device(tasks), dict[int, float](), None
-    for index in order:
-        over = device.live + tasks[index].bytes - bound
-        device.run(index)
-        if over <= 0:
-            at = None
-        elif at is None or over > missing[at]:
-            if at is not None:
-                del missing[at]
-            at, missing[index] = index, over
-    return device.result(), missing
 
 
 def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
@@ -202,7 +70,7 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
             if seconds <= least * (1.0 + ALIKE) < math.inf:
                 return best
             order = _Arrangement(tied, tried * bound, longest).run()
-            found, missing = _replay(tasks, order, bound)
+            found, missing = replay(tasks, order, bound)
             least = min(least, found.seconds)
             if not missing:
                 if found.seconds < seconds * (1.0 - ALIKE):
@@ -227,24 +95,7 @@ def _ties(tasks: Sequence[Task], order: Sequence[int], peak: int, over: float) -
         peak: the task that runs at the peak.
         over: bytes over the bound there.
     """
-    ran = set(order[: order.index(peak) + 1])
-    readers: dict[Buffer, list[int]] = {}
-    for index, task in enumerate(tasks):
-        for buffer in task.reads:
-            readers.setdefault(buffer, []).append(index)
-    saved: dict[tuple[int, int], int] = {}
-    for maker, task in enumerate(tasks):
-        if maker not in ran or task.given or maker == peak:
-            continue
-        for buffer in task.makes:
-            late = [reader for reader in readers.get(buffer, ()) if reader not in ran]
-            if buffer.kept or not late and readers.get(buffer):
-                continue
-            if maker > peak:
-                saved[peak, maker] = saved.get((peak, maker), 0) + buffer.freed
-            elif late and max(late) < peak:
-                for reader in late:
-                    saved[reader, peak] = saved.get((reader, peak), 0) + buffer.freed
+    saved = _saved(tasks, set(order[: order.index(peak) + 1]), peak)
     ties = []
     for tie, size in sorted(saved.items(), key=lambda item: (-item[1], item[0])):
         if over <= 0:
@@ -255,6 +106,26 @@ def _ties(tasks: Sequence[Task], order: Sequence[int], peak: int, over: float) -
     return ties
 
 
+def _saved(tasks: Sequence[Task], ran: set[int], peak: int) -> dict[tuple[int, int], int]:
+    """The pairs that `_ties` chooses from, and the bytes that each saves at the peak; `ran` are the tasks up to it."""
+    readers: dict[Buffer, list[int]] = {}
+    for index, task in enumerate(tasks):
+        for buffer in task.reads:
+            readers.setdefault(buffer, []).append(index)
+    saved: dict[tuple[int, int], int] = {}
+    for maker in sorted(ran - {peak}):
+        if tasks[maker].given:
+            continue
+        for buffer in tasks[maker].makes:
+            late = [reader for reader in readers.get(buffer, ()) if reader not in ran]
+            if buffer.kept or not late and readers.get(buffer):
+                continue
+            behind = [(peak, maker)] if maker > peak else [(reader, peak) for reader in late if max(late) < peak]
+            for tie in behind:
+                saved[tie] = saved.get(tie, 0) + buffer.freed
+    return saved
+
+
 class _Arrangement:
     """One pass over the tasks.
 
@@ -263,7 +134,7 @@ class _Arrangement:
 
     def __init__(self, tasks: Sequence[Task], bound: float, longest: float) -> None:
         self.tasks, self.bound, self.places = tasks, bound, longest
-        self.device = _Device(tasks)
+        self.device = SimulatedDevice(tasks)
         self.order: list[int] = []
         self.done = [False] * len(tasks)
         self.users: list[list[int]] = [[] for _ in tasks]
@@ -327,7 +198,7 @@ class _Arrangement:
 
     def _held_until(self, index: int) -> float:
         starts = [self.tasks[wait].waits_for for wait in self.waits[index] if not self.done[wait]]
-        return max((self.device.ends[start] for start in starts), default=0.0)  # type: ignore[index]
+        return max((self.device.ends[start] for start in starts if start is not None), default=0.0)
 
     def _release(self) -> bool:
         """What time has set free; whether a wait has run."""
@@ -342,11 +213,6 @@ class _Arrangement:
 
     def _fits(self, index: int) -> bool:
         return self.device.live + self.tasks[index].bytes <= self.bound
-
-    def _grows(self, index: int) -> bool:
-        """Whether a start makes more than it reads, as gathers do."""
-        task = self.tasks[index]
-        return not task.reads or task.bytes > sum(buffer.bytes for buffer in task.reads)
 
     def _turn(self) -> int:
         """The first task of the order given that has not run, waits left out."""
@@ -365,7 +231,7 @@ class _Arrangement:
             link = self.tasks[index].link or ""
             backlog = self.device.backlog(link)
             full = 0 < backlog >= self.places and self.device.in_flight(link) >= PLACES
-            if not self._fits(index) or full and self._grows(index):
+            if not self._fits(index) or full and self.tasks[index].grows:
                 return False
         self._execute(index)
         self.place += 1
@@ -376,27 +242,18 @@ class _Arrangement:
         start = self.starts[self.place] if self.place < len(self.starts) else -1
         if start == self.wanted:
             return
-        self.wanted, stack = start, [start] if start >= 0 else []
-        while stack:
-            for before in self.tasks[stack.pop()].after:
-                if not self.done[before] and self.marks[before] != start:
-                    self.marks[before] = start
-                    stack.append(before)
+        self.wanted = start
+        for before in _needed(self.tasks, start, self.done) if start >= 0 else ():
+            self.marks[before] = start
         self.toward = [index for index in self.free if not self.done[index] and self.marks[index] == start]
         heapq.heapify(self.toward)
 
     def _compute(self) -> bool:
-        """One task that nothing holds up, and that memory allows; where nothing else can go on, whether it does or
-        not.
-        """
+        """One task that nothing holds up, and that memory allows, or where nothing else can go on, does not."""
         self._mark()
-        wanted = self._fitting(self.toward)
-        if wanted is not None and (
-            self.device.backlog(self.tasks[self.wanted].link or "") <= self.places or not self._grows(self.wanted)
-        ):
-            self._execute(wanted)
-            return True
-        best = self._fitting(self.free)
+        best, start = self._fitting(self.toward), self.tasks[self.wanted]
+        if best is None or start.grows and self.device.backlog(start.link or "") > self.places:
+            best = self._fitting(self.free)
         if best is not None:
             self._execute(best)
             return True
@@ -422,16 +279,15 @@ class _Arrangement:
     def _stall(self) -> None:
         """Nothing runs without waiting."""
         start = self.starts[self.place] if self.place < len(self.starts) else None
-        ready = start is not None and not self.missing[start]
-        until = self._held_until(start) if ready else 0.0  # type: ignore[arg-type]
+        if start is not None and self.missing[start]:
+            start = None  # not ready
+        until = 0.0 if start is None else self._held_until(start)
         while self.held and self.done[self.held[0][1]]:
             heapq.heappop(self.held)
         if self.held and not (until > self.device.now and until <= self.held[0][0]):
             if self._fits(self.held[0][1]):
                 index = heapq.heappop(self.held)[1]
-                for wait in self.waits[
-                    index
-                ]:  # by then the link is free, so that another start comes before the compute
+                for wait in self.waits[index]:  # the link is free by then: another start comes before the compute
                     if not self.done[wait]:
                         self._execute(wait)
                 self._put(index)
@@ -439,9 +295,9 @@ class _Arrangement:
                 self._go_on()
         elif self.unused and not until > self.device.now:
             self._execute(heapq.heappop(self.unused)[1])
-        elif ready:
+        elif start is not None:
             self.place += 1
-            self._execute(start)  # type: ignore[arg-type]
+            self._execute(start)
         else:
             self._execute(next(index for index in self.stray if not self.done[index]))
 
@@ -468,6 +324,16 @@ class _Arrangement:
             self.missing[user] -= 1
             if not self.missing[user] and not self.done[user]:
                 self._ready(user)
+
+
+def _needed(tasks: Sequence[Task], index: int, done: Sequence[bool]) -> set[int]:
+    """The tasks that have to run before one, of those that are not done."""
+    found, stack = set[int](), [index]
+    while stack:
+        new = {before for before in tasks[stack.pop()].after if not done[before]} - found
+        found |= new
+        stack += new
+    return found
 
 
 def excess(fraction: float, peak: int) -> float:

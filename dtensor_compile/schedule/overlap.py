@@ -10,8 +10,8 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.schedule.bucket import bucket_collectives as bucket
 from dtensor_compile.schedule.decompose import decompose_products as decompose
 from dtensor_compile.schedule.left_alone import left_out_of_buckets, products_left_whole
-from dtensor_compile.schedule.list_scheduler import Simulation
 from dtensor_compile.schedule.schedule_graph import cluster_for
+from dtensor_compile.schedule.simulated_device import Simulation
 from dtensor_compile.topology.links import Cluster
 
 #: Names under which they can be left out.

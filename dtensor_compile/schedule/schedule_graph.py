@@ -22,11 +22,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import operator_of, value_of
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.graph.node_costs import SentCollective, collective_of, result_bytes, work_of
-from dtensor_compile.graph.nodes import ACROSS, REDISTRIBUTES, is_fixed, is_start, is_wait, starts_collective
-from dtensor_compile.ops.groups import GROUP
-from dtensor_compile.schedule.list_scheduler import Buffer, Simulation, Task, arrange, excess, simulate
+from dtensor_compile.graph.nodes import ACROSS, is_fixed, is_start, is_wait, starts_collective
+from dtensor_compile.graph.operator_traits import draws, is_view
+from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
+from dtensor_compile.schedule.list_scheduler import arrange, excess
+from dtensor_compile.schedule.simulated_device import Buffer, Simulation, Task, simulate
 from dtensor_compile.schedule.start_order import hoist_gathers
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
@@ -92,7 +95,7 @@ def is_wrapped(node: torch.fx.Node | None) -> bool | None:
     """Whether a start reduces for a wrapper of the program (gathers for it: False); None for other nodes."""
     if node is None or GROUP not in node.meta or not starts_collective(node):
         return None
-    return "reduce" in node.target._schema.name  # type: ignore[union-attr]
+    return "reduce" in operator_of(node)._schema.name
 
 
 def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
@@ -120,7 +123,7 @@ def default_cluster(device_type: str) -> Cluster:
 def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | None:
     """What the seconds of a graph are of; None for a graph that waits for no collective."""
     first = next((node for node in graph.nodes if is_wait(node)), None)
-    return None if first is None else topology or default_cluster(first.meta["val"].device.type)
+    return None if first is None else topology or default_cluster(value_of(first).device.type)
 
 
 def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False) -> list[Task]:
@@ -132,12 +135,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
     nodes = list(graph.nodes)
     number = {node: index for index, node in enumerate(nodes)}
     own_sends = any(is_start(node) and REDISTRIBUTES not in node.meta for node in nodes)
-    roots: dict[torch.fx.Node, torch.fx.Node] = {}  # whose memory a node is in
-    for node in nodes:
-        roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node
-    kept = {roots[source] for source in nodes[-1].all_input_nodes}
-    kept.update(node for node in nodes if node.op == "get_attr" or node.op == "placeholder" and _is_parameter(node))
-    memory = {node: Buffer(size := result_bytes(node), size, node in kept) for node in nodes if roots[node] is node}
+    roots, memory = _memory(nodes)
     started: dict[torch.fx.Node, torch.fx.Node] = {}
     computed: set[torch.fx.Node] = set()
     fixed, random, start = -1, -1, -1
@@ -154,7 +152,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
         if node.op == "output" or is_fixed(node):
             after.extend(range(fixed + 1, index))
             fixed = index
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node.target):
             after += [random] if random >= 0 else []
             random = index
         link, waits_for, seconds, host = None, None, 0.0, 0.0
@@ -181,6 +179,20 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
     return tasks
 
 
+def _memory(
+    nodes: Sequence[torch.fx.Node],
+) -> tuple[dict[torch.fx.Node, torch.fx.Node], dict[torch.fx.Node, Buffer]]:
+    """The node in whose memory each node of a graph is, and the memory of those."""
+    roots: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in nodes:
+        roots[node] = roots[node.all_input_nodes[0]] if _aliases(node) else node
+    kept = {roots[source] for source in nodes[-1].all_input_nodes}
+    kept.update(node for node in nodes if node.op == "get_attr" or node.op == "placeholder" and _is_parameter(node))
+    return roots, {
+        node: Buffer(size := result_bytes(node), size, node in kept) for node in nodes if roots[node] is node
+    }
+
+
 def _is_parameter(node: torch.fx.Node) -> bool:
     """An input that the caller holds anyway. What a forward saved for its backward is given back as it is used."""
     return str(node.target).startswith(("primals", "arg"))
@@ -190,7 +202,7 @@ def _aliases(node: torch.fx.Node) -> bool:
     """Whether the result of a node lies in the memory of its first argument."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    return is_wait(node) or bool(getattr(node.target, "is_view", False)) or is_start(node.all_input_nodes[0])
+    return is_wait(node) or is_view(node.target) or is_start(node.all_input_nodes[0])
 
 
 def explain(

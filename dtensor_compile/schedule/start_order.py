@@ -20,8 +20,11 @@ import operator
 
 import torch
 
-from dtensor_compile.graph.node_costs import MATMULS, result_bytes
-from dtensor_compile.graph.nodes import REDISTRIBUTES, is_fixed, is_start, is_wait
+from dtensor_compile.graph.arguments import operator_of
+from dtensor_compile.graph.node_costs import result_bytes
+from dtensor_compile.graph.nodes import is_fixed, is_start, is_wait
+from dtensor_compile.graph.operator_traits import MATMULS, draws, is_view
+from dtensor_compile.ops.groups import REDISTRIBUTES
 
 #: A gather starts before the use of the gathers before it that bring this part of all gathered bytes.
 AHEAD = 0.05
@@ -100,7 +103,7 @@ def lower_users(start: torch.fx.Node, place: torch.fx.Node, position: dict[torch
 
 
 def _is_gather(node: torch.fx.Node) -> bool:
-    return "all_gather" in node.target._schema.name and REDISTRIBUTES in node.meta  # type: ignore[union-attr]
+    return "all_gather" in operator_of(node)._schema.name and REDISTRIBUTES in node.meta
 
 
 def is_light(node: torch.fx.Node) -> bool:
@@ -108,9 +111,7 @@ def is_light(node: torch.fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or is_start(node) or is_wait(node) or is_fixed(node):
         return False
-    return (
-        torch.Tag.nondeterministic_seeded not in target.tags and target._schema.name.replace("::", ".") not in MATMULS
-    )
+    return not draws(target) and target._schema.name.replace("::", ".") not in MATMULS
 
 
 def first_use(gather: torch.fx.Node, position: dict[torch.fx.Node, int]) -> int:
@@ -121,7 +122,7 @@ def first_use(gather: torch.fx.Node, position: dict[torch.fx.Node, int]) -> int:
             if user in seen:
                 continue
             seen.add(user)
-            if is_wait(user) or user.target is operator.getitem or getattr(user.target, "is_view", False):
+            if is_wait(user) or user.target is operator.getitem or is_view(user.target):
                 stack.append(user)
             else:
                 first = min(first, position[user])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dtensor_compile.schedule.list_scheduler import Simulation, Task, simulate
+from dtensor_compile.schedule.simulated_device import Simulation, Task, simulate
 
 
 def wrapper_peak(tasks: Sequence[Task], wrapped: Mapping[int, bool]) -> int:
@@ -43,50 +43,66 @@ def wrapper_order(tasks: Sequence[Task], gathers: Collection[int], reductions: C
         tasks: in an order in which they may run.
         gathers, reductions: starts of collectives of the wrapper; other starts are waited for at once.
     """
-    waits: dict[int, list[int]] = {}
-    first_use: dict[int, int] = {}
+    wrapper = _Wrapper(tasks, gathers, reductions)
     for index, task in enumerate(tasks):
-        if task.waits_for is not None:
-            waits.setdefault(task.waits_for, []).append(index)
-        for before in task.after:
-            if (start := tasks[before].waits_for) in gathers and task.waits_for is None:
-                first_use.setdefault(start, index)  # type: ignore[arg-type]
-    in_turn = sorted(first_use, key=first_use.__getitem__)
-    following = dict(zip(in_turn, in_turn[1:]))
-    done = [False] * len(tasks)
-    order: list[int] = []
-    reduced: list[int] = []
+        if task.waits_for is None and index not in gathers:
+            wrapper.run(index)
+            if task.link is not None and index not in reductions:
+                for wait in wrapper.waits.get(index, ()):
+                    wrapper.run(wait)
+    for index in range(len(tasks)):
+        wrapper.run(index)
+    return wrapper.order
 
-    def run(wanted: int) -> None:
+
+class _Wrapper:
+    """One pass over the tasks, in the order in which a wrapper's hooks would run them."""
+
+    def __init__(self, tasks: Sequence[Task], gathers: Collection[int], reductions: Collection[int]) -> None:
+        self.tasks, self.reductions = tasks, reductions
+        self.waits: dict[int, list[int]] = {}
+        first_use: dict[int, int] = {}
+        for index, task in enumerate(tasks):
+            if task.waits_for is not None:
+                self.waits.setdefault(task.waits_for, []).append(index)
+                continue
+            for before in task.after:
+                start = tasks[before].waits_for
+                if start is not None and start in gathers:
+                    first_use.setdefault(start, index)
+        in_turn = sorted(first_use, key=first_use.__getitem__)
+        self.following = dict(zip(in_turn, in_turn[1:]))
+        self.done = [False] * len(tasks)
+        self.order: list[int] = []
+        self.reduced: list[int] = []
+
+    def run(self, wanted: int) -> None:
+        """Runs a task behind what it needs. Where that waits for a gather, the next one starts."""
         stack = [wanted]
         while stack:
             index = stack[-1]
-            missing = [] if done[index] else [before for before in _needs(tasks, index) if not done[before]]
-            if index in reductions and reduced and not done[index]:
-                missing += [wait for wait in waits.get(reduced[-1], ()) if not done[wait] and _ready(tasks[wait], done)]
+            missing = [] if self.done[index] else self._missing(index)
             if missing:
                 stack += missing
                 continue
             stack.pop()
-            if done[index]:
+            if self.done[index]:
                 continue
-            done[index] = True
-            order.append(index)
-            if index in reductions:
-                reduced.append(index)
-            start = tasks[index].waits_for
-            if start in following and not done[following[start]]:  # type: ignore[index]
-                stack.append(following.pop(start))  # type: ignore[arg-type]
+            self.done[index] = True
+            self.order.append(index)
+            if index in self.reductions:
+                self.reduced.append(index)
+            start = self.tasks[index].waits_for
+            if start is not None and start in self.following and not self.done[self.following[start]]:
+                stack.append(self.following.pop(start))
 
-    for index, task in enumerate(tasks):
-        if task.waits_for is None and index not in gathers:
-            run(index)
-            if task.link is not None and index not in reductions:
-                for wait in waits.get(index, ()):
-                    run(wait)
-    for index in range(len(tasks)):
-        run(index)
-    return order
+    def _missing(self, index: int) -> list[int]:
+        """What has to run before a task; a reduction waits for the one before it."""
+        missing = [before for before in _needs(self.tasks, index) if not self.done[before]]
+        if index in self.reductions and self.reduced:
+            waits = self.waits.get(self.reduced[-1], ())
+            missing += [wait for wait in waits if not self.done[wait] and _ready(self.tasks[wait], self.done)]
+        return missing
 
 
 def _needs(tasks: Sequence[Task], index: int) -> list[int]:

@@ -94,7 +94,7 @@ class Cluster:
         The same on every rank, although a rank is part of one group only.
         """
         job = sum(map(len, groups))
-        if name in self.mesh_dims:
+        if name is not None and name in self.mesh_dims:
             return self.mesh_dims[name].share(min(self.ranks_per_host or job, job))
         return slowest([self.link(group, job) for group in groups])
 

@@ -54,6 +54,10 @@ class Network:
         return seconds_over(self.link(mesh_dims), self.backend, sent_as(self.backend, kind), bytes_sent, n, messages)
 
 
+#: What is assumed where the user names no topology: all mesh dims are alike.
+NO_TOPOLOGY = Network()
+
+
 _topology: contextvars.ContextVar[Cluster | None] = contextvars.ContextVar("dtensor_compile_topology", default=None)
 _memory: contextvars.ContextVar[int | None] = contextvars.ContextVar("dtensor_compile_memory", default=None)
 

@@ -24,7 +24,7 @@ from dtensor_compile.compat.aot.symbol_results import results_computed_once
 from dtensor_compile.compat.dtensor.local_sizes import local_sizes_follow_global_ones
 from dtensor_compile.compat.dtensor.specs import MaskPartial, Spec, StridedShard
 from dtensor_compile.compat.dynamo import older_dynamo
-from dtensor_compile.compat.dynamo.calls import read_constant_tensors
+from dtensor_compile.compat.dynamo.constant_tensors import read_constant_tensors
 from dtensor_compile.compat.dynamo.guards import track_and_guard
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
 from dtensor_compile.compat.dynamo.tracing import Backend, Contexts, Entries, Objects, install_while_tracing

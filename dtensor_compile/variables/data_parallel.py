@@ -61,13 +61,12 @@ from dtensor_compile.compat.dynamo.module_calls import (
     submodule,
     tuple_of,
 )
-from dtensor_compile.compat.dynamo.tracing import (
+from dtensor_compile.compat.dynamo.tracing import keep_ddp_graphs_whole, leave_code_to_python
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     UserFunctionVariable,
     VariableTracker,
     fact_guard,
-    keep_ddp_graphs_whole,
-    leave_code_to_python,
 )
 from dtensor_compile.ops.unshard import average_gradient
 from dtensor_compile.variables import fsdp_forwards

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.dtensor.specs import Spec
 from dtensor_compile.compat.dynamo.calls import refuse_tensor_members
-from dtensor_compile.compat.dynamo.tracing import (
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     VariableTracker,
     build_unguarded,

@@ -22,7 +22,7 @@ from dtensor_compile.compat.dynamo.module_calls import (
     submodule,
     tuple_of,
 )
-from dtensor_compile.compat.dynamo.tracing import Translator, VariableTracker, build, fact_guard, graph_break
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, build, fact_guard, graph_break
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.ops.unshard import Reduction, reduce_held, unshard
 from dtensor_compile.variables.wrapper_calls import cast, gathering_name, refuse_setting, trace_function

@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from dtensor_compile.causes import cause
-from dtensor_compile.compat.dynamo.tracing import (
-    MemberVariable,
-    OpaqueClassVariable,
+from dtensor_compile.compat.dynamo.opaque_trackers import MemberVariable, OpaqueClassVariable, is_opaque_class
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Source,
     Translator,
     VariableTracker,
@@ -44,7 +43,6 @@ from dtensor_compile.compat.dynamo.tracing import (
     describe_fake,
     graph_break,
     inline_member,
-    is_opaque_class,
     member_function,
     raise_in_program,
     read_attribute,

@@ -35,7 +35,6 @@ from dtensor_compile.compat.dtensor.specs import StridedShard, local_and_spec
 from dtensor_compile.compat.dynamo.calls import (
     attribute,
     call_site,
-    constant_value,
     emit_call,
     handle_calls,
     handle_construction,
@@ -43,9 +42,10 @@ from dtensor_compile.compat.dynamo.calls import (
     keep_leaves_inside,
     leaf_is_returned,
 )
-from dtensor_compile.compat.dynamo.tracing import (
-    MemberVariable,
-    Retrack,
+from dtensor_compile.compat.dynamo.constant_tensors import constant_value
+from dtensor_compile.compat.dynamo.opaque_trackers import MemberVariable
+from dtensor_compile.compat.dynamo.tracing import Retrack, leave_to_python
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     UserFunctionVariable,
     VariableTracker,
@@ -54,7 +54,6 @@ from dtensor_compile.compat.dynamo.tracing import (
     constant_source,
     fact_guard,
     graph_break,
-    leave_to_python,
     raise_in_program,
 )
 from dtensor_compile.errors import PlacementError

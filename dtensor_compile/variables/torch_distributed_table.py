@@ -22,17 +22,14 @@ from torch.distributed import tensor
 from dtensor_compile.compat.distributed.functional_collectives import functional_collectives
 from dtensor_compile.compat.dynamo import settings
 from dtensor_compile.compat.dynamo.calls import NamespaceVariable, handle_calls, handle_construction, refuse_methods
-from dtensor_compile.compat.dynamo.tracing import (
-    Retrack,
-    TrackGiven,
-    TrackMade,
+from dtensor_compile.compat.dynamo.tracing import Retrack, TrackGiven, TrackMade, leave_calls_to_python
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     VariableTracker,
     build,
     build_unguarded,
     constant_source,
     fact_guard,
-    leave_calls_to_python,
     raise_in_program,
 )
 from dtensor_compile.variables import collective_calls

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.dynamo.module_calls import notes
-from dtensor_compile.compat.dynamo.tracing import (
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     UserFunctionVariable,
     VariableTracker,

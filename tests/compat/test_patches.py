@@ -19,23 +19,17 @@ import dtensor_compile.backend  # noqa: F401 - all features are known once every
 from dtensor_compile import UnsupportedTorchError, compat
 from dtensor_compile.compat import patches
 from dtensor_compile.compat.aot import partition
-from dtensor_compile.compat.distributed.rank_threads import run_in_threads
-from dtensor_compile.compat.patches import (
+from dtensor_compile.compat.apply_patches import (
     ABSENT,
-    FEATURES,
     STANDS_FOR,
-    MissingHookWarning,
-    Patch,
-    feature,
-    hook,
     is_called_from,
-    needs,
-    patch,
     patched,
     patched_entries,
     patched_value,
     stock_torch,
 )
+from dtensor_compile.compat.distributed.rank_threads import run_in_threads
+from dtensor_compile.compat.patches import FEATURES, MissingHookWarning, Patch, feature, hook, needs, patch
 from dtensor_compile.testing import make_mesh, on_ranks
 
 for _module in pkgutil.walk_packages(compat.__path__, f"{compat.__name__}."):
@@ -357,7 +351,7 @@ def test_nothing_else_assigns_to_torch():
     package = pathlib.Path(dtensor_compile.__file__).parent
     found = []
     for path in package.rglob("*.py"):
-        if path.name != "patches.py":
+        if path.name != "apply_patches.py":
             found += [
                 f"{path.relative_to(package)}:{line}" for line in _assignments_to_torch(ast.parse(path.read_text()))
             ]
@@ -382,9 +376,9 @@ def _assignments_to_torch(tree):
             for part in ast.walk(target):
                 if isinstance(part, ast.Attribute) and _root(part) in imported:
                     yield node.lineno
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
-            if _root(node.args[0]) in imported:
-                yield node.lineno
+        called = node.func if isinstance(node, ast.Call) else None
+        if getattr(called, "id", None) in ("setattr", "delattr") and _root(node.args[0]) in imported:
+            yield node.lineno
 
 
 def _root(node):

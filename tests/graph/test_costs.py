@@ -98,7 +98,11 @@ def passed_on(function):
     return wrapper
 
 
-CHOOSES = (lambda f, g: lambda *args: (f if len(args) > 9 else g)(*args))(lambda m, x: 0, step)
+def _choosing(f, g):
+    return lambda *args: (f if len(args) > 9 else g)(*args)
+
+
+CHOOSES = _choosing(lambda m, x: 0, step)
 #: Program, whether it takes the model, and what the report calls its layer.
 PROGRAMS = {
     "argument": (step, "argument", "model.layers.0"),

@@ -14,8 +14,8 @@ import dtensor_compile
 from dtensor_compile.compat.aot.shapes import Symbol
 from dtensor_compile.errors import PlanError
 from dtensor_compile.lowering.size_ranges import MARGIN, Range, cheapest_range, symbolic
-from dtensor_compile.planner.search import bytes_sent, plan
-from dtensor_compile.planner.steps import Problem
+from dtensor_compile.planner.problem import Problem
+from dtensor_compile.planner.search import bytes_sent, plan, problem_between
 from dtensor_compile.testing import make_mesh, run_on_ranks
 from dtensor_compile.topology import Link
 from dtensor_compile.topology.network import Network
@@ -68,9 +68,8 @@ def test_no_plan_is_cheaper_in_the_range_and_one_is_beside_it(name, even):
         if not any(step.sends for step in steps):
             continue
         symbol = Symbol(S, hint, 2, None)
-        found = cheapest_range(
-            source, target, mesh_shape, ((factor, 0), (0, 64)), symbol, network=network, divisors=divisors, steps=steps
-        )
+        at_hint = problem_between(source, target, mesh_shape, (factor * hint, 64), divisors, network=network)
+        found = cheapest_range(at_hint, ((factor, 0), (0, 64)), symbol, steps)
         if found is None:
             assert not even, (source, target, mesh_shape, hint, [str(s) for s in steps])
             continue
@@ -97,9 +96,8 @@ def test_latency_decides_for_small_sizes_and_bandwidth_for_large_ones(hint, want
     network, divisors = NETWORKS["slow outside"], (16, 64)
     steps = plan("RS(0)", "S(1)S(1)", (2, 8), (16 * hint, 64), network=network, divisors=divisors)
     symbol = Symbol(S, hint, 2, None)
-    found = cheapest_range(
-        "RS(0)", "S(1)S(1)", (2, 8), ((16, 0), (0, 64)), symbol, network=network, divisors=divisors, steps=steps
-    )
+    at_hint = problem_between("RS(0)", "S(1)S(1)", (2, 8), (16 * hint, 64), divisors, network=network)
+    found = cheapest_range(at_hint, ((16, 0), (0, 64)), symbol, steps)
     assert found == wanted and [step.kind for step in steps] == kinds
 
 
@@ -130,10 +128,8 @@ def test_a_plan_that_is_not_the_cheapest_has_no_range():
     network, divisors = NETWORKS["slow outside"], (16, 64)
     small = plan("RS(0)", "S(1)S(1)", (2, 8), (32, 64), network=network, divisors=divisors)
     line, symbol = ((16, 0), (0, 64)), Symbol(S, 10**5, 2, None)
-    assert (
-        cheapest_range("RS(0)", "S(1)S(1)", (2, 8), line, symbol, network=network, divisors=divisors, steps=small)
-        is None
-    )
+    at_hint = problem_between("RS(0)", "S(1)S(1)", (2, 8), (16 * 10**5, 64), divisors, network=network)
+    assert cheapest_range(at_hint, line, symbol, small) is None
 
 
 def test_text_and_membership():

@@ -12,9 +12,10 @@ import pytest
 from dtensor_compile.compat.dtensor.specs import Partial
 from dtensor_compile.errors import PlanError
 from dtensor_compile.ir.spec import parse_spec, spec_text
+from dtensor_compile.planner.problem import Problem
 from dtensor_compile.planner.search import bytes_sent, collectives, plan
 from dtensor_compile.planner.shard_intervals import CUTS
-from dtensor_compile.planner.steps import Problem, moves
+from dtensor_compile.planner.steps import moves
 from dtensor_compile.planner.torch_greedy import torch_steps
 from dtensor_compile.topology.network import Network
 from tests.ops.simulated import wrong_plans

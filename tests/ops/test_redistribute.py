@@ -219,8 +219,12 @@ def compare_strided(mesh_shape, words, shapes):
 
 @pytest.mark.parametrize(
     ("world", "mesh_shape", "words"),
-    [(2, (2,), ("R", "S(0)", "_S(0,2)", "_S(1,3)", "_S(0,5)")), (4, (4,), ("R", "_S(0,2)")), (4, (2, 2), ("R", "S(0)", "_S(0,2)", "S(1)"))],
-)  # fmt: skip
+    [
+        (2, (2,), ("R", "S(0)", "_S(0,2)", "_S(1,3)", "_S(0,5)")),
+        (4, (4,), ("R", "_S(0,2)")),
+        (4, (2, 2), ("R", "S(0)", "_S(0,2)", "S(1)")),
+    ],
+)
 def test_strided_shards_to_and_fro(world, mesh_shape, words):
     answers = run_on_ranks(world, compare_strided, mesh_shape, words, [(8, 8), (7, 5), (1, 3)])
     assert [line for lines in answers for line in lines] == []

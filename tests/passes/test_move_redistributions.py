@@ -159,7 +159,7 @@ def test_what_is_whole_along_an_outer_mesh_dim_is_not_cut_for_nothing():
 
 @on_ranks(2)
 def test_sums_of_uneven_shards_have_eagers_numbers():
-    for name, (function, _) in SMALLER.items():
+    for function, _ in SMALLER.values():
         check(function, rows(5, 8))
 
 
@@ -202,7 +202,7 @@ def test_narrow_sums_are_reduced_before_arithmetic():
 def test_what_is_not_linear_stays():
     unchanged(move_redistributions, lambda x: (move(x, "P(sum)", "R").square().sum(1),), local(4, 6))
     unchanged(move_redistributions, lambda x: (move(x, "P(max)", "R").sum(1),), local(4, 6))
-    unchanged(move_redistributions, lambda x: ((lambda y: y * y)(move(x, "P(sum)", "R")).sum(1),), local(4, 6))
+    unchanged(move_redistributions, lambda x: (((y := move(x, "P(sum)", "R")) * y).sum(1),), local(4, 6))
 
 
 @on_ranks(2)

@@ -73,7 +73,7 @@ def test_what_is_read_in_the_wide_dtype_too_stays():
     unchanged(send_in_narrow_dtype, function, torch.randn(2, 6))
     unchanged(
         send_in_narrow_dtype,
-        lambda x: (lambda whole: (whole.bfloat16(), whole))(move(x, "S(0)", "R")),
+        lambda x: ((whole := move(x, "S(0)", "R")).bfloat16(), whole),
         torch.randn(2, 6),
     )
 

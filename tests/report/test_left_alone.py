@@ -30,7 +30,7 @@ from dtensor_compile.report.model import from_json, to_json
 from dtensor_compile.report.table import print_report
 from dtensor_compile.schedule import kernel_order
 from dtensor_compile.schedule.left_alone import kernels_left, left_out_of_buckets
-from dtensor_compile.schedule.list_scheduler import Buffer, Task, simulate
+from dtensor_compile.schedule.simulated_device import Buffer, Task, simulate
 from dtensor_compile.stages import compilation
 from dtensor_compile.topology.links import CLUSTERS
 from tests.passes.graphs import run_alone

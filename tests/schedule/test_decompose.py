@@ -146,7 +146,7 @@ return view_default_2
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_same_values(name):
-    for text, decisions in run_on_ranks(2, divided, name):
+    for _, decisions in run_on_ranks(2, divided, name):
         assert decisions and all(after.endswith("parts") for _, after, _ in decisions)
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from dtensor_compile.schedule import list_scheduler as schedule
 from dtensor_compile.schedule.least_time import least_seconds
-from dtensor_compile.schedule.list_scheduler import Buffer, Task, _Device, arrange, excess, simulate
+from dtensor_compile.schedule.list_scheduler import arrange, excess
+from dtensor_compile.schedule.simulated_device import Buffer, SimulatedDevice, Task, simulate
 
 
 class Program(list):
@@ -166,7 +167,7 @@ def test_a_link_has_its_next_collective_before_one_ends_where_memory_allows_it()
     *ready, _ = (index for index, task in enumerate(program) if task.waits_for is not None)
 
     def in_flight_at_waits(bound):
-        device, found = _Device(program), []
+        device, found = SimulatedDevice(program), []
         for index in arrange(program, bound):
             if index in ready:
                 found.append(device.in_flight("net"))

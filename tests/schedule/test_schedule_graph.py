@@ -10,10 +10,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Trainer
-from dtensor_compile.graph.nodes import REDISTRIBUTES, is_start
+from dtensor_compile.graph.nodes import is_start
+from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.recording.recorder import watch_graphs
-from dtensor_compile.schedule.list_scheduler import simulate
 from dtensor_compile.schedule.schedule_graph import graph_tasks, schedule_graph
+from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.topology.links import Cluster, Device, Link
 

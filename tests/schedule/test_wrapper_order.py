@@ -1,6 +1,6 @@
 """The order of ``fully_shard`` itself: one module ahead, one reduction in flight."""
 
-from dtensor_compile.schedule.list_scheduler import simulate
+from dtensor_compile.schedule.simulated_device import simulate
 from dtensor_compile.schedule.wrapper_order import wrapper_order, wrapper_peak
 from tests.schedule.test_list_scheduler import Program
 

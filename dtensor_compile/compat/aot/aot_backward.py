@@ -24,8 +24,9 @@ from dtensor_compile.compat.aot.tangents import (
     gradients_in_eager,
     results_with_tangents,
 )
+from dtensor_compile.compat.apply_patches import is_called_from, patched
 from dtensor_compile.compat.dtensor.specs import Spec
-from dtensor_compile.compat.patches import hook, is_called_from, needs, patch, patched
+from dtensor_compile.compat.patches import hook, needs, patch
 
 #: Gradients to put in place of an error: ``(error, inputs, tangents)``; None where the error stands.
 StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]

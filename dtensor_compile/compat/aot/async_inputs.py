@@ -21,8 +21,9 @@ from torch._guards import TracingContext
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.patches import needs, patch
 
 
 def async_inputs(values: Sequence[Any]) -> tuple[int, ...]:

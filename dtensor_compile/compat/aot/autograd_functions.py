@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 
-from dtensor_compile.compat.patches import if_there, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import if_there, patch
 
 _PLACE = "torch._functorch._aot_autograd.runtime_wrappers:"
 #: The class whose one method builds such a function; before 2.13 it is built amid a longer one.

@@ -29,8 +29,7 @@ from dtensor_compile.compat.patches import hook, needs
     without="torch refuses them where a backward pass uses the memory of saved tensors, and ranks do not compare their "
     "backward passes",
     upstream="not reported: torch refuses them on purpose, where it writes over saved tensors",
-    remove_when="a backward with retain_graph=True gets copies of donated buffers, and a hook sees the function before it "
-    "is first called",
+    remove_when="a backward with retain_graph=True gets copies of donated buffers, and a hook sees the function first",
 )
 @contextlib.contextmanager
 def backward_runs(

@@ -14,8 +14,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtensor_compile.compat.dtensor.sharding import forget_decisions
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.dtensor.sharding_decisions import forget_decisions
+from dtensor_compile.compat.patches import needs, patch
 
 _BEGIN = patch("torch.fx.experimental.proxy_tensor:ProxyTorchDispatchMode.__enter__", "self")
 _UNWRAP = patch("torch.distributed.tensor._dispatch:OpDispatcher.unwrap_to_op_info", "self op_call args kwargs")

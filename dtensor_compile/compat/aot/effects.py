@@ -12,7 +12,8 @@ import torch
 from torch._higher_order_ops.effects import _get_effect
 
 from dtensor_compile.compat.aot.fx import is_fake
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import needs, patch
 
 #: The modules that import the function.
 _UNLIFT = tuple(

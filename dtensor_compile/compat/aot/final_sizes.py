@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import needs, patch
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.aot.autograd_functions import BUILD, IS_GENERATED, functions_built, strides_of_results
 from dtensor_compile.compat.aot.tangents import expected_placements
-from dtensor_compile.compat.patches import needs, patch, patched, patched_entries, patched_value
+from dtensor_compile.compat.apply_patches import patched, patched_entries, patched_value
+from dtensor_compile.compat.patches import needs, patch
 
 _ALIAS = patch("torch._functorch._aot_autograd.runtime_wrappers:gen_alias_from_base")
 _WRAPPER = patch("torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper")

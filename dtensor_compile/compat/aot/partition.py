@@ -11,8 +11,9 @@ import torch
 from torch._functorch import partitioners
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.patches import hook, needs, patch, patched
+from dtensor_compile.compat.patches import hook, needs, patch
 
 _BINDINGS = patch("torch._functorch.partitioners:find_symbol_binding_fx_nodes", "graph")
 _RANDOM = patch("torch._functorch.partitioners:functionalize_rng_ops", "joint_module fw_module bw_module num_sym_nodes")

@@ -16,7 +16,8 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Max, Min
 
-from dtensor_compile.compat.patches import if_there, needs, patch, patched, patched_entries
+from dtensor_compile.compat.apply_patches import patched, patched_entries
+from dtensor_compile.compat.patches import if_there, needs, patch
 
 #: Stands for a size that only the data decides, so that a plan can be made for it at all. (A size that equals what it
 #: is known to be a multiple of would read as fixed.)

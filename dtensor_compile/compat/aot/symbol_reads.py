@@ -14,7 +14,8 @@ from typing import Any
 import sympy
 from torch.fx.experimental.sym_node import SymNode
 
-from dtensor_compile.compat.patches import hook, needs, patch, patched_value
+from dtensor_compile.compat.apply_patches import patched_value
+from dtensor_compile.compat.patches import hook, needs, patch
 
 _EXPR = patch("torch.fx.experimental.sym_node:SymNode.expr")
 

@@ -5,7 +5,7 @@ asks whether they are positive: 250,000 operations in the compilation of three l
 builds and simplifies a sympy expression for each. Here the result of one is kept until torch learns more about the
 symbols:
 
-    result(operation, a, b) = result(operation, a', b')    where expression, hint and type of a and a', b and b' are equal
+    result(operation, a, b) = result(operation, a', b')    where expressions, hints and types are equal
 
 Each call still gives a node of its own: a graph that is traced tells sizes apart by their nodes. Nothing is kept where
 a tracer sees the operation, where torch validates or records what it does, and of sizes that only the data decides; an
@@ -27,25 +27,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from dtensor_compile.compat.patches import hook, needs, patch, patched_values
+from dtensor_compile.compat.apply_patches import patched_values
+from dtensor_compile.compat.patches import hook, needs, patch
 
 _OPERATIONS = (
-    "add",
-    "sub",
-    "mul",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "sym_max",
-    "sym_min",
-    "mod",
-    "int_floordiv",
-    "and_",
-    "or_",
-)
+    "add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "mod", "int_floordiv", "and_", "or_",
+)  # fmt: skip
 _NODE = "torch.fx.experimental.sym_node:SymNode."
 _BINARY = {name: patch(_NODE + name, "self other") for name in _OPERATIONS}
 #: What we note of a size, where it is looked for.
@@ -159,82 +146,7 @@ def results_computed_once() -> Iterator[None]:
     if sym_node.sym_node_log.isEnabledFor(10) or torch._logging._internal.GET_DTRACE_STRUCTURED:
         yield  # each operation is to be seen
         return
-    kept = _Kept()
-    size_of = kept.size
-
-    def binary(name: str) -> Callable[[SymNode, SymNode], Any]:
-        stock = getattr(SymNode, name)
-
-        def operation(self: Any, other: Any) -> Any:
-            env: Any = self.shape_env
-            if get_proxy_mode() is not None or env is None or not isinstance(other, SymNode):
-                return stock(self, other)
-            a, b, version = self._dtensor_size, other._dtensor_size, env._version_counter  # type: ignore[attr-defined]
-            if a is None or a.version != version:
-                a = size_of(self)
-            if b is None or b.version != version:
-                b = size_of(other)
-            if a is None or b is None or other.shape_env != env:
-                return stock(self, other)
-            known = a.results.get((name, b))
-            if known is not None:
-                return _new(known)
-            result = stock(self, other)
-            if type(result) is SymNode and size_of(result) is not None and env._version_counter == version:
-                a.results[name, b] = result.__dict__.copy()
-            return result
-
-        return operation
-
-    wrap = SymNode.wrap_int
-
-    def wrap_int(self: Any, num: int) -> Any:
-        env = self.shape_env
-        if type(num) is not int or env is None:
-            return wrap(self, num)
-        numbers = kept.sizes(env).numbers
-        known = numbers.get(num)
-        if known is None:
-            node = wrap(self, num)
-            if size_of(node) is None:
-                return node
-            known = numbers[num] = node.__dict__.copy()
-        return _new(known)
-
-    def read_once(name: str, slot: str) -> Callable[[SymNode], Any]:
-        stock = getattr(SymNode, name)
-
-        def read(self: Any) -> Any:
-            size = self._dtensor_size
-            if size is None or size.version != self.shape_env._version_counter:
-                size = size_of(self)
-                if size is None:
-                    return stock(self)
-            value = getattr(size, slot)
-            if value is _MISSING:
-                value = stock(self)
-                setattr(size, slot, value)
-            return value
-
-        return read
-
-    evaluate = ShapeEnv.evaluate_sym_node
-
-    def evaluate_sym_node(
-        self: Any, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None
-    ) -> Any:
-        size = sym_node._dtensor_size
-        if size is None or size.version != self._version_counter:
-            size = size_of(sym_node)
-        if size is None or sym_node.shape_env is not self:
-            return evaluate(self, sym_node, size_oblivious, fallback_value)
-        key = size_oblivious, fallback_value, self._suppress_guards_tls()
-        answer = size.answers.get(key, _MISSING)
-        if answer is _MISSING:
-            answer = size.answers[key] = evaluate(self, sym_node, size_oblivious, fallback_value)
-        return answer
-
-    files = symbolic_shapes.uninteresting_files
+    kept, files = _Kept(), symbolic_shapes.uninteresting_files
 
     @functools.cache
     def uninteresting() -> set[str]:
@@ -242,11 +154,11 @@ def results_computed_once() -> Iterator[None]:
 
     replaced = {
         _SIZE: None,
-        **{row: binary(name) for name, row in _BINARY.items()},
-        _WRAP_INT: wrap_int,
-        _AS_INT: read_once("maybe_as_int", "number"),
-        _TEXT: read_once("str", "text"),
-        _EVALUATE: evaluate_sym_node,
+        **{row: _binary(kept, name) for name, row in _BINARY.items()},
+        _WRAP_INT: _wrap_int(kept),
+        _AS_INT: _read_once(kept, "maybe_as_int", "number"),
+        _TEXT: _read_once(kept, "str", "text"),
+        _EVALUATE: _evaluate(kept),
         _FILES: uninteresting,
     }
     try:
@@ -254,3 +166,89 @@ def results_computed_once() -> Iterator[None]:
             yield
     finally:
         kept.forget()
+
+
+def _binary(kept: _Kept, name: str) -> Callable[[SymNode, SymNode], Any]:
+    """An operation of two sizes."""
+    stock, size_of = getattr(SymNode, name), kept.size
+
+    def operation(self: Any, other: Any) -> Any:
+        env: Any = self.shape_env
+        if get_proxy_mode() is not None or env is None or not isinstance(other, SymNode):
+            return stock(self, other)
+        a, b, version = self._dtensor_size, other._dtensor_size, env._version_counter  # type: ignore[attr-defined]
+        if a is None or a.version != version:
+            a = size_of(self)
+        if b is None or b.version != version:
+            b = size_of(other)
+        if a is None or b is None or other.shape_env != env:
+            return stock(self, other)
+        known = a.results.get((name, b))
+        if known is not None:
+            return _new(known)
+        result = stock(self, other)
+        if type(result) is SymNode and size_of(result) is not None and env._version_counter == version:
+            a.results[name, b] = result.__dict__.copy()
+        return result
+
+    return operation
+
+
+def _wrap_int(kept: _Kept) -> Callable[[SymNode, int], Any]:
+    """A number as a node."""
+    stock = SymNode.wrap_int
+
+    def wrap_int(self: Any, num: int) -> Any:
+        env = self.shape_env
+        if type(num) is not int or env is None:
+            return stock(self, num)
+        numbers = kept.sizes(env).numbers
+        known = numbers.get(num)
+        if known is None:
+            node = stock(self, num)
+            if kept.size(node) is None:
+                return node
+            known = numbers[num] = node.__dict__.copy()
+        return _new(known)
+
+    return wrap_int
+
+
+def _read_once(kept: _Kept, name: str, slot: str) -> Callable[[SymNode], Any]:
+    """What a method says of a size, kept in `slot` of it."""
+    stock = getattr(SymNode, name)
+
+    def read(self: Any) -> Any:
+        size = self._dtensor_size
+        if size is None or size.version != self.shape_env._version_counter:
+            size = kept.size(self)
+            if size is None:
+                return stock(self)
+        value = getattr(size, slot)
+        if value is _MISSING:
+            value = stock(self)
+            setattr(size, slot, value)
+        return value
+
+    return read
+
+
+def _evaluate(kept: _Kept) -> Callable[..., Any]:
+    """The answer to a condition."""
+    stock = ShapeEnv.evaluate_sym_node
+
+    def evaluate_sym_node(
+        self: Any, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None
+    ) -> Any:
+        size = sym_node._dtensor_size
+        if size is None or size.version != self._version_counter:
+            size = kept.size(sym_node)
+        if size is None or sym_node.shape_env is not self:
+            return stock(self, sym_node, size_oblivious, fallback_value)
+        key = size_oblivious, fallback_value, self._suppress_guards_tls()
+        answer = size.answers.get(key, _MISSING)
+        if answer is _MISSING:
+            answer = size.answers[key] = stock(self, sym_node, size_oblivious, fallback_value)
+        return answer
+
+    return evaluate_sym_node

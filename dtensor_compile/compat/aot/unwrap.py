@@ -24,10 +24,11 @@ from torch._functorch._aot_autograd.schemas import PlainTensorMeta, SubclassCrea
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _MaskPartial
 
-from dtensor_compile.compat.dtensor.sharding import unflatten
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.dtensor.shard_sizes import unflatten
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
 from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
-from dtensor_compile.compat.patches import hook, if_there, needs, patch, patched
+from dtensor_compile.compat.patches import hook, if_there, needs, patch
 from dtensor_compile.native.loader import native
 
 #: Before 2.13 there is neither, and the feature of this module is missing.

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import needs, patch
 from dtensor_compile.errors import NoProcessGroupError, UnsupportedTorchError
 
 

@@ -1,8 +1,8 @@
 """Gradients under ``fully_shard`` that wait for a later backward pass to reduce them, where eager keeps them: eager and
 compiled microbatches mix.
 
-A *holder* is a tensor with a number, by which compiled code finds the group whose gradients wait. They wait as they come
-(`hold`, `release`), or reduced over shards and not yet over replicas (`hold_shard`, `release_shard`).
+A *holder* is a tensor with a number, by which compiled code finds the group whose gradients wait. They wait as they
+come (`hold`, `release`), or reduced over shards and not yet over replicas (`hold_shard`, `release_shard`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dtensor_compile.compat.patches import feature, hook, patch, set_for_good
+from dtensor_compile.compat.apply_patches import set_for_good
+from dtensor_compile.compat.patches import feature, hook, patch
 
 _GLOO = "torch.distributed.distributed_c10d:ProcessGroupGloo"
 _GROUPS = patch(_GLOO, lasting=True)

@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,9 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import pgo
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from dtensor_compile.compat.apply_patches import patched, patched_values
 from dtensor_compile.compat.distributed.fake_group import INIT, NEW
-from dtensor_compile.compat.patches import feature, hook, patch, patched, patched_values
+from dtensor_compile.compat.patches import feature, hook, patch
 
 _THREADED = f"{threaded.__name__}:"
 _START = patch(_THREADED + "ProcessLocalGroup._start_coll", "cls collective pg")
@@ -180,7 +181,13 @@ class _Turns:
         self.kept[rank] = [getattr(module, name) for module, name, _ in self.states]
 
 
-_turns: _Turns | None = None
+class _Job:
+    """The job whose ranks are threads of this process now."""
+
+    turns: _Turns | None = None
+
+
+_job = _Job()
 
 
 class _Collective:
@@ -190,11 +197,11 @@ class _Collective:
         self.collective, self.group = collective, group
 
     def join(self, rank: int, data: Any) -> Any:
-        assert _turns is not None
+        assert _job.turns is not None
         ranks = tuple(dist.get_process_group_ranks(self.group))
         what = f"{type(self.collective).__name__.lstrip('_')} among ranks {list(ranks)}"
         key = self.group.pg_name, ranks
-        _turns.meet(_here.rank, key, rank, len(ranks), data, self.collective.work, what)
+        _job.turns.meet(_here.rank, key, rank, len(ranks), data, self.collective.work, what)
         return threaded.ret_work(data)
 
 
@@ -250,11 +257,88 @@ def run_in_threads(
         UnsupportedTorchError: the installed torch has no such threads.
         Exception: what the first rank that failed raised, with its rank as a note.
     """
-    global _turns
     _THREADS.works()
     if dist.is_initialized():
         raise RuntimeError("this process has a process group of its own: ranks in threads need one that has none")
-    store, results = dist.HashStore(), [None] * world
+    results: list[Any] = [None] * world
+    with _process_of_ranks(world, [*((module, name, lambda: None) for module, name in _STATES), *states]) as turns:
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(_run_rank, rank, turns, function, results),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            for rank in range(world)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if turns.stopped is not None:
+        raise turns.stopped
+    return results
+
+
+def _run_rank(rank: int, turns: _Turns, function: Callable[[int], Any], results: list[Any]) -> None:
+    """What the thread of a rank does: it makes the default group, and puts what the function returns in its place."""
+    _here.rank = rank
+    error: BaseException | None = None
+    try:
+        turns.begin(rank)
+        # Values of shards depend on the rank, and so do sizes; a rank of the job is none of the sizes that Dynamo has
+        # seen.
+        limits = {
+            "recompile_limit": turns.world * dynamo_config.recompile_limit,
+            "accumulated_recompile_limit": turns.world * dynamo_config.accumulated_recompile_limit,
+            "fake_tensor_cache_enabled": False,
+        }
+        with dynamo_config.patch(**limits), torch.autograd.set_multithreading_enabled(False):
+            dist.init_process_group()
+            results[rank] = function(rank)
+    except _Stopped:
+        pass
+    except BaseException as raised:  # noqa: BLE001 - the caller gets it
+        raised.add_note(f"on rank {rank}")
+        error = raised
+    finally:
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except Exception as raised:  # noqa: BLE001 - as above
+            raised.add_note(f"on rank {rank}")
+            error = error or raised
+        finally:
+            turns.end(rank, error)
+
+
+@contextlib.contextmanager
+def _process_of_ranks(world: int, states: Sequence[tuple[Any, str, Callable[[], Any]]]) -> Iterator[_Turns]:
+    """While it is entered, threads of this process can be ranks of a job; afterwards the process is as before."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in states]
+    random, environment = torch.get_rng_state(), dict(os.environ)
+    with _threaded_groups(world):
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        torch.compiler.reset()
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        _job.turns = _Turns(world, states)
+        try:
+            yield _job.turns
+        finally:
+            _job.turns = None
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            for module, name, value in before:
+                setattr(module, name, value)
+            os.environ.clear()
+            os.environ.update(environment)
+            torch.set_rng_state(random)
+            torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def _threaded_groups(world: int) -> Iterator[None]:
+    """While it is entered, process groups are of threads, and their collectives go by `_Turns`."""
+    store = dist.HashStore()
 
     def init(stock: Any, *args: Any, **kwargs: Any) -> None:
         if not dist.is_initialized():
@@ -263,37 +347,17 @@ def run_in_threads(
     def new(stock: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         return stock(ranks, timeout, _BACKEND, *args, **kwargs)
 
-    def run(rank: int, turns: _Turns) -> None:
-        _here.rank = rank
-        error: BaseException | None = None
-        try:
-            turns.begin(rank)
-            # Values of shards depend on the rank, and so do sizes; a rank of the job is none of the sizes that Dynamo
-            # has seen.
-            limits = {"recompile_limit": world * dynamo_config.recompile_limit, "fake_tensor_cache_enabled": False}
-            limits["accumulated_recompile_limit"] = world * dynamo_config.accumulated_recompile_limit
-            with dynamo_config.patch(**limits), torch.autograd.set_multithreading_enabled(False):
-                dist.init_process_group()
-                results[rank] = function(rank)
-        except _Stopped:
-            pass
-        except BaseException as raised:  # noqa: BLE001 - the caller gets it
-            raised.add_note(f"on rank {rank}")
-            error = raised
-        finally:
-            try:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-            except Exception as raised:  # noqa: BLE001 - as above
-                raised.add_note(f"on rank {rank}")
-                error = error or raised
-            finally:
-                turns.end(rank, error)
-
-    own = [(module, name, lambda: None) for module, name in _STATES]
-    states = [*own, *states]
-    before = [(module, name, getattr(module, name)) for module, name, _ in states]
-    random, environment = torch.get_rng_state(), dict(os.environ)
+    worlds = threaded.ThreadLocalWorld()
+    if not hasattr(worlds, "comms"):
+        worlds.comms = []  # on 2.11 it lacks what the end of a group looks through
+    values = {
+        _WORLD: worlds,
+        _BARRIER: lambda *args: None,
+        _START: _Collective,
+        _END: lambda collective, group: None,
+        _ALL_REDUCE: _AllReduce,
+        _REDUCE_SCATTER: _ReduceScatter,
+    }
     with contextlib.ExitStack() as stack:
         for rows, ours in ((INIT, init), (NEW, new)):
             for row in rows:
@@ -301,42 +365,5 @@ def run_in_threads(
         stack.callback(
             setattr, sys, "excepthook", sys.excepthook
         )  # each default process group wraps one more around it
-        worlds = threaded.ThreadLocalWorld()
-        if not hasattr(worlds, "comms"):
-            worlds.comms = []  # on 2.11 it lacks what the end of a group looks through
-        values = {
-            _WORLD: worlds,
-            _BARRIER: lambda *args: None,
-            _START: _Collective,
-            _END: lambda collective, group: None,
-            _ALL_REDUCE: _AllReduce,
-            _REDUCE_SCATTER: _ReduceScatter,
-        }
         stack.enter_context(patched_values(values))
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
-        torch.compiler.reset()
-        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-        _turns = turns = _Turns(world, states)
-        try:
-            threads = [
-                threading.Thread(
-                    target=contextvars.copy_context().run, args=(run, rank, turns), name=f"rank {rank}", daemon=True
-                )
-                for rank in range(world)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            _turns = None
-            torch._C._distributed_c10d._set_thread_isolation_mode(False)
-            for module, name, value in before:
-                setattr(module, name, value)
-            os.environ.clear()
-            os.environ.update(environment)
-            torch.set_rng_state(random)
-            torch.compiler.reset()
-    if turns.stopped is not None:
-        raise turns.stopped
-    return results
+        yield

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.compat.apply_patches import patched_value
 from dtensor_compile.compat.dtensor.specs import is_traced
-from dtensor_compile.compat.patches import needs, patch, patched_value
+from dtensor_compile.compat.patches import needs, patch
 
 #: Carries messages out: ``(tensors, whether each receives, peers in the group, group)``; gives what came, for each.
 Exchange = Callable[[list[torch.Tensor], list[bool], list[int], dist.ProcessGroup], Sequence[torch.Tensor]]

@@ -14,7 +14,8 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import needs, patch
 
 _DYNAMIC = patch("torch._dynamo.variables.builder:_automatic_dynamic", "e tx source static_shapes ...")
 

@@ -16,13 +16,10 @@ from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVaria
 from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
-from dtensor_compile.compat.dynamo.tracing import (
-    OpaqueVariable,
-    Translator,
-    build_unguarded,
-    constant_source,
-)
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, build_unguarded, constant_source
+from dtensor_compile.compat.patches import needs, patch
 
 #: Trackers of dicts: of any class before 2.14, from there on one for each class.
 _DICTS = (dicts.ConstDictVariable, getattr(dicts, "OrderedDictVariable", dicts.ConstDictVariable))

@@ -21,14 +21,10 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.dynamo.tracing import (
-    READ,
-    Translator,
-    fact_guard,
-    graph_break,
-    tensor_methods,
-)
-from dtensor_compile.compat.patches import needs, patch, patched, patched_value
+from dtensor_compile.compat.apply_patches import patched, patched_value
+from dtensor_compile.compat.dynamo.opaque_trackers import tensor_methods
+from dtensor_compile.compat.dynamo.tracker_tools import READ, Translator, fact_guard, graph_break
+from dtensor_compile.compat.patches import needs, patch
 
 _stock_accumulate_grad = polyfills.accumulate_grad
 

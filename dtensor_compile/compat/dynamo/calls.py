@@ -7,7 +7,6 @@ are."""
 from __future__ import annotations
 
 import contextlib
-import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,24 +21,20 @@ from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable
 from torch._dynamo.variables.tensor import TensorSubclassVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.dynamo.tracing import (
-    CALL_METHOD,
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.dynamo.constant_tensors import target_name
+from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, OpaqueClassVariable
+from dtensor_compile.compat.dynamo.tracing import Retrack, TrackGiven, leave_calls_to_python
+from dtensor_compile.compat.dynamo.tracker_tools import (
     COMPARE,
     READ,
-    OpaqueClassVariable,
-    Retrack,
-    TrackGiven,
     Translator,
     graph_break,
-    leave_calls_to_python,
     member_function,
     read_attribute,
 )
-from dtensor_compile.compat.patches import FEATURES, if_there, needs, patch, patched
+from dtensor_compile.compat.patches import FEATURES, if_there, needs, patch
 
 #: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
 Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
@@ -203,253 +198,6 @@ _leave: weakref.WeakKeyDictionary[ContextVariable, list[Callable[[], None]]] = w
 
 # ---- tensors that are constants ------------------------------------------------------------------------------------
 
-#: Their result follows from their arguments alone and they change none of them.
-_PURE = frozenset(
-    [
-        "tensor",
-        "arange",
-        "full",
-        "zeros",
-        "ones",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "ravel",
-        "squeeze",
-        "unsqueeze",
-        "permute",
-        "transpose",
-        "t",
-        "clone",
-        "contiguous",
-        "to",
-        "long",
-        "int",
-        "short",
-        "float",
-        "double",
-        "bool",
-        "cpu",
-        "detach",
-        "getitem",
-        "select",
-        "narrow",
-        "index_select",
-        "gather",
-        "take",
-        "movedim",
-        "swapaxes",
-        "expand",
-        "repeat",
-        "cat",
-        "stack",
-        "concat",
-        "hstack",
-        "vstack",
-        "split",
-        "chunk",
-        "unbind",
-        "tile",
-        "flip",
-        "roll",
-        "sort",
-        "argsort",
-        "topk",
-        "sum",
-        "prod",
-        "min",
-        "max",
-        "amin",
-        "amax",
-        "argmin",
-        "argmax",
-        "mean",
-        "any",
-        "all",
-        "cumsum",
-        "cumprod",
-        "count_nonzero",
-        "numel",
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "neg",
-        "pow",
-        "div",
-        "remainder",
-        "floor_divide",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and_",
-        "or_",
-        "xor",
-        "invert",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "isin",
-        "nonzero",
-        "unique",
-        "where",
-        "equal",
-        "item",
-        "tolist",
-        "diff",
-        "searchsorted",
-        "bucketize",
-        "abs",
-        "sign",
-        "clamp",
-        "minimum",
-        "maximum",
-        "constant_tensor",
-    ]
-)
-
-
-_IN_PLACE = frozenset(
-    [
-        "setitem",
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-        "set_data",
-    ]
-)
-#: Longer chains are left to run time.
-_MOST_NODES = 256
-
-
-def constant_value(variable: VariableTracker) -> torch.Tensor:
-    """The tensor that `variable` stands for, where it follows from constants of the program alone.
-
-    Raises:
-        NotImplementedError: the value is only known when the program runs.
-    """
-    if not isinstance(variable, TensorVariable) or variable.source is not None:
-        raise NotImplementedError(f"{variable} is not a constant tensor")
-    node, known = variable.as_proxy().node, {}
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
-        value = _evaluate(node, known)
-    memory = {storage for other in known for storage in _storages(other)}
-    if any(not memory.isdisjoint(_storages(written)) for other in node.graph.nodes for written in _written(other)):
-        raise NotImplementedError(f"{node} is changed in place")
-    return value
-
-
-def _evaluate(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
-    if node in known:
-        return known[node]
-    if not _is_pure(node) or len(known) >= _MOST_NODES:
-        raise NotImplementedError(f"{node} is not a constant")
-    args = torch.fx.map_arg(node.args, lambda n: _evaluate(n, known))
-    kwargs = torch.fx.map_arg(node.kwargs, lambda n: _evaluate(n, known))
-    if node.op == "call_method":
-        known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    else:
-        known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return known[node]
-
-
-def _name(node: torch.fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _is_pure(node: torch.fx.Node) -> bool:
-    name = _name(node)
-    if name not in _PURE or "out" in node.kwargs:
-        return False
-    owners = (torch, operator, torch.Tensor)
-    return node.op == "call_method" or (
-        node.op == "call_function"
-        and (node.target is constant_tensor or any(getattr(o, name, None) is node.target for o in owners))
-    )
-
-
-def _written(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
-    """What a node of the graph may write to."""
-    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
-        return ()
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.all_input_nodes if node.target._schema.is_mutable else ()
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(node.target, overload) for overload in node.target.overloads()]
-        return node.all_input_nodes if any(overload._schema.is_mutable for overload in overloads) else ()
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.kwargs.get("inplace") or "out" in node.kwargs:
-        return node.all_input_nodes
-    name = _name(node)
-    if _is_pure(node) or not (name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
-        return ()
-    of_tensor = node.op == "call_method" or node.target is getattr(operator, name, None)
-    return (
-        node.all_input_nodes[:1] if of_tensor else node.all_input_nodes
-    )  # a function of lists writes to what is in them
-
-
-def _storages(node: torch.fx.Node) -> set[int]:
-    """The memory of the tensors that a node gives, while it is traced; views have that of their base."""
-    tensors = [t for t in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
-    locals_ = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-    return {t.untyped_storage()._cdata for t in locals_ if t.layout == torch.strided}
-
-
-def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of these values, on the CPU; a node of the graph that `constant_value` can look into."""
-    return torch.tensor(values, dtype=dtype)
-
-
-@needs(
-    "item() of tensors that are constants",
-    CALL_METHOD,
-    without="it breaks the graph, as in torch",
-    upstream="not reported: torch breaks the graph on purpose",
-    remove_when="Dynamo gives item() of a tensor that follows from constants",
-)
-@contextlib.contextmanager
-def read_constant_tensors() -> Iterator[None]:
-    """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the
-    program.
-    """
-
-    def call_method(
-        stock: Any,
-        self: TensorVariable,
-        tx: Translator,
-        name: str,
-        args: list[VariableTracker],
-        kwargs: dict[str, VariableTracker],
-    ) -> VariableTracker:
-        if name in ("item", "tolist"):
-            try:
-                value = constant_value(self)
-            except NotImplementedError:
-                return stock(self, tx, name, args, kwargs)
-            return VariableTracker.build(tx, getattr(value, name)())
-        return stock(self, tx, name, args, kwargs)
-
-    with patched(CALL_METHOD, call_method):
-        yield
-
 
 _READ = patch(f"torch._dynamo.variables.tensor:TensorVariable.{READ}", "self tx name")
 
@@ -599,7 +347,7 @@ def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker])
         v.as_proxy().node for v in output.leaf_var_creation_order if isinstance(v, TensorVariable) and not v.source
     }
     for node in output.graph.nodes:
-        if _name(node) != "detach" and any(arg in reached for arg in node.all_input_nodes):
+        if target_name(node) != "detach" and any(arg in reached for arg in node.all_input_nodes):
             reached.add(node)
     return any(isinstance(v, TensorVariable) and v.requires_grad and v.as_proxy().node in reached for v in returned)
 

@@ -18,9 +18,10 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
 from dtensor_compile.compat.dynamo.calls import ContextVariable
-from dtensor_compile.compat.dynamo.tracing import (
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     build,
     build_unguarded,
@@ -28,7 +29,7 @@ from dtensor_compile.compat.dynamo.tracing import (
     graph_break,
     read_attribute,
 )
-from dtensor_compile.compat.patches import feature, patch, patched
+from dtensor_compile.compat.patches import feature, patch
 
 _RUN_NODE = patch("torch._dynamo.utils:run_node", "tracer node args kwargs nnmodule")
 _COUNTS = feature(

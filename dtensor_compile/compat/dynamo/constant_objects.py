@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import needs, patch
 
 #: Whether torch itself carries these objects in graphs.
 OPAQUE = is_opaque_type(DeviceMesh)

@@ -39,13 +39,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dtensor_compile.causes import cause
-from dtensor_compile.compat.dynamo.tracing import (
-    backend_on_stack,
-    compiles_for_us,
-    graph_break,
-    tensor_methods,
-)
-from dtensor_compile.compat.patches import hook, needs, on_this_thread, patch, patched, patched_entries
+from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
+from dtensor_compile.compat.dynamo.opaque_trackers import tensor_methods
+from dtensor_compile.compat.dynamo.tracing import backend_on_stack, compiles_for_us
+from dtensor_compile.compat.dynamo.tracker_tools import graph_break
+from dtensor_compile.compat.patches import hook, needs, patch
 
 #: What is switched on in the first attempt to trace a frame, in the second, and in the last.
 _ATTEMPTS: tuple[dict[str, bool], ...] = (

@@ -18,9 +18,11 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.distributed.tensor._ops import _math_ops
 from torch.nn import init
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo.tracing import CALL_METHOD, Translator, graph_break, read_attribute
-from dtensor_compile.compat.patches import needs, patched
+from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break, read_attribute
+from dtensor_compile.compat.patches import needs
 
 #: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.
 trunc_normal_function: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_

@@ -18,9 +18,10 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 from torch._guards import GuardSource
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.calls import Call, attribute
-from dtensor_compile.compat.dynamo.tracing import Source, Translator
-from dtensor_compile.compat.patches import hook, if_there, needs, patch, patched
+from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator
+from dtensor_compile.compat.patches import hook, if_there, needs, patch
 
 #: A tracker as a key of a dict.
 _HashableTracker: Any = (

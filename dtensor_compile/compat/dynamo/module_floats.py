@@ -17,8 +17,9 @@ from typing import Any
 from torch._dynamo import config
 from torch._dynamo.variables.builder import VariableBuilder
 
-from dtensor_compile.compat.dynamo.tracing import VariableTracker
-from dtensor_compile.compat.patches import hook, needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.dynamo.tracker_tools import VariableTracker
+from dtensor_compile.compat.patches import hook, needs, patch
 
 
 def _of_module(builder: VariableBuilder) -> bool:

@@ -36,12 +36,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import BackwardHook
 
 from dtensor_compile.causes import cause
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dynamo.calls import call_site
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.dynamo.tracing import Translator, graph_break
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break
+from dtensor_compile.compat.patches import needs, patch
 
 #: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of
 #: a DTensor.
@@ -375,8 +376,8 @@ _REGISTER = patch("torch._dynamo.variables.tensor:TensorVariable._method_registe
     _REGISTER,
     without="such hooks are what torch makes of them",
     upstream="#172020, #172126",
-    remove_when="Dynamo traces hooks of intermediate tensors with compiled autograd on, and for DTensors whose gradient "
-    "is placed otherwise",
+    remove_when="Dynamo traces hooks of intermediate tensors with compiled autograd on, and for DTensors whose "
+    "gradient is placed otherwise",
 )
 @contextlib.contextmanager
 def hooks_in_the_graph() -> Iterator[None]:

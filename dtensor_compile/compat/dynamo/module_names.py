@@ -47,7 +47,7 @@ def root_names(
 
 def _is_filled(cell: CellType) -> bool:
     try:
-        cell.cell_contents
+        cell.cell_contents  # noqa: B018 - the read is the question
     except ValueError:
         return False
     return True

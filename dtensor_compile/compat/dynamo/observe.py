@@ -24,9 +24,11 @@ from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompil
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.module_names import root_names
+from dtensor_compile.compat.dynamo.tracing import is_left_to_python
 from dtensor_compile.compat.inductor.compile import GraphPass
-from dtensor_compile.compat.patches import feature, hook, needs, patch, patched
+from dtensor_compile.compat.patches import feature, hook, needs, patch
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>\w+)_at_\d+")
 
@@ -85,7 +87,8 @@ class Watcher(Protocol):
 
 
 _local = threading.local()
-_count = 0
+#: Numbers of compilations.
+_count = itertools.count(1)
 
 
 def current_compilation() -> FrameCompilation | None:
@@ -136,70 +139,87 @@ _SIMPLIFIED = patch("torch._dynamo.backends.common:aot_module_simplified", "mod 
 def watch_dynamo(watcher: Watcher) -> Iterator[None]:
     """While it is entered, `watcher` is told of every compilation and every graph break in this process."""
 
-    def compile_(
+    watching = _Watching(watcher)
+    replaced = ((_COMPILE, watching.compile), (_REASONS, watching.reasons), (_BREAK, watching.log_graph_break))
+    callbacks = (
+        (callback_handler.start_callbacks, watching.start),
+        (callback_handler.end_callbacks, watching.end),
+    )
+    for known, ours in callbacks:
+        known.append(ours)
+    try:
+        with contextlib.ExitStack() as stack:
+            for row, replacement in replaced:
+                stack.enter_context(patched(row, replacement, every_thread=True))
+            yield
+    finally:
+        for known, ours in callbacks:
+            if ours in known:  # torch._dynamo.reset() takes all of them out
+                known.remove(ours)
+
+
+class _Watching:
+    """What tells one watcher; each method is called in the place of, or by, a function of Dynamo's."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+        self.starts: list[float] = []
+
+    def compile(
+        self,
         stock: Any,
         code: Any,
         global_values: Any,
         local_values: Any,
         builtins: Any,
         closure: Any,
+        compiler_fn: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        global _count
+        """A compilation of a frame."""
+        given = (code, global_values, local_values, builtins, closure, compiler_fn, *args)
+        if is_left_to_python(code, compiler_fn):
+            return stock(*given, **kwargs)
         under_way = _local.__dict__.setdefault("under_way", [])
-        _count += 1
         resumed = _RESUMED.fullmatch(code.co_name)
         name = resumed["name"] if resumed else code.co_name
-        this = FrameCompilation(_count, name, code.co_filename, code.co_firstlineno, outermost=not under_way)
+        this = FrameCompilation(next(_count), name, code.co_filename, code.co_firstlineno, outermost=not under_way)
         this.names = root_names(code, name, local_values, closure)
-        watcher.compiling(this)
+        self.watcher.compiling(this)
         under_way.append(this)
         began = time.perf_counter()
         try:
-            return stock(code, global_values, local_values, builtins, closure, *args, **kwargs)
+            return stock(*given, **kwargs)
         except Exception as error:
             if _ends_compilation(error):
-                watcher.broke(_break(error, this, error=True))
+                self.watcher.broke(_break(error, this, error=True))
             raise
         finally:
             this.seconds = time.perf_counter() - began
             under_way.pop()
 
-    def reasons(stock: Any, *args: Any, **kwargs: Any) -> list[str]:
-        found = stock(*args, **kwargs)
+    def reasons(self, stock: Any, *args: Any, **kwargs: Any) -> list[str]:
+        """Why the frame is compiled again."""
+        found: list[str] = stock(*args, **kwargs)
         this = current_compilation()
         if this is not None:
             this.reason = found[0] if found else "a guard of an earlier compilation"
         return found
 
-    def log_graph_break(stock: Any, self: Any, code_options: Any, reason: str, exc: Any) -> None:
+    def log_graph_break(self, stock: Any, translator: Any, code_options: Any, reason: str, exc: Any) -> None:
         if not getattr(exc, "logged", False):
-            watcher.broke(_break(exc, current_compilation(), error=False))
-        stock(self, code_options, reason, exc)
+            self.watcher.broke(_break(exc, current_compilation(), error=False))
+        stock(translator, code_options, reason, exc)
 
-    starts: list[float] = []
+    def start(self, args: CallbackArgs) -> None:
+        """A compilation starts, of a backward pass too."""
+        self.starts.append(time.perf_counter())
 
-    def start(args: CallbackArgs) -> None:
-        starts.append(time.perf_counter())
-
-    def end(args: CallbackArgs) -> None:
-        if args.callback_trigger is CallbackTrigger.LAZY_BACKWARD and starts:
-            watcher.compiled_backward(time.perf_counter() - starts[-1])
-        starts.clear()
-
-    callback_handler.register_start_callback(start)
-    callback_handler.register_end_callback(end)
-    ours = ((_COMPILE, compile_), (_REASONS, reasons), (_BREAK, log_graph_break))
-    try:
-        with contextlib.ExitStack() as stack:
-            for row, replacement in ours:
-                stack.enter_context(patched(row, replacement, every_thread=True))
-            yield
-    finally:
-        for callbacks, ours in ((callback_handler.start_callbacks, start), (callback_handler.end_callbacks, end)):
-            if ours in callbacks:  # torch._dynamo.reset() takes all of them out
-                callbacks.remove(ours)
+    def end(self, args: CallbackArgs) -> None:
+        if args.callback_trigger is CallbackTrigger.LAZY_BACKWARD and self.starts:
+            self.watcher.compiled_backward(time.perf_counter() - self.starts[-1])
+        self.starts.clear()
 
 
 def _ends_compilation(error: Exception) -> bool:

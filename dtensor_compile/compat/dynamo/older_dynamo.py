@@ -24,10 +24,13 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._utils import _maybe_view_chunk_cat
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.apply_patches import patched, patched_entries
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
-from dtensor_compile.compat.dynamo.tracing import Retrack, Translator, build, tensor_methods, traces_for_us
-from dtensor_compile.compat.patches import needs, patch, patched, patched_entries
+from dtensor_compile.compat.dynamo.opaque_trackers import tensor_methods
+from dtensor_compile.compat.dynamo.tracing import Retrack, traces_for_us
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, build
+from dtensor_compile.compat.patches import needs, patch
 
 
 def _of_numbers(function: Callable[..., Any]) -> tuple[Any, Retrack]:

@@ -43,10 +43,11 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.calls import Call
 from dtensor_compile.compat.dynamo.guards import Together, guarded_together
-from dtensor_compile.compat.dynamo.tracing import Source, Translator, fact_guard, read_attribute
-from dtensor_compile.compat.patches import if_there, needs, patch, patched
+from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator, fact_guard, read_attribute
+from dtensor_compile.compat.patches import if_there, needs, patch
 
 #: The trackers of what is in a list.
 _items = if_there("torch._dynamo.utils:unpack_iterable") or (lambda tx, variable: variable.unpack_var_sequence(tx))

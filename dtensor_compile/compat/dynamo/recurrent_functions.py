@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch._dynamo import config
 
-from dtensor_compile.compat.patches import hook, needs, patch, patched_values
+from dtensor_compile.compat.apply_patches import patched_values
+from dtensor_compile.compat.patches import hook, needs, patch
 
 #: Name of a layer's function, and the function: ``(x, states, weights, biases, layers, dropout, train, bidirectional,
 #: batch_first)``.

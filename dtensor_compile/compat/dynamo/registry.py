@@ -7,7 +7,8 @@ from typing import Any
 
 from torch._dynamo.backends import registry
 
-from dtensor_compile.compat.patches import hook, needs, patch, set_for_good
+from dtensor_compile.compat.apply_patches import set_for_good
+from dtensor_compile.compat.patches import hook, needs, patch
 
 
 class _Backends(dict[str, Any]):

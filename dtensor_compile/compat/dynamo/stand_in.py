@@ -17,12 +17,11 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserMethodVariable
 
 from dtensor_compile.compat.dynamo.calls import handle_calls
-from dtensor_compile.compat.dynamo.tracing import (
-    Retrack,
+from dtensor_compile.compat.dynamo.tracing import Retrack, leave_to_python
+from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     build,
     graph_break,
-    leave_to_python,
     member_function,
     raise_in_program,
 )

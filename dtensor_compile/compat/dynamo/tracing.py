@@ -15,144 +15,44 @@ Three things about it are not obvious:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackTrigger
 from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, skip_code
-from torch._dynamo.exc import RestartAnalysis, SkipFrame, raise_observed_exception, unimplemented
-from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
-from torch._dynamo.source import AttrSource, GlobalSource, GradSource, TypeSource, is_from_optimizer_source
-from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import ConvertFrameReturn
-from torch._dynamo.variables import script_object
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
-from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
-from torch._dynamo.variables.misc import LambdaVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._guards import Guard, GuardsContext, GuardsSet, Source
-from torch._library.fake_class_registry import FakeScriptObject
-from torch.utils.weak import TensorWeakRef
+from torch._guards import Source
 
-from dtensor_compile.causes import break_title, cause
+from dtensor_compile.compat.apply_patches import (
+    ABSENT,
+    STANDS_FOR,
+    patch_for_good,
+    patched,
+    patched_entries,
+    stock_torch,
+)
 from dtensor_compile.compat.dynamo.constant_objects import (
     OPAQUE,
-    STOCK_CLASSES,
-    ConstantClassVariable,
-    ConstantObjectVariable,
     constant_classes,
     guard_constant,
     track_world,
 )
-from dtensor_compile.compat.patches import (
-    ABSENT,
-    STANDS_FOR,
-    Patch,
-    feature,
-    hook,
-    on_this_thread,
-    patch,
-    patch_for_good,
-    patched,
-    patched_entries,
-    patched_value,
-    stock_torch,
-)
-
-Translator = InstructionTranslatorBase
-
-
-def _named(module: types.ModuleType, *names: str) -> Any:
-    """The first of `names` that the module has: releases call the same thing by different names."""
-    return next(getattr(module, name) for name in names if hasattr(module, name))
-
-
-#: What a tracker calls the slots that read an attribute and compare; every tracker of ours has both names of each.
-READ = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
-COMPARE = "tp_richcompare_impl" if hasattr(VariableTracker, "tp_richcompare_impl") else "richcompare_impl"
-
-
-def read_attribute(owner: Any, tx: Translator, name: str) -> VariableTracker:
-    """``owner.name`` of a tracker, or of the ``super()`` of one."""
-    return getattr(owner, READ)(tx, name)
-
-
-#: Methods of tensors that are called while a program is traced; several features replace it.
-CALL_METHOD = patch("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs")
-_METHODS = patch("torch._dynamo.variables.tensor:TensorVariable.tp_methods", optional=True)
-
-
-@contextmanager
-def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterator[None]:
-    """While it is entered, calls of these methods of tensors go to these functions in place of
-    ``TensorVariable.method_...``.
-    """
-    table = getattr(TensorVariable, "tp_methods", {})  # as of 2.14 it holds the functions themselves
-    with ExitStack() as stack:
-        for name, handler in handlers.items():
-            row = patch(f"torch._dynamo.variables.tensor:TensorVariable.method_{name}")
-            ours = on_this_thread(
-                getattr(TensorVariable, f"method_{name}"), lambda _, *args, _h=handler, **k: _h(*args, **k)
-            )
-            stack.enter_context(patched_value(row, ours))
-            if name in table:
-                stack.enter_context(
-                    patched_entries(_METHODS, {name: dataclasses.replace(table[name], handler=ours)}, table)
-                )
-        yield
-
-
-#: Tracks an object that tensors and operators carry around without looking inside: meshes, groups, placements.
-OpaqueVariable: Any = (
-    _named(script_object, "TorchScriptObjectVariable", "CustomClassObjectVariable")
-    if OPAQUE
-    else ConstantObjectVariable
-)
-#: Tracks the class of such objects.
-OpaqueClassVariable: Any = (
-    _named(script_object, "OpaqueObjectClassVariable", "CustomClassVariable") if OPAQUE else ConstantClassVariable
-)
-
-
-def is_opaque_class(variable: VariableTracker) -> bool:
-    """Whether `variable` is what torch tracks the class of such objects by."""
-    return isinstance(variable, OpaqueClassVariable if OPAQUE else STOCK_CLASSES)
-
-
-class MemberVariable(OpaqueVariable):
-    """Tracks an opaque object: what Dynamo asks of it, under names that stay the same from release to release."""
-
-    def read_member(self, tx: Translator, name: str) -> VariableTracker:
-        """``object.name``"""
-        raise NotImplementedError
-
-    def text(self, tx: Translator, method: str) -> VariableTracker:
-        """``repr(object)`` or ``str(object)``: `method` is ``"__repr__"`` or ``"__str__"``."""
-        raise NotImplementedError
-
-    def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
-        return self.read_member(tx, name)
-
-    def repr_impl(self, tx: Translator) -> VariableTracker:
-        return self.text(tx, "__repr__")
-
-    def str_impl(self, tx: Translator) -> VariableTracker:
-        return self.text(tx, "__str__")
-
-    tp_getattro_impl, tp_repr_impl, tp_str_impl = var_getattr, repr_impl, str_impl  # as of 2.14
-
+from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, real_object
+from dtensor_compile.compat.patches import Patch, feature, hook, patch
 
 Backend = Callable[..., Any]
 #: Makes a tracker of an opaque object: ``(tx, proxy, value, source, options)``.
@@ -193,11 +93,6 @@ class Entries:
     given: Mapping[type, TrackGiven] = field(default_factory=dict)
 
 
-def real_object(value: Any) -> Any:
-    """The object itself: while tracing it may be wrapped."""
-    return object.__getattribute__(value, "real_obj") if isinstance(value, FakeScriptObject) else value
-
-
 _BUILDER = "torch._dynamo.variables.builder:"
 _FACTORY = patch(f"torch._dynamo.variables.script_object:{OpaqueVariable.__name__}.create", "proxy value ...")
 _BY_ID = patch(_BUILDER + "VariableBuilder._id_dispatch", "cls")
@@ -205,8 +100,8 @@ _BY_TYPE = patch(_BUILDER + "VariableBuilder._type_dispatch", "cls")
 _MADE = patch(_BUILDER + "SourcelessBuilder._type_handlers")
 #: The tables that these rows stand for.
 _TABLES: dict[Patch, Callable[[], dict[Any, Any]]] = {
-    _BY_ID: lambda: VariableBuilder._id_dispatch(),
-    _BY_TYPE: lambda: VariableBuilder._type_dispatch(),
+    _BY_ID: VariableBuilder._id_dispatch,
+    _BY_TYPE: VariableBuilder._type_dispatch,
     _MADE: lambda: SourcelessBuilder._type_handlers,
 }
 _CALLBACKS = patch(
@@ -469,15 +364,6 @@ def compiles_for_us(compiler_fn: Any) -> bool:
 # ---- what trackers need --------------------------------------------------------------------------------------------
 
 
-def describe_fake(value: Any) -> None:
-    """``str`` of a wrapped object is that of the real one; Dynamo asks the wrapper, and would bake in the wrapper's
-    address.
-    """
-    if isinstance(value, FakeScriptObject):
-        real = real_object(value)
-        object.__setattr__(value, "__str__", lambda: str(real))
-
-
 #: Code whose frames a backend of ours leaves to Python, and whether what they call is left to it, too.
 _left: dict[types.CodeType, bool] = {}
 _left_if: list[Callable[[types.CodeType], bool]] = []
@@ -498,13 +384,15 @@ def _leave_some_to_python(
 
     Nothing is noted on the code, as ``skip_code`` would: another backend may compile it.
     """
-    with_calls = _left.get(code)
-    if with_calls is None and any(leave(code) for leave in _left_if):
-        with_calls = False
-    if with_calls is None or not compiles_for_us(compiler_fn):
+    if not is_left_to_python(code, compiler_fn):
         return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
-    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if with_calls else FrameAction.DEFAULT)
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if _left.get(code) else FrameAction.DEFAULT)
     return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+
+def is_left_to_python(code: types.CodeType, compiler_fn: Any) -> bool:
+    """Whether a frame that Dynamo is about to compile with `compiler_fn` runs in Python as it is."""
+    return (code in _left or any(leave(code) for leave in _left_if)) and compiles_for_us(compiler_fn)
 
 
 @functools.cache
@@ -530,159 +418,7 @@ def leave_calls_to_python(function: types.FunctionType) -> None:
     _left[function.__code__] = True
 
 
-def leave_frames_to_python(function: types.FunctionType) -> None:
+def leave_frames_to_python(function: Callable[..., Any]) -> None:
     """Frames of `function`, one of ours, stay with Python under any backend; what it calls may be compiled."""
+    assert isinstance(function, types.FunctionType)
     skip_code(function.__code__)
-
-
-def graph_break(code: str, context: str, explanation: str = "", hint: str = "") -> NoReturn:
-    """An ordinary graph break: an error with ``fullgraph=True``, otherwise this piece of the program runs in eager.
-
-    Args:
-        code: the cause, as in `dtensor_compile.causes`.
-        context: what was met.
-        explanation, hint: why it is not traced, what the user can do; where not given, what the cause says in general.
-    """
-    row = cause(code)
-    unimplemented(
-        gb_type=break_title(code), context=context, explanation=explanation or row.why, hints=[hint or row.instead]
-    )
-
-
-def raise_in_program(tx: Translator, error: Exception) -> NoReturn:
-    """The traced program meets `error` here, as it would in eager: it may catch it."""
-    raise_observed_exception(type(error), tx, args=[str(arg) for arg in error.args])
-
-
-def constant_argument(argument: VariableTracker) -> Any:
-    """The value of an argument; a size that became symbolic is fixed to what it is, under a guard.
-
-    Raises:
-        NotImplementedError: the value is only known when the program runs.
-    """
-    if isinstance(argument, SymNodeVariable):
-        return argument.evaluate_expr()
-    return argument.as_python_constant()
-
-
-def build(tx: Translator, value: Any) -> VariableTracker:
-    """A tracker for a value that was computed while tracing."""
-    return VariableTracker.build(tx, value)
-
-
-def member_function(
-    owner: VariableTracker,
-    name: str,
-    call: Callable[[list[VariableTracker], dict[str, VariableTracker]], VariableTracker],
-) -> VariableTracker:
-    """The bound method `name` of `owner`, which calls `call` with the trackers of its arguments."""
-    source = AttrSource(owner.source, name) if owner.source else None
-    return LambdaVariable(lambda *args, **kwargs: call(list(args), kwargs), source=source)
-
-
-def inline_member(owner: VariableTracker, tx: Translator, name: str) -> VariableTracker | None:
-    """Member `name` of the object of `owner`, as of any Python object: data under guards, functions as code that is
-    traced.
-
-    None for what is neither data of the object itself nor Python code of its class.
-    """
-    real, source = owner.as_python_constant(), AttrSource(owner.source, name)
-    found = inspect.getattr_static(type(real), name, None)
-    if isinstance(found, types.FunctionType):
-        if hasattr(found, STANDS_FOR):  # guards on it would look at what stands there now
-            return UserMethodVariable(getattr(found, STANDS_FOR), owner)
-        return UserMethodVariable(found, owner, source=source)
-    if isinstance(found, property) and isinstance(found.fget, types.FunctionType):
-        return UserMethodVariable(found.fget, owner).call_function(tx, [], {})
-    if name in getattr(real, "__dict__", ()):
-        return build_member(owner, tx, name, vars(real)[name])
-    return None
-
-
-def build_member(owner: VariableTracker, tx: Translator, name: str, value: Any) -> VariableTracker:
-    """Member `name` of the object of `owner` as data that is read there again when the program runs, under guards."""
-    return VariableBuilder(tx, AttrSource(owner.source, name))(value)
-
-
-def class_of(owner: VariableTracker, tx: Translator) -> VariableTracker:
-    """The class of the object of `owner`."""
-    return VariableBuilder(tx, TypeSource(owner.source))(type(owner.as_python_constant()))
-
-
-def constant_source(tx: Translator, kind: str, value: Any) -> Source:
-    """A source for an object that tracing made or found: the compiled code keeps it, and can load it."""
-    return GlobalSource(tx.output.install_global_by_id(f"__dtensor_compile_{kind}", value))
-
-
-def tracked(tx: Translator, value: Any) -> VariableTracker | None:
-    """The tracker that `value` already has in this frame, if any."""
-    return tx.output.side_effects[value] if value in tx.output.side_effects else None
-
-
-def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTracker:
-    """Whoever meets `value` again in this frame, from whatever source, gets `tracker` (and a guard that it is the same
-    one).
-    """
-    if value in tx.output.side_effects:
-        return tracker
-    return tx.output.side_effects.track_object_existing(value, tracker)
-
-
-@contextmanager
-def _without_guards(context: GuardsContext) -> Iterator[None]:
-    """While it is entered, no guards are installed."""
-    if hasattr(context, "skip_guard_install"):
-        with context.skip_guard_install():
-            yield
-        return
-    installed, context.dynamo_guards = context.dynamo_guards, GuardsSet()  # before 2.13
-    try:
-        yield
-    finally:
-        context.dynamo_guards = installed
-
-
-def build_unguarded(tx: Translator, value: Any, source: Source) -> VariableTracker:
-    """A tracker with a source whose object cannot change."""
-    with _without_guards(tx.output.tracing_context.guards_context):
-        return VariableBuilder(tx, source)(value)
-
-
-def guard_sizes(source: Source, value: torch.Tensor) -> None:
-    """Guards type, dtype and the sizes and strides that are constants of the graph; sizes that are symbolic stay free.
-
-    torch guards a DTensor by its local tensor and its spec, and compares specs without their shapes.
-    """
-    if isinstance(source, GradSource) and is_from_optimizer_source(source):
-        return  # as torch does: the shape of a gradient is that of its parameter
-    install_guard(source.make_guard(functools.partial(GuardBuilder.TENSOR_MATCH, value=TensorWeakRef(value))))
-
-
-def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], None]:
-    """A kind of guard: what ``facts(object)`` says is the same as while tracing. The result installs one on a
-    source.
-    """
-
-    def create(builder: Any, guard: Guard) -> None:
-        recorded = facts(real_object(builder.get(guard)))
-        code = f"{name}({guard.name}) == {recorded!r}"
-        builder.get_guard_manager(guard).add_lambda_guard(
-            lambda value: facts(real_object(value)) == recorded, get_verbose_code_parts(code, guard), guard.user_stack
-        )
-
-    create.__name__ = name
-    return lambda source: install_guard(source.make_guard(create))
-
-
-__all__ = [
-    "Backend", "Entries", "MemberVariable", "OpaqueClassVariable", "OpaqueVariable", "Source", "Translator",
-    "UserFunctionVariable", "VariableTracker", "backend_on_stack", "build", "build_member", "build_unguarded",
-    "class_of",
-    "compiles_for_us", "constant_argument", "constant_source", "describe_fake", "fact_guard", "graph_break",
-    "guard_sizes",
-    "inline_member", "is_opaque_class", "install_while_tracing", "installed_backends", "keep_ddp_graphs_whole",
-    "leave_calls_to_python",
-    "leave_frames_to_python", "leave_to_python", "member_function", "options_on_stack", "raise_in_program",
-    "read_attribute", "real_object",
-    "remember", "tensor_methods", "traces_for_us", "tracked", "unwrapped_backend",
-]  # fmt: skip

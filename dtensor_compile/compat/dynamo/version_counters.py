@@ -20,9 +20,10 @@ from torch._dynamo.variables.ctx_manager import PreserveVersionContextVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.specs import storage_of
-from dtensor_compile.compat.dynamo.tracing import Translator
-from dtensor_compile.compat.patches import hook, needs, patch, patched
+from dtensor_compile.compat.dynamo.tracker_tools import Translator
+from dtensor_compile.compat.patches import hook, needs, patch
 
 _KEY = "dtensor_compile_preserved_versions"
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
-from dtensor_compile.compat.patches import feature, hook, needs, patch, patched
+from dtensor_compile.compat.patches import feature, hook, needs, patch
 
 _REDUCE = patch("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t")
 _SYMINTS = patch("torch._inductor.codecache:GuardedCache._filter_backed_symints", "cls inputs")

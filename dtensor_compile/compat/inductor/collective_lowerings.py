@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.compat.apply_patches import on_this_thread, patched_entries
 from dtensor_compile.compat.distributed.functional_collectives import functional
-from dtensor_compile.compat.patches import needs, on_this_thread, patch, patched_entries
+from dtensor_compile.compat.patches import needs, patch
 
 #: Those with a number beside the tensor: the size of the group, or the rank that sends.
 _WITH_NUMBERS = (functional("all_gather_into_tensor"), functional("broadcast"))

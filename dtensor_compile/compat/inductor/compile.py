@@ -137,7 +137,7 @@ def mode_options(mode: str) -> Mapping[str, Any]:
     return modes[mode]
 
 
-def compile_with_inductor(
+def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is given, by name
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
@@ -213,6 +213,19 @@ def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, A
     return {**_configured(settings, "unsafe_marked_cacheable_functions"), **ours}
 
 
+def _traced_at(place: torch.fx.Node, target: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:
+    """A call with the metadata of `place`."""
+    made = place.graph.call_function(target, args)
+    made.meta = {**place.meta, "val": target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))}
+    return made
+
+
+def _cast(place: torch.fx.Node, term: Any, dtype: torch.dtype) -> torch.fx.Node:
+    if term.meta["val"].dtype == dtype:
+        return term  # type: ignore[no-any-return]
+    return _traced_at(place, torch.ops.prims.convert_element_type.default, term, dtype)
+
+
 def _spell_out_alpha(graph: torch.fx.Graph) -> None:
     """``add(a, b, alpha=c)`` becomes ``add(a, mul(b, c))``.
 
@@ -231,21 +244,9 @@ def _spell_out_alpha(graph: torch.fx.Graph) -> None:
             with unset_fake_temporarily():
                 alpha = torch.tensor(alpha, dtype=value.dtype).item()
         with graph.inserting_before(node):
-
-            def call(target: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:
-                made = graph.call_function(target, args)
-                made.meta = {**node.meta, "val": target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))}
-                return made
-
-            def cast(term: Any, dtype: torch.dtype) -> torch.fx.Node:
-                return (
-                    term
-                    if term.meta["val"].dtype == dtype
-                    else call(torch.ops.prims.convert_element_type.default, term, dtype)
-                )
-
-            left, right = (cast(term, computed) for term in node.args)
-            result = cast(call(aten.add.Tensor, left, call(aten.mul.Tensor, right, alpha)), value.dtype)
+            left, right = (_cast(node, term, computed) for term in node.args)
+            scaled = _traced_at(node, aten.mul.Tensor, right, alpha)
+            result = _cast(node, _traced_at(node, aten.add.Tensor, left, scaled), value.dtype)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
 
@@ -302,7 +303,9 @@ def fresh_caches() -> AbstractContextManager[None]:
     return fresh_cache()
 
 
-def trace_local(function: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.fx.GraphModule:
+def trace_local(
+    function: Callable[..., torch.Tensor | list[torch.Tensor]], args: Sequence[Any]
+) -> torch.fx.GraphModule:
     """The graph of aten operators that `function` runs on fake `args` (tensors, symbolic and plain integers)."""
     with enable_python_dispatcher():
         return make_fx(function, tracing_mode="real")(*args)

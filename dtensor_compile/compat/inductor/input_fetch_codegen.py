@@ -25,8 +25,9 @@ from torch._dynamo.source import (
     OptimizerSource,
 )
 
-from dtensor_compile.compat.dynamo.tracing import Source, constant_source
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.dynamo.tracker_tools import Source, constant_source
+from dtensor_compile.compat.patches import needs, patch
 from dtensor_compile.native.loader import READS, native
 
 #: For fewer inputs a call costs more than it saves.

@@ -12,7 +12,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from dtensor_compile.compat.patches import hook, needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import hook, needs, patch
 from dtensor_compile.native import layouts
 
 if TYPE_CHECKING:

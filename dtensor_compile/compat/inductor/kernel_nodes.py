@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch._inductor import custom_graph_pass
 
-from dtensor_compile.compat.patches import feature, hook, needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import feature, hook, needs, patch
 
 Nodes = list[Any]
 

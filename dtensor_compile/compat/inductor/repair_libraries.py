@@ -12,7 +12,8 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dtensor_compile.compat.patches import needs, patch, patched
+from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.patches import needs, patch
 
 _LOAD = patch(
     "torch._inductor.codecache:CppCodeCache.load_async",

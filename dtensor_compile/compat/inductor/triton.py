@@ -60,9 +60,9 @@ def driver_for(gpu: Gpu) -> Iterator[None]:
     """
     if triton_version() is None:
         raise OfflineError(
-            'kernels are Triton\'s, which is not installed: pip install "dtensor-compile[triton]". Without it, programs compile and run '
-            "on CPUs, and dtensor-compile report and explain tell of breaks, collectives and times for h100, h200 and "
-            "other machines"
+            'kernels are Triton\'s, which is not installed: pip install "dtensor-compile[triton]". Without it, '
+            "programs compile and run on CPUs, and dtensor-compile report and explain tell of breaks, collectives and "
+            "times for h100, h200 and other machines"
         )
     from triton.runtime.driver import driver
 

@@ -1,0 +1,234 @@
+"""How rows of the table of patches are applied: the one place that assigns to anything of torch's.
+
+Threads, nesting and undoing are decided here, once:
+
+- A function is replaced on the thread that entered the scope; other threads get torch's.
+- Scopes nest, on one function too: the innermost is called first, and is handed the one around it as `stock`.
+- Scopes of several threads end in any order. The function is torch's own again with the end of the last one.
+- A compilation for another backend inside of one for ours sees stock torch (`stock_torch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dtensor_compile.compat.patches import Patch
+
+#: Of an entry: there is none while the scope is entered.
+ABSENT: Any = object()
+#: Attribute of a function that stands in the place of one of torch's: that one, which programs call.
+STANDS_FOR = "_dtensor_compile_stands_for"
+#: Holds while a function of torch's is replaced or put back.
+_lock = threading.RLock()
+
+
+class _Site:
+    """A function of torch's that is replaced on at least one thread, or on all.
+
+    What stands in its place asks which thread calls, so that nothing but the first scope to begin and the last to end
+    assigns to torch.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.found = inspect.getattr_static(owner, name)
+        self.is_own = name in vars(owner)  # and not that of a base
+        self.stock = getattr(self.found, "__func__", None) or getattr(self.found, "fget", None) or self.found
+        self.of_thread: dict[int, list[Callable[..., Any]]] = {}
+        self.of_all: list[Callable[..., Any]] = []
+
+    def top(self, thread: int) -> Callable[..., Any]:
+        """What a call on a thread goes to."""
+        layers = self.of_thread.get(thread) or self.of_all
+        return layers[-1] if layers else self.stock
+
+    def install(self) -> None:
+        of_thread, of_all, stock, this_thread = self.of_thread, self.of_all, self.stock, threading.get_ident
+
+        @functools.wraps(stock, updated=() if isinstance(stock, type) else functools.WRAPPER_UPDATES)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            layers = of_thread.get(this_thread()) or of_all  # `top`, without the call: sizes come here by the 100,000
+            return (layers[-1] if layers else stock)(*args, **kwargs)
+
+        setattr(call, STANDS_FOR, stock)
+        kind = next((k for k in (staticmethod, classmethod, property) if isinstance(self.found, k)), None)
+        setattr(self.owner, self.name, call if kind is None else kind(call))
+        self.installed = inspect.getattr_static(self.owner, self.name)
+
+    def remove(self) -> None:
+        if inspect.getattr_static(self.owner, self.name) is not self.installed:
+            return  # somebody wrapped it since; it calls torch's function from now on
+        if self.is_own:
+            setattr(self.owner, self.name, self.found)
+        else:
+            delattr(self.owner, self.name)
+
+
+#: By what holds the function and its name. The owner is kept by its site.
+_sites: dict[tuple[int, str], _Site] = {}
+
+
+@contextlib.contextmanager
+def patched(row: Patch, replacement: Callable[..., Any], *, every_thread: bool = False) -> Iterator[None]:
+    """While it is entered, calls of the function of `row` go to ``replacement(stock, *args, **kwargs)``.
+
+    Args:
+        row: of a function, a method (its object is the first argument), a class method, a static method, the getter of
+            a property, or a class that is called.
+        replacement: is given what was there before, torch's or that of a scope around this one, as first argument.
+        every_thread: calls on other threads go there, too.
+    """
+    if row.optional and not row.is_there():
+        yield
+        return
+    put_back = _put(row, replacement, every_thread)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def _put(row: Patch, replacement: Callable[..., Any], every_thread: bool) -> Callable[[], None]:
+    """Puts a replacement in place; returns what takes it out again."""
+    owner, name = row.target()
+    thread, key = threading.get_ident(), (id(owner), name)
+    with _lock:
+        site = _sites.get(key)
+        if site is None:
+            site = _sites[key] = _Site(owner, name)
+            site.install()
+        layer = functools.partial(replacement, site.of_all[-1] if every_thread and site.of_all else site.top(thread))
+        layers = site.of_all if every_thread else site.of_thread.setdefault(thread, [])
+        layers.append(layer)
+
+    def put_back() -> None:
+        with _lock:
+            layers.remove(layer)
+            if not site.of_thread.get(thread, True):
+                del site.of_thread[thread]
+            if not site.of_thread and not site.of_all:
+                site.remove()
+                _sites.pop(key, None)
+
+    return put_back
+
+
+def is_called_from(module: types.ModuleType) -> bool:
+    """Whether the call that a replacement was given comes from code of `module`. For the replacement itself to ask."""
+    frame = sys._getframe(2)
+    while frame.f_globals is globals() and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals is vars(module)
+
+
+@contextlib.contextmanager
+def stock_torch() -> Iterator[None]:
+    """While it is entered, functions that scopes on this thread replace are torch's: another backend compiles."""
+    thread = threading.get_ident()
+    with _lock:
+        hidden = [(site, site.of_thread[thread]) for site in _sites.values() if thread in site.of_thread]
+        for site, layers in hidden:
+            layers.append(site.of_all[-1] if site.of_all else site.stock)
+    try:
+        yield
+    finally:
+        with _lock:
+            for _, layers in hidden:
+                layers.pop()
+
+
+#: Values that scopes put into the place of torch's: what was there first, and those of the open scopes in order.
+_values: dict[tuple[int, Any], tuple[Any, list[tuple[object, Any]]]] = {}
+
+
+@contextlib.contextmanager
+def _in_place(key: tuple[int, Any], before: Any, value: Any, put: Callable[[Any], None]) -> Iterator[None]:
+    """While it is entered, a value is in place, on every thread; scopes end in any order."""
+    entry = object(), value
+    with _lock:
+        first, open_ = _values.setdefault(key, (before, []))
+        open_.append(entry)
+        put(value)
+    try:
+        yield
+    finally:
+        with _lock:
+            open_.remove(entry)
+            put(open_[-1][1] if open_ else first)
+            if not open_:
+                _values.pop(key, None)
+
+
+@contextlib.contextmanager
+def patched_value(row: Patch, value: Any) -> Iterator[None]:
+    """While it is entered, the attribute of `row` is `value`, on every thread; there need not have been one."""
+    owner, name = row.target()
+
+    def put(value: Any) -> None:
+        if value is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+    before = inspect.getattr_static(owner, name, ABSENT) if name in vars(owner) else ABSENT
+    with _in_place((id(owner), name), before, value, put):
+        yield
+
+
+@contextlib.contextmanager
+def patched_values(values: Mapping[Patch, Any]) -> Iterator[None]:
+    """`patched_value` of several rows."""
+    with contextlib.ExitStack() as stack:
+        for row, value in values.items():
+            stack.enter_context(patched_value(row, value))
+        yield
+
+
+@contextlib.contextmanager
+def patched_entries(row: Patch, entries: Mapping[Any, Any], table: Any = None) -> Iterator[None]:
+    """While it is entered, the dict of `row` has these entries, on every thread.
+
+    Args:
+        table: the dict, where `row` names the function or the class that has it.
+    """
+    if table is None:
+        owner, name = row.target()
+        table = getattr(owner, name)
+
+    def put(key: Any) -> Callable[[Any], None]:
+        return lambda value: table.pop(key, None) if value is ABSENT else table.__setitem__(key, value)
+
+    with contextlib.ExitStack() as stack:
+        for key, value in entries.items():
+            stack.enter_context(_in_place((id(table), key), table.get(key, ABSENT), value, put(key)))
+        yield
+
+
+def on_this_thread(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """An entry for a table that is ``replacement(stock, ...)`` on the thread that makes it, and `stock` on others."""
+    owner = threading.get_ident()
+
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(stock, *args, **kwargs) if threading.get_ident() == owner else stock(*args, **kwargs)
+
+    return call
+
+
+def patch_for_good(row: Patch, replacement: Callable[..., Any]) -> None:
+    """From now on calls of the function of `row`, which is `lasting`, go to ``replacement(stock, ...)``."""
+    assert row.lasting, row
+    _put(row, replacement, every_thread=True)
+
+
+def set_for_good(row: Patch, value: Any) -> None:
+    """The attribute of `row`, which says that it is `lasting`, is `value` from now on."""
+    assert row.lasting, row
+    setattr(*row.target(), value)

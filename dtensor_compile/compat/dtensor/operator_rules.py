@@ -1,0 +1,93 @@
+"""Layouts of operators for which DTensor has no rule, or none that can be traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+aten = torch.ops.aten
+
+
+#: Per mesh dim, the placements that an operator can work with: outputs first, then tensor arguments.
+Layouts = list[list[Placement | None]]
+
+
+def _on_dims(outputs: int, inputs: int, dims: Sequence[int]) -> Layouts:
+    """All tensors sharded the same way on one of `dims`, or all replicated."""
+    return [[Shard(d)] * (outputs + inputs) for d in dims] + [[Replicate()] * (outputs + inputs)]
+
+
+def _attention(outputs: int, inputs: int, schema: OpSchema) -> Layouts:
+    """Attention by batch and by head. A mask that has that dim is cut with it, one that has not, or of size 1, is
+    whole.
+    """
+    layouts = _on_dims(outputs, inputs, (0, 1))
+    for mask in schema.kwargs_strategy:
+        for layout in layouts:
+            dim = layout[0].dim if isinstance(layout[0], Shard) else None
+            has = dim is not None and mask.ndim == 4 and mask.shape[dim] != 1
+            layout.append(Shard(dim) if has else Replicate())
+    return layouts
+
+
+#: Operators without a rule in torch that work shard by shard: attention, checks by any dim.
+RULES: dict[Any, Callable[[OpSchema], Layouts]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: functools.partial(_attention, 2, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: functools.partial(_attention, 3, 6),
+    aten._assert_async.msg: lambda schema: _on_dims(0, 1, range(schema.args_strategy[0].ndim)),
+    aten._assert_async.default: lambda schema: _on_dims(0, 1, range(schema.args_strategy[0].ndim)),
+}
+
+
+#: Operators that write a value into every element, wherever it is; a partial tensor would add it up.
+RULES |= {
+    overload: lambda schema: _on_dims(1, 1, range(schema.args_strategy[0].ndim))
+    for overload in (aten.fill_.Scalar, aten.fill.Scalar)
+}
+
+
+def can_replicate(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator gives the same result on every rank from replicated arguments, and writes to none of them."""
+    schema = op._schema
+    return (
+        not schema.is_mutable
+        and not any(value.alias_info for value in schema.returns)
+        and all(str(value.type) == "Tensor" for value in schema.returns)
+        and torch.Tag.nondeterministic_seeded not in op.tags
+    )
+
+
+def strategy_of(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpStrategy:
+    """What torch asks of a rule: every combination of `layouts` over the mesh, with its cost."""
+    mesh = schema.get_mesh_from_args()
+    outputs = len(schema.op._schema.returns)
+    inplace = schema.is_inplace_op()
+    strategy = expand_to_full_mesh_op_strategy(mesh, schema, layouts(schema), input_index=outputs, inplace_op=inplace)
+    keywords = [value.strategies[0].output_spec.placements for value in schema.kwargs_strategy]
+    if keywords:  # torch redistributes positional arguments alone
+        fits = [
+            s for s in strategy.strategies if [spec.placements for spec in s.input_specs[-len(keywords) :]] == keywords
+        ]
+        if not fits:
+            given = ", ".join(str(tuple(placements)) for placements in keywords)
+            raise RuntimeError(
+                f"{schema.op} cannot run with keyword tensors placed {given}: redistribute them to Replicate"
+            )
+        strategy = OpStrategy(fits)
+    return strategy
+
+
+def replicated(schema: OpSchema) -> Layouts:
+    return [[Replicate()] * (len(schema.op._schema.returns) + len(schema.args_strategy))]
+
+
+def anywhere(schema: OpSchema) -> Layouts:
+    """One tensor in, one out, in the same placement whatever it is."""
+    (value,) = schema.args_strategy
+    return [[p, p] for p in {p: None for s in value.strategies for p in s.output_spec.placements}]

@@ -1,0 +1,304 @@
+"""Decisions on placements while tracing: by a rule of torch's or ours, once for sizes that differ in symbols alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dtensor_compile.bounded_cache import BoundedCache
+from dtensor_compile.compat.aot.shapes import has_hint
+from dtensor_compile.compat.apply_patches import ABSENT, patched_entries
+from dtensor_compile.compat.distributed.device_meshes import real_mesh
+from dtensor_compile.compat.dtensor.operator_rules import RULES, anywhere, aten, can_replicate, replicated, strategy_of
+from dtensor_compile.compat.patches import patch
+
+
+class _Thread(threading.local):
+    """Of this thread: who is told of an operator without a rule, and whether torch's cache may hold decisions by our
+    rules, or some that are never found there again."""
+
+    told: Callable[[str], None] | None = None
+    decided: bool = False
+    lost: bool = False
+
+
+this_thread = _Thread()
+
+
+#: What torch calls between a look into its cache and the entry that it makes there, in C++, into the cache that it
+#: looked into.
+_BETWEEN_LOOK_AND_ENTRY = {
+    method.__code__
+    for method in (OpDispatcher.unwrap_to_op_info, OpDispatcher._propagate_op_sharding_dispatch_slow_path)
+}
+
+
+def _is_deciding() -> bool:
+    """Whether this thread is in the middle of a decision: Dynamo traces frames that torch calls there."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in _BETWEEN_LOOK_AND_ENTRY:
+        frame = frame.f_back
+    return frame is not None
+
+
+def forget_decisions() -> None:
+    """Empties this thread's cache of decisions, but not in the middle of one."""
+    if not _is_deciding():
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        this_thread.decided = this_thread.lost = False
+
+
+def forget_our_decisions() -> None:
+    """Forgets if a decision of ours may be in the cache; in the middle of a decision, the next call does."""
+    if this_thread.decided or this_thread.lost:
+        forget_decisions()
+
+
+@contextlib.contextmanager
+def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
+    """Calls ``told(operator)`` whenever, meanwhile and on this thread, an operator runs on replicated tensors for lack
+    of a rule.
+    """
+    forget_our_decisions()  # what is found in the cache is decided without a word
+    before, this_thread.told = this_thread.told, told
+    try:
+        yield
+    finally:
+        this_thread.told = before
+
+
+#: Decisions by torch's rules that were made before, in this process: its own cache is emptied where a trace begins
+#: (`compat.aot.dtensor_observer`). Known by the operator, its rules, its arguments, and the meshes that they are on.
+_MOST_KNOWN = 1 << 14
+_known: BoundedCache[Any, Any] = BoundedCache(_MOST_KNOWN)
+
+
+#: Where those for symbolic sizes are kept: on what knows the symbols and their guards.
+_KNOWN_OF_SYMBOLS = "_dtensor_compile_decisions"
+
+
+def propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
+    """A decision by torch's rules and ours, over real meshes."""
+    op = op_schema.op
+    rules = self.op_strategy_funcs.get(op), self.op_single_dim_strategy_funcs.get(op)
+    leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
+    symbolic = [number for value in leaves for number in _symbols(value)]
+    known = decisions_for(symbolic)
+    at = functools.partial(
+        _at, symbolic=symbolic, sizes_are_arguments=any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
+    )
+    try:
+        key = op, *map(id, rules), _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
+        decision = None if known is None else known.get(key, (None, None))[1]
+        here = None if decision is None else at(decision)
+    except TypeError:  # an argument that has no hash
+        known = here = None
+    if known is None:
+        return _propagated(replicate, stock, self, op_schema)
+    if here is None:
+        before, this_thread.decided = this_thread.decided, False
+        try:
+            decision = _propagated(replicate, stock, self, op_schema)
+            if not this_thread.decided and at(decision) is not None:
+                meshes = [real_mesh(leaf.mesh) for leaf in leaves if isinstance(leaf, DTensorSpec)]
+                known[key] = (rules, meshes), decision  # what lives on keeps its id
+        finally:
+            this_thread.decided = this_thread.decided or before
+        return copy.copy(decision)
+    return here
+
+
+def _at(decision: Any, symbolic: Sequence[Any], sizes_are_arguments: bool) -> Any:
+    """A copy of a decision with the symbolic numbers of the arguments at hand for equal ones of its own, which are
+    nodes of another place in the graph, or of another graph, and new nodes for sizes of the result; None where it has
+    another number of its own.
+
+    Where arguments are sizes, those of the result are theirs, and no new ones.
+    """
+    found, given = copy.copy(decision), {expression_of(number): number for number in symbolic}
+    if not given:
+        return found
+
+    def here(value: Any) -> Any:
+        if isinstance(value, DTensorSpec) and _symbols(value):
+            meta, value = value.tensor_meta, copy.copy(value)
+            sizes = (torch.Size(map(number_here, meta.shape)), tuple(map(number_here, meta.stride)))
+            value.tensor_meta = TensorMeta(*sizes, meta.dtype)
+            return value
+        return number_here(value)
+
+    def number_here(number: Any) -> Any:
+        if not isinstance(number, SYMBOLIC):
+            return number
+        expression = expression_of(number)
+        if expression not in given and of_result and isinstance(number, torch.SymInt) and has_hint(number):
+            given[expression] = number.node.shape_env.create_symintnode(expression, hint=number.node.hint)
+        return given[expression]
+
+    schema, of_result = decision.redistribute_schema, False
+    try:
+        if schema is not None:
+            found.redistribute_schema = OpSchema(
+                schema.op, tree_map(here, schema.args_schema), tree_map(here, schema.kwargs_schema), schema.schema_info
+            )
+        of_result = not sizes_are_arguments
+        found.output_spec = tree_map(here, decision.output_spec)
+    except KeyError:
+        return None
+    return found
+
+
+def decisions_for(symbolic: Sequence[Any]) -> dict[Any, Any] | None:
+    """Where the decision for arguments with these symbolic numbers is looked up and kept; None where it is made each
+    time.
+
+    One with symbols adds guards to what knows the symbols, which holds for the next decision like it as long as that
+    does. So it is made again where guards are not kept, and for numbers that only the data decides, which have checks
+    in the graph instead."""
+    if not symbolic:
+        return _known
+    env = symbolic[0].node.shape_env
+    if env._suppress_guards_tls() or any(free_unbacked_symbols(number) for number in symbolic):
+        return None
+    return vars(env).setdefault(_KNOWN_OF_SYMBOLS, BoundedCache(_MOST_KNOWN))
+
+
+def _symbols(value: Any) -> list[Any]:
+    """The symbolic numbers in an argument of an operator."""
+    meta = value.tensor_meta if isinstance(value, DTensorSpec) else None
+    numbers = (value,) if meta is None else (*meta.shape, *meta.stride)
+    return [number for number in numbers if isinstance(number, SYMBOLIC)]
+
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _key(value: Any) -> Any:
+    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the
+    result, a symbolic one by its expression; a spec with the mesh that stands behind it and no equal one, which may
+    have lost its groups."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(value[name])) for name in sorted(value))
+    if isinstance(value, DTensorSpec):
+        meta = value.tensor_meta
+        sizes = meta and (*map(expression_of, meta.shape), *map(expression_of, meta.stride), meta.dtype)
+        return id(real_mesh(value.mesh)), value.placements, value.shard_order, sizes
+    return type(value), expression_of(value)
+
+
+def _propagated(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
+    decision = _decide(replicate, stock, self, op_schema)
+    decision.output_spec = tree_map(_over_real_mesh, decision.output_spec)
+    schema = decision.redistribute_schema
+    if schema is not None:
+        values = tree_map(_over_real_mesh, schema.args_schema)
+        decision.redistribute_schema = OpSchema(schema.op, values, schema.kwargs_schema, schema.schema_info)
+    return decision
+
+
+def _over_real_mesh(value: Any) -> Any:
+    """A spec over the mesh that stands behind what a tracer put in its place; other values as they are."""
+    if not isinstance(value, DTensorSpec) or type(value.mesh) is DeviceMesh:
+        return value
+    real = copy.copy(value)
+    real.mesh = real_mesh(value.mesh)
+    return real
+
+
+#: Tables of a propagator, by operator.
+_PROPAGATOR = "torch.distributed.tensor._sharding_prop:ShardingPropagator."
+
+
+STRATEGIES = patch(_PROPAGATOR + "op_strategy_funcs", optional=True)
+
+
+SINGLE_DIM_STRATEGIES = patch(_PROPAGATOR + "op_single_dim_strategy_funcs", optional=True)
+
+
+def _decide(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
+    op_schema = _with_whole_slice(op_schema)
+    op, layouts = op_schema.op, RULES.get(op_schema.op)
+    if _is_whole_slice_backward(op_schema):
+        layouts = anywhere
+    elif op is aten.convolution_backward.default and op in self.op_single_dim_strategy_funcs:
+        return _gradient_of_convolution(stock, self, op_schema)
+    elif op in self.op_strategy_funcs or op in self.op_single_dim_strategy_funcs:
+        return stock(self, op_schema)
+    if layouts is None:
+        try:
+            return stock(self, op_schema)
+        except NotImplementedError:
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+                op.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+            )
+            if composite or not can_replicate(op) or not replicate():
+                raise
+        layouts = replicated
+        if this_thread.told is not None:
+            this_thread.told(str(op))
+    this_thread.decided = True
+    single = self.op_single_dim_strategy_funcs
+    with contextlib.ExitStack() as stack:
+        rule = {op: functools.partial(strategy_of, layouts)}
+        stack.enter_context(patched_entries(STRATEGIES, rule, self.op_strategy_funcs))
+        if op in single:  # 2.14 has one for `slice_backward`, and asks it first
+            stack.enter_context(patched_entries(SINGLE_DIM_STRATEGIES, {op: ABSENT}, single))
+        return stock(self, op_schema)
+
+
+def _with_whole_slice(schema: OpSchema) -> OpSchema:
+    """``slice(x, d, 0, sys.maxsize)`` as ``slice(x, d, 0, x.shape[d])``: the same, and torch sees that it takes all."""
+    if schema.op is not aten.slice.Tensor or len(schema.args_schema) < 4:
+        return schema
+    spec, dim, start, end, *rest = schema.args_schema
+    if start not in (None, 0) or not isinstance(end, int) or end < sys.maxsize:
+        return schema
+    return OpSchema(schema.op, (spec, dim, 0, spec.shape[dim], *rest), schema.kwargs_schema, schema.schema_info)
+
+
+def _is_whole_slice_backward(schema: OpSchema) -> bool:
+    """Whether the gradient of a slice is the gradient of all that was sliced."""
+    if schema.op is not aten.slice_backward.default:
+        return False
+    start, end, step = schema.args_schema[3:6]
+    return start == 0 and step == 1 and isinstance(end, int) and end >= sys.maxsize
+
+
+def _gradient_of_convolution(stock: Callable[..., Any], self: Any, schema: OpSchema) -> Any:
+    """The decision with 2.14's rule, which places gradients that nobody asked for, where its layout of whole tensors
+    places none.
+
+    Of a mesh of more than one dim, where one dim takes the batch and another nothing, such a gradient would have half a
+    placement."""
+    rule, asked = self.op_single_dim_strategy_funcs[schema.op], schema.args_schema[10]
+
+    def layouts(*args: Any) -> list[list[Any]]:
+        return [
+            [None if i < len(asked) and not asked[i] else p for i, p in enumerate(layout)]
+            for layout in rule.func(*args)
+        ]
+
+    ours = {schema.op: dataclasses.replace(rule, func=layouts)}
+    with patched_entries(SINGLE_DIM_STRATEGIES, ours, self.op_single_dim_strategy_funcs):
+        return stock(self, schema)
+
+
+def expression_of(number: Any) -> Any:
+    return number.node.expr if isinstance(number, SYMBOLIC) else number

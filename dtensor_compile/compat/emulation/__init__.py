@@ -1,0 +1,1 @@
+"""A GPU that is not there."""

@@ -1,0 +1,280 @@
+"""torch taken for one with a GPU that is not there: fake tensors on ``cuda``, and Inductor's code for them. Undone at
+the end.
+
+What is taken over, each for as long as `emulated` is entered:
+
+- `CudaTensorsAreFake` is the fake tensor mode: what is on ``cuda`` is fake, everything else is real.
+- ``torch.cuda`` and Dynamo's device interface answer with the properties of the GPU.
+- A module that is moved or cast keeps its parameters, as with tensors that a device holds.
+- A torch without a GPU, whether built for CUDA or not, gets a device in name (`offline/native_code`): its autograd ends
+  the process otherwise, or asks the driver.
+- Inductor loads kernels and generated code through `Hooks`; its caches are off, and what it remembers of devices is
+  forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.resources
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.tensor._random
+from torch._C._distributed_c10d import _create_work_from_future
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from dtensor_compile.compat.apply_patches import patched, patched_value, patched_values
+from dtensor_compile.compat.emulation.cuda_answers import (
+    CUDA_ROWS,
+    cuda_answers,
+    device_interfaces,
+    do_nothing,
+)
+from dtensor_compile.compat.emulation.emulated_inductor import (
+    INDUCTOR_ROWS,
+    Hooks,
+    forget_devices,
+    generated_code,
+    inductor_settings,
+    make_tables,
+    triton_environment,
+)
+from dtensor_compile.compat.patches import feature, hook, patch
+from dtensor_compile.errors import OfflineError
+from dtensor_compile.native.loader import built_library
+
+if TYPE_CHECKING:
+    from dtensor_compile.topology.gpus import Gpu
+
+_GUARD_SET = patch("torch._C:_ensureCUDADeviceGuardSet")
+_TRACKER = patch("torch.distributed.tensor._random:_rng_tracker")
+_DDP = patch("torch.nn.parallel:DistributedDataParallel.__init__", "self module ...")
+#: Methods of optimizers, of each class that has one of its own.
+_GROUPS = tuple(
+    patch(f"torch.optim:{name}._init_group")
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and "_init_group" in vars(cls)
+)
+_RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log")
+_VERIFY = patch("torch.distributed:_verify_params_across_processes")
+_APPLY = patch("torch.nn:Module._apply", "self fn recurse")
+_GPU = feature(
+    "a GPU that is not there",
+    *CUDA_ROWS,
+    *INDUCTOR_ROWS,
+    _GUARD_SET,
+    _TRACKER,
+    _DDP,
+    *_GROUPS,
+    _RUNTIME_STATS,
+    _VERIFY,
+    _APPLY,
+    hook("torch._dynamo.device_interface:CudaInterface.Worker"),
+    hook("torch._higher_order_ops.utils:registered_hop_fake_fns"),
+    hook("torch._inductor.select_algorithm:ExternKernelCaller"),
+    hook("torch._C:_swap_tensor_impl"),
+    hook("torch._C._distributed_c10d:_create_work_from_future"),
+    without="programs are looked at on a CPU",
+    essential=True,
+    upstream="#171425, #148977, #184976",
+    remove_when="torch can trace and compile for a GPU that is not there",
+)
+
+
+class CudaTensorsAreFake(FakeTensorMode):
+    """Fake tensors for what is on ``cuda``; what has nothing to do with it is computed."""
+
+    supports_higher_order_operators = True  # their rules are by the type of the mode, which is not this one
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
+            return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
+        if isinstance(func, HigherOrderOperator) or _is_for_cuda(args, kwargs):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
+        if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
+            return args[0].clone()
+        with fake_tensor.unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def _is_for_cuda(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        return True
+    leaves = pytree.arg_tree_leaves(*args, **kwargs)
+    return any(isinstance(x, FakeTensor) or isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
+
+
+def _with_future(result: Any) -> Any:
+    """Results of a collective, whose work has them in its future, as hooks of gradients expect; that of a fake group
+    has nothing.
+    """
+    if not (isinstance(result, tuple) and isinstance(result[-1], torch.ScriptObject)):
+        return result  # a barrier
+    future = torch.futures.Future[list[torch.Tensor]]()
+    future.set_result([x for x in pytree.tree_leaves(result[:-1]) if isinstance(x, torch.Tensor)])
+    return *result[:-1], _create_work_from_future(future).boxed()
+
+
+@contextlib.contextmanager
+def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
+    """While it is entered, this process seems to have `PER_HOST` GPUs of that kind, whose tensors have no values.
+
+    Compiled functions of this process are forgotten at both ends.
+
+    Raises:
+        OfflineError: autograd cannot be told of the device: no C++ compiler, or another emulation is under way.
+        UnsupportedTorchError: the installed torch has not what this takes over.
+    """
+    _GPU.works()
+    make_tables()
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget_devices)
+        stack.callback(torch._dynamo.reset)
+        stack.enter_context(_cuda_in_name())
+        for scope in (
+            cuda_answers(gpu),
+            device_interfaces(gpu),
+            generated_code(hooks),
+            inductor_settings(),
+            triton_environment(),
+        ):
+            stack.enter_context(scope)
+        torch._dynamo.reset()
+        forget_devices()
+        # DTensor keeps the tracker of the first device that draws: outside, it is that of another one.
+        stack.enter_context(patched_value(_TRACKER, None))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
+        stack.enter_context(_entered_while_traced(mode))
+        stack.enter_context(_no_measured_times())
+        stack.enter_context(_modules_keep_parameters())
+        stack.enter_context(mode)
+        yield
+
+
+@contextlib.contextmanager
+def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
+    """While Dynamo traces, without a mode, optimizers make their states and ``replicate`` its wrapper; here they do
+    with `mode`.
+    """
+
+    def under(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return stock(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for row in (*_GROUPS, _DDP):
+            stack.enter_context(patched(row, under, every_thread=True))
+        yield
+
+
+@contextlib.contextmanager
+def _no_measured_times() -> Iterator[None]:
+    """``DistributedDataParallel`` does without the times that it measures on the device, and without comparing its
+    parameters with those of other ranks, which it reads there."""
+    with patched_values({_RUNTIME_STATS: do_nothing, _VERIFY: do_nothing}):
+        yield
+
+
+@contextlib.contextmanager
+def _modules_keep_parameters() -> Iterator[None]:
+    """``module.to(...)`` and its like change parameters in place, as they do on a device; optimizers and ties hold
+    them.
+
+    torch replaces a parameter that becomes fake by another, and cannot convert one that is fake.
+    """
+
+    def apply(
+        stock: Any, self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> torch.nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        parameters = dict(self._parameters)
+        for name, parameter in parameters.items():
+            if parameter is not None and _convert(parameter, fn):
+                self._parameters[name] = None
+        try:
+            return stock(self, fn, recurse=False)
+        finally:
+            self._parameters.update(
+                {name: value for name, value in parameters.items() if self._parameters[name] is None}
+            )
+
+    with patched(_APPLY, apply, every_thread=True):
+        yield
+
+
+def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Makes of a parameter and its gradient what `fn` does; False, with nothing done, where none of both is fake."""
+    with torch.no_grad():
+        converted = fn(parameter)
+        if not (isinstance(parameter, FakeTensor) or isinstance(converted, FakeTensor)):
+            return False
+        gradient = parameter.grad
+        parameter.grad = None
+        if converted is not parameter:
+            _become(parameter, converted)
+        if gradient is not None:
+            parameter.grad = fn(gradient).requires_grad_(gradient.requires_grad)
+    return True
+
+
+def _become(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """Gives a parameter the contents of a tensor that nobody else has."""
+    if isinstance(parameter, FakeTensor) and isinstance(other, FakeTensor):
+        parameter.data = other
+        parameter.fake_device = other.fake_device
+        return
+    other.requires_grad_(parameter.requires_grad)
+    own = {} if isinstance(parameter, FakeTensor) else vars(parameter)
+    other.__dict__.update(own, _is_param=True)
+    attributes = dict(vars(other))
+    parameter.__class__ = type(other) if isinstance(other, FakeTensor) else torch.nn.Parameter
+    parameter.__dict__.clear()
+    parameter.__dict__.update(attributes)
+    torch._C._swap_tensor_impl(parameter, other)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    source = importlib.resources.files("dtensor_compile.offline") / "native_code" / "cuda_device.cpp"
+    try:
+        with importlib.resources.as_file(source) as main:
+            return ctypes.CDLL(
+                str(built_library("dtensor_compile_cuda_device", main, ("torch_python", "torch_cpu", "c10")))
+            )
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        raise OfflineError(
+            f"an emulated device on a machine without one needs a C++ compiler once, and that failed ({reason}). "
+            "Install g++, or name a compiler in the environment variable CXX."
+        ) from error
+
+
+@contextlib.contextmanager
+def _cuda_in_name() -> Iterator[None]:
+    if torch.cuda._is_compiled() and torch._C._cuda_getDeviceCount():
+        yield  # what there is answers for the device
+        return
+    library = _library()
+    if not library.dtensor_compile_cuda_device(1):
+        raise OfflineError("a device is emulated in this process already: leave that context first")
+    try:
+        # It would put another guard into the place of ours, for good.
+        with patched_value(_GUARD_SET, do_nothing):
+            yield
+    finally:
+        library.dtensor_compile_cuda_device(0)

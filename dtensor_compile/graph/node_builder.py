@@ -1,0 +1,52 @@
+"""New nodes: a call, what the node takes over from the one that it stands for, and its fake value.
+
+`dtensor_compile.graph.nodes.call` is the one for passes over redistribute nodes, which also says in which graph of the
+two a node runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from dtensor_compile.graph.arguments import fake_result
+
+#: Keys of a node's ``meta`` that are of its own value.
+_OF_ITS_VALUE = ("val", "tensor_meta")
+
+#: Stands for the value that an operator gives on the fake values of its arguments.
+_COMPUTED = object()
+
+
+def inherited(node: torch.fx.Node, but: Iterable[str] = ()) -> dict[str, Any]:
+    """The ``meta`` of `node` without what describes its value, and without the keys `but`."""
+    left_out = {*_OF_ITS_VALUE, *but}
+    return {key: value for key, value in node.meta.items() if key not in left_out}
+
+
+def add_call(
+    graph: torch.fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    meta: Mapping[str, Any],
+    value: Any = _COMPUTED,
+) -> torch.fx.Node:
+    """A new node where `graph` inserts.
+
+    Args:
+        target: the operator or function that it calls.
+        args, kwargs: nodes and numbers that it is given.
+        meta: what is noted on it besides its value (`inherited`).
+        value: its fake value; where none is given, what `target` gives on those of its arguments.
+
+    Returns:
+        The node.
+    """
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    node.meta = dict(meta)
+    node.meta["val"] = fake_result(node) if value is _COMPUTED else value
+    return node

@@ -1,0 +1,148 @@
+"""Tasks, and what happens when they run in an order on a simulated device: one stream computes, and each link carries
+one collective after the other, as ``report/schedule.py`` shows it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Memory that a task fills.
+
+    Attributes:
+        bytes: there from when the task runs until the last of its readers has run.
+        freed: bytes that are given back then; fewer where another buffer shares the memory.
+        kept: never given back (outputs).
+    """
+
+    bytes: int
+    freed: int
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel, one start or one wait.
+
+    Attributes:
+        seconds: on its stream; for a start those of the collective on its link, for a wait 0.
+        after: tasks that come before it.
+        link: of a start, the link that carries it; None for others.
+        waits_for: of a wait, its start; None for others.
+        makes: memory that it fills.
+        reads: memory that it needs; a wait needs what its start reads.
+        given: it is an input: it takes no time and has run before all others.
+        host: of a start, seconds before it during which nothing is computed.
+    """
+
+    seconds: float = 0.0
+    after: tuple[int, ...] = ()
+    link: str | None = None
+    waits_for: int | None = None
+    makes: tuple[Buffer, ...] = ()
+    reads: tuple[Buffer, ...] = ()
+    given: bool = False
+    host: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Of the memory that it fills."""
+        return sum(buffer.bytes for buffer in self.makes)
+
+    @property
+    def grows(self) -> bool:
+        """Whether a start makes more than it reads, as gathers do."""
+        return not self.reads or self.bytes > sum(buffer.bytes for buffer in self.reads)
+
+
+@dataclass
+class Simulation:
+    """What happens when tasks run in an order.
+
+    Attributes:
+        seconds: until all is done.
+        peak: most bytes there at one time.
+        exposed: by start, seconds for which compute waits for it.
+    """
+
+    seconds: float = 0.0
+    peak: int = 0
+    exposed: dict[int, float] = field(default_factory=dict)
+
+
+class SimulatedDevice:
+    """The simulated device, and which bytes are live."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.now = 0.0
+        self.free: dict[str, float] = {}
+        self.ends: dict[int, float] = {}
+        self.carried: dict[str, list[float]] = {}  # when those of a link end, in their order
+        self.exposed: dict[int, float] = {}
+        self.readers = Counter(buffer for task in tasks for buffer in task.reads)
+        self.live = self.peak = 0
+
+    def run(self, index: int) -> None:
+        task = self.tasks[index]
+        self.now += task.host
+        if task.link is not None:
+            self.ends[index] = self.free[task.link] = max(self.now, self.free.get(task.link, 0.0)) + task.seconds
+            self.carried.setdefault(task.link, []).append(self.ends[index])
+            self.exposed[index] = 0.0
+        elif task.waits_for is not None:
+            waited = max(0.0, self.ends[task.waits_for] - self.now)
+            self.exposed[task.waits_for] += waited
+            self.now = max(self.now, self.ends[task.waits_for])  # a sum could fall short of it by a rounding
+        else:
+            self.now += task.seconds
+        self.live += task.bytes
+        self.peak = max(self.peak, self.live)
+        for buffer in task.reads:
+            self.readers[buffer] -= 1
+            self._give_back(buffer)
+        for buffer in task.makes:
+            self._give_back(buffer)
+
+    def _give_back(self, buffer: Buffer) -> None:
+        if not self.readers[buffer] and not buffer.kept:
+            self.live -= buffer.freed
+
+    def backlog(self, link: str) -> float:
+        return max(0.0, self.free.get(link, 0.0) - self.now)
+
+    def in_flight(self, link: str) -> int:
+        """How many collectives have been started on a link and have not ended."""
+        ends = self.carried.get(link, [])
+        return len(ends) - bisect.bisect_right(ends, self.now)
+
+    def result(self) -> Simulation:
+        return Simulation(max([self.now, *self.free.values()]), self.peak, self.exposed)
+
+
+def simulate(tasks: Sequence[Task], order: Sequence[int]) -> Simulation:
+    """What happens when `tasks` run in `order`."""
+    return replay(tasks, order, math.inf)[0]
+
+
+def replay(tasks: Sequence[Task], order: Sequence[int], bound: float) -> tuple[Simulation, dict[int, float]]:
+    """What happens in `order`; and of each stretch of it that is over the bound, the task at its peak and the bytes
+    over it.
+    """
+    device, missing, at = SimulatedDevice(tasks), dict[int, float](), None
+    for index in order:
+        over = device.live + tasks[index].bytes - bound
+        device.run(index)
+        if over <= 0:
+            at = None
+        elif at is None or over > missing[at]:
+            if at is not None:
+                del missing[at]
+            at, missing[index] = index, over
+    return device.result(), missing
