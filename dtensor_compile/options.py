@@ -6,7 +6,7 @@ Options of ours are the fields of `Options`; keys that Inductor knows pass throu
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -114,36 +114,57 @@ class Options:
 
 
 def _checked(name: str, value: Any) -> Any:
-    if name in ("capture", "strict", "schedule"):
-        if not isinstance(value, bool):
-            raise OptionError(f"option {name!r} takes True or False, not {value!r}")
-        return value
-    if name == "overlap_memory":
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            raise OptionError(
-                f"option {name!r} takes a part of the peak, a number not below 0 (0.05 for 5%), not {value!r}"
-            )
-        return float(value)
-    if name == "redistribution_memory":
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise OptionError(f"option {name!r} takes a number of bytes from 1, or None for no bound, not {value!r}")
-        return value
-    if name == "regather":
-        bytes_ = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not bytes_ and value not in (None, "always", "never"):
-            raise OptionError(
-                f"option {name!r} takes 'always', 'never', a number of bytes from 0, or None, not {value!r}"
-            )
-        return value
-    if name == "topology":
-        try:
-            return value if value is None or isinstance(value, Cluster) else topology(value)
-        except (TopologyError, TypeError) as error:
-            raise OptionError(f"option {name!r}: {error}") from error
-    if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise OptionError(f"option {name!r} takes one of {', '.join(map(repr, _CHOICES[name]))}, not {value!r}")
-        return value
+    """The value that an option has when it is given `value`.
+
+    Raises:
+        OptionError: the option does not take that.
+    """
+    if name in _CHECKS:
+        return _CHECKS[name](name, value)
+    return _choice(name, value) if name in _CHOICES else _pass_names(name, value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"option {name!r} takes True or False, not {value!r}")
+    return value
+
+
+def _part_of_the_peak(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise OptionError(
+            f"option {name!r} takes a part of the peak, a number not below 0 (0.05 for 5%), not {value!r}"
+        )
+    return float(value)
+
+
+def _bytes_or_no_bound(name: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise OptionError(f"option {name!r} takes a number of bytes from 1, or None for no bound, not {value!r}")
+    return value
+
+
+def _when_to_gather_again(name: str, value: Any) -> Any:
+    bytes_ = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not bytes_ and value not in (None, "always", "never"):
+        raise OptionError(f"option {name!r} takes 'always', 'never', a number of bytes from 0, or None, not {value!r}")
+    return value
+
+
+def _cluster(name: str, value: Any) -> Cluster | None:
+    try:
+        return value if value is None or isinstance(value, Cluster) else topology(value)
+    except (TopologyError, TypeError) as error:
+        raise OptionError(f"option {name!r}: {error}") from error
+
+
+def _choice(name: str, value: Any) -> Any:
+    if value not in _CHOICES[name]:
+        raise OptionError(f"option {name!r} takes one of {', '.join(map(repr, _CHOICES[name]))}, not {value!r}")
+    return value
+
+
+def _pass_names(name: str, value: Any) -> Any:
     names = (
         (value,)
         if isinstance(value, str)
@@ -158,3 +179,15 @@ def _checked(name: str, value: Any) -> Any:
             f"{', '.join(_PASSES[name])}"
         )
     return names
+
+
+#: What checks the value of an option; those that are not here take one of `_CHOICES`, or names of passes.
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "capture": _flag,
+    "strict": _flag,
+    "schedule": _flag,
+    "overlap_memory": _part_of_the_peak,
+    "redistribution_memory": _bytes_or_no_bound,
+    "regather": _when_to_gather_again,
+    "topology": _cluster,
+}

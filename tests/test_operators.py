@@ -42,9 +42,11 @@ def test_rowwise_lookups(rows):
     for call in range(2):  # eager calls before and between, whose masks torch keeps
         assert F.embedding(i if call else j, weight).full_tensor().shape == (3, 4)
         parity(lambda i, w: F.embedding(i, w).redistribute(placements=[Replicate()]), i, weight)
-    two = lambda i, j, w: (
-        F.embedding(i, w).redistribute(placements=[Replicate()]) * F.embedding(j, w).redistribute(placements=[Shard(1)])
-    )  # noqa: E731
+
+    def two(i, j, w):
+        whole = F.embedding(i, w).redistribute(placements=[Replicate()])
+        return whole * F.embedding(j, w).redistribute(placements=[Shard(1)])
+
     parity(two, i, j, weight)
 
 

@@ -39,7 +39,7 @@ def test_first_example_runs_on_two_ranks(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(block + "\nprint('done', flush=True)\ndist.destroy_process_group()\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert result.returncode == 0 and result.stdout.count("done") == 2, result.stderr[-2000:]
 
 
@@ -49,7 +49,9 @@ def test_example_without_a_gpu_runs():
         for text in re.findall(r"```python\n(.*?)```", PAGES["docs/without_a_gpu.md"], re.S)
         if "offline.device" in text
     ]
-    result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=250, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, timeout=250, cwd=ROOT, check=False
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert "all_reduce" in result.stdout and "sm_90" in result.stdout and "triton_" in result.stdout
 

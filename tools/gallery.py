@@ -166,66 +166,102 @@ def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.P
     torch.set_num_threads(1)
     one_gloo_worker()
     dist.init_process_group("gloo")
-    program = _load(path)
-    found: dict[str, dict[str, Any]] = {}
-    models, steps, losses = {}, {}, {}
+    variants = Variants(_load(path))
     for variant, backend in VARIANTS.items():
-        if "accelerate" in sys.modules:  # it has one state a process, backend included
-            sys.modules["accelerate"].state.AcceleratorState._reset_state()
-        breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
-        try:
-            with record() if variant == "ours" else contextlib.nullcontext() as recording:
-                models[variant], step = program.build(backend)
-                steps[variant] = OwnLoop(step) if inspect.signature(step).parameters else step
-                began = time.perf_counter()
-                losses[variant] = [steps[variant]()]
-                first = time.perf_counter() - began
-                losses[variant] += [steps[variant]() for _ in range(WARM - 1)]
-        except Exception as error:  # noqa: BLE001 - stock may not run a program, which is a result
-            if variant != "stock":
-                raise
-            steps.pop(variant, None)
-            found[variant] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-            continue
-        found[variant] = {
-            "breaks": sum(counters["graph_break"].values()) - breaks,
-            "graphs": counters["stats"]["unique_graphs"] - graphs,
-            "first_seconds": first,
-            "seconds": [],
-        }
+        with record() if variant == "ours" else contextlib.nullcontext() as recording:
+            variants.start(variant, backend)
         if variant == "ours" and dist.get_rank() == 0:
             with report.open("w") as file:
                 target = f"examples/{path.parent.name}/train.py"
                 print_report(build_report(recording, target=target), Console(file=file, width=160, color_system=None))
     for _ in range(repeats):
-        for variant, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            losses[variant].append(step())
-            found[variant]["seconds"].append(time.perf_counter() - began)
-    for variant, step in steps.items():
-        dist.barrier()
-        before = _written()
-        losses[variant].append(step())
-        found[variant]["bytes"] = _written() - before
-        found[variant]["collectives"] = _collectives(step, losses[variant])
-    for step in steps.values():
-        if isinstance(step, OwnLoop):
-            step.end()
-    whole = {
-        v: [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in models[v].parameters()]
-        for v in steps
-    }
-    # A parameter whose gradient is zero (the bias of keys) holds nothing but rounding, if it began as zeros.
-    floor = 1e-3 * max(p.abs().max().item() for p in whole["eager"])
-    for variant in steps:
-        found[variant]["loss_difference"] = _difference(torch.stack(losses[variant]), torch.stack(losses["eager"]))
-        found[variant]["parameter_difference"] = max(
-            _difference(*pair, floor) for pair in zip(whole[variant], whole["eager"])
-        )
-    pathlib.Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(found))
+        variants.take_time()
+    variants.count_traffic()
+    variants.end()
+    variants.compare()
+    pathlib.Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(variants.found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+class Variants:
+    """The variants of one program on this rank, and the figures that are found of them.
+
+    Attributes:
+        found: figures by variant and name; ``failed`` alone where stock does not run the program.
+        models, steps, losses: by variant; of those that run.
+    """
+
+    def __init__(self, program: ModuleType) -> None:
+        self.program = program
+        self.found: dict[str, dict[str, Any]] = {}
+        self.models: dict[str, torch.nn.Module] = {}
+        self.steps: dict[str, Callable[..., torch.Tensor]] = {}
+        self.losses: dict[str, list[torch.Tensor]] = {}
+
+    def start(self, variant: str, backend: str | None) -> None:
+        """Builds a variant and runs its first steps, in which it is compiled."""
+        if "accelerate" in sys.modules:  # it has one state a process, backend included
+            sys.modules["accelerate"].state.AcceleratorState._reset_state()
+        breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+        try:
+            self.models[variant], step = self.program.build(backend)
+            self.steps[variant] = OwnLoop(step) if inspect.signature(step).parameters else step
+            began = time.perf_counter()
+            self.losses[variant] = [self.steps[variant]()]
+            first = time.perf_counter() - began
+            self.losses[variant] += [self.steps[variant]() for _ in range(WARM - 1)]
+        except Exception as error:  # noqa: BLE001 - stock may not run a program, which is a result
+            if variant != "stock":
+                raise
+            self.steps.pop(variant, None)
+            self.found[variant] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            return
+        self.found[variant] = {
+            "breaks": sum(counters["graph_break"].values()) - breaks,
+            "graphs": counters["stats"]["unique_graphs"] - graphs,
+            "first_seconds": first,
+            "seconds": [],
+        }
+
+    def take_time(self) -> None:
+        """Takes the time of one step of each variant."""
+        for variant, step in self.steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            self.losses[variant].append(step())
+            self.found[variant]["seconds"].append(time.perf_counter() - began)
+
+    def count_traffic(self) -> None:
+        """Counts bytes and collectives of a step of each variant."""
+        for variant, step in self.steps.items():
+            dist.barrier()
+            before = _written()
+            self.losses[variant].append(step())
+            self.found[variant]["bytes"] = _written() - before
+            self.found[variant]["collectives"] = _collectives(step, self.losses[variant])
+
+    def end(self) -> None:
+        """Ends the loops of those that own theirs."""
+        for step in self.steps.values():
+            if isinstance(step, OwnLoop):
+                step.end()
+
+    def compare(self) -> None:
+        """Compares losses and parameters of each variant with those of eager."""
+        losses = {variant: torch.stack(self.losses[variant]) for variant in self.steps}
+        whole = {
+            v: [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+            for v, model in self.models.items()
+            if v in self.steps
+        }
+        # A parameter whose gradient is zero (the bias of keys) holds nothing but rounding, if it began as zeros.
+        floor = 1e-3 * max(p.abs().max().item() for p in whole["eager"])
+        for variant in self.steps:
+            self.found[variant]["loss_difference"] = _difference(losses[variant], losses["eager"])
+            self.found[variant]["parameter_difference"] = max(
+                _difference(*pair, floor) for pair in zip(whole[variant], whole["eager"])
+            )
 
 
 def _title(path: pathlib.Path) -> str:
@@ -241,7 +277,7 @@ def run(name: str, path: pathlib.Path, repeats: int, timeout: float) -> dict[str
         out = pathlib.Path(folder, "rank")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         given = [__file__, "--child", str(path), "--repeats", str(repeats), "--json", str(out)]
-        done = subprocess.run([*launch, *given], timeout=timeout, capture_output=True, text=True)
+        done = subprocess.run([*launch, *given], timeout=timeout, capture_output=True, text=True, check=False)
         if done.returncode:
             said = (
                 re.findall(r"^\[rank\d+\]: (\S*(?:Error|Exception)\b.*)$", done.stderr, re.MULTILINE)

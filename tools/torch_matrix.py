@@ -29,8 +29,8 @@ CORPUS = ROOT.parent / "shared" / "corpus"
 #: The primary release first.
 RELEASES = ("2.13.0", "2.14.1", "2.11.0")
 NEEDED = (
-    "setuptools>=77", "wheel", "numpy", "sympy", "networkx>=3", "rich>=13", "jinja2>=3", "pytest>=8", "pytest-timeout", "pytest-xdist",
-    "expecttest", "hypothesis", "jsonschema",
+    "setuptools>=77", "wheel", "numpy", "sympy", "networkx>=3", "rich>=13", "jinja2>=3", "pytest>=8", "pytest-timeout",
+    "pytest-xdist", "expecttest", "hypothesis", "jsonschema",
 )  # fmt: skip
 #: Of the catalogue, the one to have first.
 VERDICTS = ("PASS", "BREAK", "ERROR", "HANG/DIED", "WRONG", "ERROR-BWD", "BOTH-ERR", "LENIENT", "RUNNER")
@@ -82,7 +82,8 @@ def look(interpreter: pathlib.Path, environment: Mapping[str, str]) -> dict[str,
     """Versions of torch and Python, and per feature what is wrong with its hooks; ``{"error": ...}`` where nothing can
     be imported.
     """
-    done = subprocess.run([str(interpreter), "-c", _LOOK], cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [str(interpreter), "-c", _LOOK]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1]}
     return json.loads(done.stdout.splitlines()[-1])
@@ -114,7 +115,7 @@ def run_tests(interpreter: pathlib.Path, environment: Mapping[str, str], path: s
     ]
     try:
         text = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
         ).stdout
     except subprocess.TimeoutExpired:
         return {"counts": {}, "failed": [f"no end after {seconds:.0f} s"]}

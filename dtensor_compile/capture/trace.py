@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import (
@@ -68,41 +69,85 @@ def emit_redistribution(
     mesh = compat_mesh.real_mesh(source.mesh)
     if not compat_mesh.is_member(mesh):
         return stock()  # this rank has no part of the tensor, and sends nothing
-    if source.tensor_meta is None:
-        return _hand_back(stock, "its spec has no global shape")
-    if compat_mesh.real_mesh(target.mesh) != mesh:
-        return _hand_back(stock, "source and target are on different meshes")
-    before, after = canonical_placements(source), canonical_placements(target)
-    if len({p.reduce_op for p in (*before, *after) if isinstance(p, Partial)}) > 1:
-        return _hand_back(stock, "it is partial in several reductions")  # which torch refuses for most
-    if any(isinstance(b, Partial) and not isinstance(a, (Partial, Replicate)) for a, b in zip(before, after)):
-        return _hand_back(stock, "a shard is to become partial")  # which torch refuses for most
-    if any(isinstance(p, MaskPartial) for p in after):
-        return _emit_to_mask(local, source, target, before, after, stock)
-    pending = [
-        p for i, p in enumerate(before) if isinstance(p, MaskPartial) and mesh.size(i) > 1
-    ]  # one rank has every row
-    if len(pending) > 1:
-        return _hand_back(stock, "it is partial under the masks of several mesh dims")
-    before = tuple(Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before)
-    shape = source.tensor_meta.shape
-    try:
-        names = spec_text(before), spec_text(after)
-        text = mesh_text(mesh)
-        layout = parse_mesh(text)
-        needed = plan_of(*names, layout, shape, local.element_size(), bounded=False)
-        check_local(local, names[0], layout, mesh.get_coordinate() or (), shape)
-    except (SpecTextError, PlanError) as error:
-        return _hand_back(stock, str(error))
-    if not groups_in_mesh_order(mesh, layout):
-        return _hand_back(stock, f"process groups of mesh {text} are in another order of ranks than the mesh")
-    for p in pending:
+    change = _change(local, source, target)
+    if isinstance(change, str):
+        return _hand_back(stock, change)
+    if isinstance(change, _ToMask):
+        return _emit_to_mask(local, source, target, change, stock)
+    for p in change.masks:
         local = apply_mask(p, local)
-    if not needed:
+    if not change.is_needed:
         return local
-    result = redistribute_op(local, *names, text, shape)
+    result = redistribute_op(local, *change.specs, change.mesh, change.shape)
     note_origin()
     return result
+
+
+class _ToMask(NamedTuple):
+    """A change to placements with a mask."""
+
+    before: tuple[Placement, ...]
+    after: tuple[Placement, ...]
+
+
+class _Operator(NamedTuple):
+    """What the operator is called with.
+
+    Attributes:
+        masks: those that are applied before, at most one.
+        specs: texts of source and target.
+        mesh: its text.
+        shape: of the global tensor.
+        is_needed: False where the local tensors are those of the target, once the mask is applied.
+    """
+
+    masks: list[MaskPartial]
+    specs: tuple[str, str]
+    mesh: str
+    shape: torch.Size
+    is_needed: bool
+
+
+def _change(local: torch.Tensor, source: Spec, target: Spec) -> _Operator | _ToMask | str:
+    """What becomes of a change of specs; a text says why torch's own code makes it."""
+    mesh = compat_mesh.real_mesh(source.mesh)
+    if source.tensor_meta is None:
+        return "its spec has no global shape"
+    if compat_mesh.real_mesh(target.mesh) != mesh:
+        return "source and target are on different meshes"
+    before, after = canonical_placements(source), canonical_placements(target)
+    if len({p.reduce_op for p in (*before, *after) if isinstance(p, Partial)}) > 1:
+        return "it is partial in several reductions"  # which torch refuses for most
+    if any(isinstance(b, Partial) and not isinstance(a, (Partial, Replicate)) for a, b in zip(before, after)):
+        return "a shard is to become partial"  # which torch refuses for most
+    if any(isinstance(p, MaskPartial) for p in after):
+        return _ToMask(before, after)
+    masks = [p for i, p in enumerate(before) if isinstance(p, MaskPartial) and mesh.size(i) > 1]
+    if len(masks) > 1:  # along a mesh dim of one rank there is none: that rank has every row
+        return "it is partial under the masks of several mesh dims"
+    before = tuple(Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before)
+    return _operator(local, mesh, (before, after), source.tensor_meta.shape, masks)
+
+
+def _operator(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[tuple[Placement, ...], tuple[Placement, ...]],
+    shape: torch.Size,
+    masks: list[MaskPartial],
+) -> _Operator | str:
+    """The call of the operator that changes placements, if there is a plan and `local` is what its spec says."""
+    try:
+        specs = spec_text(placements[0]), spec_text(placements[1])
+        text = mesh_text(mesh)
+        layout = parse_mesh(text)
+        needed = plan_of(*specs, layout, shape, local.element_size(), bounded=False)
+        check_local(local, specs[0], layout, mesh.get_coordinate() or (), shape)
+    except (SpecTextError, PlanError) as error:
+        return str(error)
+    if not groups_in_mesh_order(mesh, layout):
+        return f"process groups of mesh {text} are in another order of ranks than the mesh"
+    return _Operator(masks, specs, text, shape, bool(needed))
 
 
 def _hand_back(stock: Callable[[], torch.Tensor], reason: str) -> torch.Tensor:
@@ -126,17 +171,16 @@ def _emit_to_mask(
     local: torch.Tensor,
     source: Spec,
     target: Spec,
-    before: tuple[Placement, ...],
-    after: tuple[Placement, ...],
+    change: _ToMask,
     stock: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
     """Indices on their way into a row-wise lookup: replicate them, then let torch make the mask, which sends
     nothing.
     """
-    if all(a == b or isinstance(b, MaskPartial) and isinstance(a, Replicate) for a, b in zip(before, after)):
+    if all(a == b or isinstance(b, MaskPartial) and isinstance(a, Replicate) for a, b in zip(*change)):
         return stock()  # a mask alone, which sends nothing
     assert source.tensor_meta is not None
-    replicated = tuple(Replicate() if isinstance(p, MaskPartial) else p for p in after)
+    replicated = tuple(Replicate() if isinstance(p, MaskPartial) else p for p in change.after)
     middle = make_spec(source.mesh, replicated, source.tensor_meta.shape, source.tensor_meta.dtype)
     local = emit_redistribution(local, source, middle, lambda: stock_redistribute_local(local, source, middle))
     return stock_redistribute_local(local, middle, target)

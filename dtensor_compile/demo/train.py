@@ -151,13 +151,9 @@ def compare(
         empty_caches: compile each variant with empty caches on disk, so that compile times compare.
     """
     recordings = {"stock": Recording(), "ours": Recording()}
-    wraps: dict[str, Callable[[Any], Any]] = {"eager": lambda model: model}
-    if stock:
-        wraps["stock"] = lambda model: torch.compile(
-            model, backend="inductor", options=observe_stock(recordings["stock"])
-        )
-    wraps["ours"] = lambda model: torch.compile(model, backend="dtensor", fullgraph=True)
-
+    wraps = _wraps(recordings["stock"])
+    if not stock:
+        del wraps["stock"]
     runs, trainers = [], {}
     for name, wrap in wraps.items():
         run = Run(name)
@@ -186,6 +182,21 @@ def compare(
         runs.append(run)
 
     tell(f"timing: {timed} steps each, interleaved")
+    _take_times(runs, trainers, timed)
+    return runs
+
+
+def _wraps(recording: Recording) -> dict[str, Callable[[Any], Any]]:
+    """What compiles a model, by the name of the variant; what stock does goes into `recording`."""
+    return {
+        "eager": lambda model: model,
+        "stock": lambda model: torch.compile(model, backend="inductor", options=observe_stock(recording)),
+        "ours": lambda model: torch.compile(model, backend="dtensor", fullgraph=True),
+    }
+
+
+def _take_times(runs: list[Run], trainers: dict[str, Trainer], timed: int) -> None:
+    """The median time of `timed` steps of each variant, which take turns."""
     seconds: dict[str, list[float]] = {run.name: [] for run in runs}
     for index in range(timed):
         for name, trainer in trainers.items():
@@ -195,7 +206,6 @@ def compare(
             seconds[name].append(time.perf_counter() - began)
     for run in runs:
         run.step_seconds = statistics.median(seconds[run.name]) if timed else 0.0
-    return runs
 
 
 @contextlib.contextmanager

@@ -143,8 +143,8 @@ def _command(main: pathlib.Path, libraries: Sequence[str]) -> list[str]:
     folders = [f"-L{path}" for path in cpp_extension.library_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     return [
-        *shlex.split(compiler), "-O2", "-std=c++20", "-fPIC", "-shared", abi, *(f"-I{path}" for path in includes), str(main),
-        *folders, *(f"-l{library}" for library in libraries),
+        *shlex.split(compiler), "-O2", "-std=c++20", "-fPIC", "-shared", abi,
+        *(f"-I{path}" for path in includes), str(main), *folders, *(f"-l{library}" for library in libraries),
     ]  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from dtensor_compile.report.stock_causes import STOCK_CAUSES, breaks_under
 _HEAD = """\
 # Why a graph breaks
 
-`dtensor-compile report` and `record()` name a cause for every graph break, by the codes of this page. `tools/docs.py` writes it.
+`dtensor-compile report` and `record()` name a cause for every graph break, by the codes of this page. \
+`tools/docs.py` writes it.
 Each example breaks for its cause (a test runs them), and the lines after `# instead` do the same in one graph.
 In the examples `x` is a tensor, `d` a DTensor, `mesh` a mesh, `group` a process group.
 """

@@ -73,16 +73,16 @@ def _run(args: argparse.Namespace) -> int:
             "cuda", tuple(size for _, size in named), mesh_dim_names=tuple(name for name, _ in named)
         )
 
-    with job(ranks, args.rank), device(args.gpu) as gpu, record() as recording:
-        with contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO()):
-            found = program_of(call_target(function_of(args.target), args.target, mesh))
-            if found is None:
-                raise TargetError(f"{args.target} returns neither a model and its inputs nor a step to call")
-            with users_program(args.target):
-                on_the_gpu = _on_the_gpu(found)
-                out = on_the_gpu.call(torch.compile(uncompiled(on_the_gpu.model), backend="dtensor"))
-                if not args.no_backward:
-                    run_backward(out)
+    printed = contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO())
+    with job(ranks, args.rank), device(args.gpu) as gpu, record() as recording, printed:
+        found = program_of(call_target(function_of(args.target), args.target, mesh))
+        if found is None:
+            raise TargetError(f"{args.target} returns neither a model and its inputs nor a step to call")
+        with users_program(args.target):
+            on_the_gpu = _on_the_gpu(found)
+            out = on_the_gpu.call(torch.compile(uncompiled(on_the_gpu.model), backend="dtensor"))
+            if not args.no_backward:
+                run_backward(out)
     failed = [decision.reason for decision in recording.decisions if decision.kind == "uncompiled_kernels"]
     for number, graph in enumerate(gpu.graphs):
         print(f"graph {number}, {graph.direction}\n\n{graph.order()}")

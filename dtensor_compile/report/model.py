@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.report.dataclass_forms import read_as, schema_of
 
 #: Version of the form. The first number changes when something goes away or changes its meaning, the second when
 #: something is added.
@@ -359,29 +358,15 @@ def from_json(text: str) -> Report:
             f"no report of version {VERSION}: its version is {version!r}; make it again with this release"
         )
     try:
-        return _read(Report, data)
+        return read_as(Report, data)
     except (KeyError, TypeError, ValueError) as error:
         raise ReportFormatError(f"no report: {type(error).__name__}: {error}") from None
-
-
-def _read(form: Any, value: Any) -> Any:
-    """`value` as an object of `form`: a dataclass, a tuple, an optional, or plain data."""
-    if dataclasses.is_dataclass(form):
-        hints = typing.get_type_hints(form)
-        names = [f.name for f in dataclasses.fields(form) if f.name in value]
-        return form(**{name: _read(hints[name], value[name]) for name in names})  # type: ignore[operator]
-    origin, args = typing.get_origin(form), typing.get_args(form)
-    if origin is tuple:
-        return tuple(_read(args[0], item) for item in value)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _read(next(a for a in args if a is not type(None)), value)
-    return value
 
 
 def schema() -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of what `to_json` writes, made from the classes here."""
     definitions: dict[str, Any] = {}
-    root = _schema_of(Report, definitions)
+    root = schema_of(Report, definitions)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "dtensor-compile report",
@@ -390,33 +375,3 @@ def schema() -> dict[str, Any]:
         **root,
         "$defs": dict(sorted(definitions.items())),
     }
-
-
-_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
-
-
-def _schema_of(form: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    if form in _PLAIN:
-        return {"type": _PLAIN[form]}
-    if dataclasses.is_dataclass(form):
-        name = form.__name__  # type: ignore[union-attr]
-        if name not in definitions:
-            definitions[name] = {}
-            hints = typing.get_type_hints(form)
-            names = [f.name for f in dataclasses.fields(form)]
-            definitions[name] = {
-                "type": "object",
-                "description": (form.__doc__ or "").strip().splitlines()[0],
-                "properties": {n: _schema_of(hints[n], definitions) for n in names},
-                "required": names,
-                "additionalProperties": False,
-            }
-        return {"$ref": f"#/$defs/{name}"}
-    origin, args = typing.get_origin(form), typing.get_args(form)
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin is tuple:
-        return {"type": "array", "items": _schema_of(args[0], definitions)}
-    if origin in (types.UnionType, typing.Union):
-        return {"anyOf": [{"type": "null"} if a is type(None) else _schema_of(a, definitions) for a in args]}
-    raise TypeError(f"{form} has no JSON form")

@@ -75,7 +75,8 @@ _USAGE = """\
 usage: {program} [options] TARGET [options]
        {program} [options] script.py [--] [arguments of the script]
 
-TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, that returns a model
+TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, \
+that returns a model
 and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at. An argument of
 the script that is called like an option of this command goes behind --.
 """

@@ -5,7 +5,7 @@ Out: its collectives in order, each with the kernels that stand between its star
 
     buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(arg0, 2, '1')
     extern_kernels.mm(arg1, arg2, out=buf1)
-    torch.ops._c10d_functional.wait_tensor.default(buf0)                              all_gather_into_tensor over '1': ('mm',)
+    torch.ops._c10d_functional.wait_tensor.default(buf0)                        all_gather_into_tensor over '1': ('mm',)
 
 This is the last text before a machine runs it: graphs before it say what was meant. A kernel that takes no time counts
 like any other, so that this finds what cannot be hidden, and says nothing of what is hidden in full.
@@ -56,23 +56,31 @@ def written_collectives(source: str) -> list[WrittenCollective]:
     for target, call in _calls(ast.parse(source)):
         called = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
         if called.startswith(_WAIT):
-            this = by_name.get(_variable(call.args[0]))  # type: ignore[union-attr]
-            if this is not None:
-                this.is_waited = True
+            _note_wait(by_name.get(_variable(call.args[0])))  # type: ignore[union-attr]
         elif called.startswith(_COLLECTIVE):
             this = _started(call, called)  # type: ignore[arg-type]
             found.append(this)
-            for name in {target, *_written_over(call, called)}:  # type: ignore[arg-type]
-                by_name[name] = this
+            by_name.update(dict.fromkeys({target, *_written_over(call, called)}, this))  # type: ignore[arg-type]
         elif kernel := _kernel(called):
-            for this in found:
-                if not this.is_waited:
-                    this.between.append(kernel)
+            _note_kernel(found, kernel)
         elif target and (source_of := _variable(call)) in by_name and (not called or called == "reinterpret_tensor"):
             by_name[target] = by_name[source_of]  # an item of a list, a view, another name
         elif target:
             by_name.pop(target, None)
     return found
+
+
+def _note_wait(this: WrittenCollective | None) -> None:
+    """Notes that a collective is waited for; None is a variable that no collective here writes."""
+    if this is not None:
+        this.is_waited = True
+
+
+def _note_kernel(found: list[WrittenCollective], kernel: str) -> None:
+    """Adds a kernel to each collective that nothing has waited for yet."""
+    for this in found:
+        if not this.is_waited:
+            this.between.append(kernel)
 
 
 def without_work(source: str) -> list[WrittenCollective]:

@@ -242,18 +242,10 @@ class Agreement:
             self.unanswered.append(_look_out_for(waiting, time.monotonic()))
 
     def _announce(self, book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[Waiting]:
-        before: list[Announcement] = book.announced.setdefault((ranks, name), [])
-        place, rank = len(before), dist.get_rank()
-        again = next((p for p in range(place) if (ranks, name, p) in book.unanswered), None)
-        if again is not None:  # the others have announced nothing in this place: one of them failed
-            book.unanswered.remove((ranks, name, again))
-            place, counts = again, before[again].digest != mine.digest
-            before[place] = mine
-        elif any(mine.agrees(other.digest) and (ranks, name, p) not in book.refused for p, other in enumerate(before)):
+        place, counts = _place(book, name, ranks, mine)
+        if place is None:
             return
-        else:
-            counts = True
-            before.append(mine)
+        rank = dist.get_rank()
         text = json.dumps([mine.digest, [str(call) for call in mine.calls]])
         book.store.set(book.key(ranks, name, place, rank), text)
         for text in {mine.digest, f"{mine.kinds}:?"} if counts else ():
@@ -281,6 +273,24 @@ class Agreement:
 
     def _failure_key(self, book: Book, rank: int) -> str:
         return book.key((), f"failure of {self.function}", self.time, self.failures, rank)
+
+
+def _place(book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> tuple[int | None, bool]:
+    """The place that an announcement takes among those of its graph, and whether it counts as one more of its kind;
+    None where one that was not refused says the same.
+    """
+    before: list[Announcement] = book.announced.setdefault((ranks, name), [])
+    place = len(before)
+    again = next((p for p in range(place) if (ranks, name, p) in book.unanswered), None)
+    if again is not None:  # the others have announced nothing in this place: one of them failed
+        book.unanswered.remove((ranks, name, again))
+        counts = before[again].digest != mine.digest
+        before[again] = mine
+        return again, counts
+    if any(mine.agrees(other.digest) and (ranks, name, p) not in book.refused for p, other in enumerate(before)):
+        return None, False
+    before.append(mine)
+    return place, True
 
 
 @contextlib.contextmanager

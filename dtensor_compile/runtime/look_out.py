@@ -17,7 +17,12 @@ PAUSE = 1.0
 _looks: list[Callable[[], bool]] = []
 _lock = threading.Lock()
 _stopped = threading.Event()
-_thread: threading.Thread | None = None
+
+
+class _Current:
+    """The thread that runs; None before the first thing to look for and after the last."""
+
+    thread: threading.Thread | None = None
 
 
 def look_out(look: Callable[[], bool]) -> Callable[[], None]:
@@ -27,12 +32,12 @@ def look_out(look: Callable[[], bool]) -> Callable[[], None]:
     Returns:
         A function that ends this.
     """
-    global _thread
     with _lock:
         _looks.append(look)
-        if _thread is None or not _thread.is_alive():  # a forked process has none of its parent's threads
-            _thread = threading.Thread(target=_run, name="dtensor_compile: late ranks", daemon=True)
-            _thread.start()
+        thread = _Current.thread
+        if thread is None or not thread.is_alive():  # a forked process has none of its parent's threads
+            _Current.thread = threading.Thread(target=_run, name="dtensor_compile: late ranks", daemon=True)
+            _Current.thread.start()
 
     def end() -> None:
         with _lock, contextlib.suppress(ValueError):
@@ -42,7 +47,6 @@ def look_out(look: Callable[[], bool]) -> Callable[[], None]:
 
 
 def _run() -> None:
-    global _thread
     while not _stopped.wait(PAUSE):
         for look in list(_looks):
             try:
@@ -54,7 +58,7 @@ def _run() -> None:
                     _looks.remove(look)
         with _lock:
             if not _looks:
-                _thread = None
+                _Current.thread = None
                 return
 
 
@@ -64,5 +68,5 @@ def _stop() -> None:
     process.
     """
     _stopped.set()
-    if (thread := _thread) is not None:
+    if (thread := _Current.thread) is not None:
         thread.join(timeout=2.0)  # it may be in a call that waits for a store that does not answer

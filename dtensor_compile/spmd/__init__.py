@@ -6,8 +6,8 @@
 - ``manual``: regions that work on what each device has; ``barrier``: a module's backward stays apart.
 - ``annotate``: `mark_sharding` and its family; ``shard_module``: storage as marked; ``propagate``: what follows for
   other tensors.
-- ``spread`` and ``rewrite``: annotations in a graph; ``other_ranks``: what holds on all of them; ``recurrent``: layers
-  of many steps.
+- ``spread`` and ``rewrite``: annotations in a graph (``dtensor_graph``: how they change it; ``function_rules``: calls
+  that are changed first); ``other_ranks``: what holds on all ranks; ``recurrent``: layers of many steps.
 """
 
 from dtensor_compile.spmd.annotate import (

@@ -192,18 +192,20 @@ def dims_in(mesh: DeviceMesh, part: DeviceMesh) -> list[int]:
     return [names.index(name) for name in of_part]
 
 
-_global_mesh: Mesh | None = None
+class _Global:
+    """The mesh of `set_global_mesh`."""
+
+    mesh: Mesh | None = None
 
 
 def set_global_mesh(mesh: Mesh | None) -> None:
     """The mesh that is taken where a function of this package is given none."""
-    global _global_mesh
-    _global_mesh = mesh
+    _Global.mesh = mesh
 
 
 def get_global_mesh() -> Mesh | None:
     """The mesh of `set_global_mesh`; None where there is none."""
-    return _global_mesh
+    return _Global.mesh
 
 
 def get_1d_mesh(axis_name: str | None = None, size: int | None = None) -> Mesh:

@@ -1,6 +1,7 @@
 """Partition specs: which mesh axes cut which dim of a tensor, as torch_xla writes them.
 
-    partition spec    one entry per tensor dim: None, an axis (index or name), or a tuple of axes in the order in which they cut
+    partition spec    one entry per tensor dim: None, an axis (index or name), or a tuple of axes in the order in which
+                      they cut
     (None, "tp")      on a mesh (dp, tp): dim 0 whole, dim 1 in |tp| pieces
     (("tp", "dp"),)   dim 0 first in |tp| pieces, each of them in |dp| pieces
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,51 +39,68 @@ _library.define(
 recurrent_op = torch.ops.dtensor_compile.recurrent.default
 
 
+class _Options(NamedTuple):
+    """The last arguments of both operators."""
+
+    biases: bool
+    layers: int
+    bidirectional: bool
+    batch_first: bool
+
+
 def _run(
-    kind: str, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], biases: bool, layers: int, train: bool,
-    bidirectional: bool, batch_first: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+    kind: str,
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    options: _Options,
+    train: bool,
+) -> list[torch.Tensor]:
     given = list(states) if kind == "lstm" else states[0]
-    return list(FUNCTIONS[kind](x, given, list(weights), biases, layers, 0.0, train, bidirectional, batch_first))
+    biases, layers, *layout = options
+    return list(FUNCTIONS[kind](x, given, list(weights), biases, layers, 0.0, train, *layout))
 
 
 def _forward(
-    kind: str, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], biases: bool, layers: int,
-    bidirectional: bool, batch_first: bool,
-) -> list[torch.Tensor]:  # fmt: skip
-    made = _empty(kind, x, states, weights, biases, layers, bidirectional, batch_first)
+    kind: str, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *options: Any
+) -> list[torch.Tensor]:
+    made = _empty(kind, x, states, weights, *options)
     if x.numel():
-        for to, value in zip(made, _run(kind, x, states, weights, biases, layers, False, bidirectional, batch_first)):
+        for to, value in zip(made, _run(kind, x, states, weights, _Options(*options), False)):
             to.copy_(value)
     return made
 
 
 def _empty(
-    kind: str, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], biases: bool, layers: int,
-    bidirectional: bool, batch_first: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+    kind: str, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *options: Any
+) -> list[torch.Tensor]:
     """Results without values: y of shape (time, batch, features), or (batch, time, features) as a view of that, and
     last states.
     """
+    given = _Options(*options)
     first, second = x.shape[:2]
-    steps, batch = (second, first) if batch_first else (first, second)
-    y = x.new_empty([steps, batch, states[0].shape[2] * (1 + bidirectional)])
+    steps, batch = (second, first) if given.batch_first else (first, second)
+    y = x.new_empty([steps, batch, states[0].shape[2] * (1 + given.bidirectional)])
     return [
-        y.transpose(0, 1) if batch_first else y,
+        y.transpose(0, 1) if given.batch_first else y,
         *(torch.empty_like(s, memory_format=torch.contiguous_format) for s in states),
     ]
 
 
 def _backward(
-    gradients_of_results: Sequence[torch.Tensor], kind: str, x: torch.Tensor, states: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor], biases: bool, layers: int, bidirectional: bool, batch_first: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+    gradients_of_results: Sequence[torch.Tensor],
+    kind: str,
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    *options: Any,
+) -> list[torch.Tensor]:
     inputs, n = [x, *states, *weights], len(states)
     if not x.numel():
         return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs]
 
     def run(x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(_run(kind, x, others[:n], others[n:], biases, layers, True, bidirectional, batch_first))
+        return tuple(_run(kind, x, others[:n], others[n:], _Options(*options), True))
 
     return [g.contiguous().clone() for g in gradients(run, inputs, gradients_of_results)]
 
@@ -120,9 +137,15 @@ torch.library.register_autograd("dtensor_compile::recurrent", _gradients, setup_
 
 @torch.compiler.allow_in_graph
 def recurrent_layer(
-    kind: str, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], biases: bool, layers: int,
-    bidirectional: bool, batch_first: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    kind: str,
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
     """The results and the last states of stacked layers (module docstring).
 
     Args:
@@ -174,10 +197,17 @@ def batch_factor(args: Sequence[Any]) -> list[Factor]:
 
 
 def _function(kind: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def function(
-        x: torch.Tensor, states: Any, weights: Sequence[torch.Tensor], biases: bool, layers: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    def function(  # noqa: PLR0913, PLR0917 - the parameters of torch's function
+        x: torch.Tensor,
+        states: Any,
+        weights: Sequence[torch.Tensor],
+        biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[torch.Tensor, ...]:
         given, weights = list(states) if kind == "lstm" else [states], list(weights)
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)

@@ -165,7 +165,7 @@ class _GlobalRun(torch.fx.Interpreter):
         mode = fake_mode()
         placeholders = self.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
         fakes = []
-        for node, value in zip(placeholders, example_inputs):
+        for _, value in zip(placeholders, example_inputs):
             fake = global_fake(mode, value)
             note = mark_of(value)
             if isinstance(value, DTensor):

@@ -2,7 +2,7 @@
 in which they come.
 
     program     the graph of torch functions over DTensors that Dynamo gives
-    joint       the graph of forward and backward over local tensors, with redistributions as nodes, that AOTAutograd traces
+    joint       the graph of forward and backward over local tensors that AOTAutograd traces, redistributions as nodes
     lowered     the forward graph, and the backward graph, with collectives in place of redistributions
     kernels     what Inductor made of a lowered graph
 

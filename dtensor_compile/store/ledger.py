@@ -43,20 +43,22 @@ class Book:
         return "/".join(map(str, ("dtensor_compile", self.epoch, digest(ranks), *parts)))
 
 
-_book: Book | None = None
+class _Current:
+    """The book of this process, which is that of its default process group."""
+
+    book: Book | None = None
 
 
 def current_book() -> Book | None:
     """The book of this process group; None where there is nobody to talk to, or nobody who could answer while this rank
     waits (ranks that are threads take turns)."""
-    global _book
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ("fake", "threaded"):
         return None
     group = dist.group.WORLD
-    if _book is None or _book.group is not group:
+    if _Current.book is None or _Current.book.group is not group:
         assert group is not None
-        _book = Book(group)
-    return _book
+        _Current.book = Book(group)
+    return _Current.book
 
 
 def digest(value: Any) -> str:

@@ -38,7 +38,7 @@ from dtensor_compile.testing.parity import (
 from dtensor_compile.testing.ranks import make_mesh, on_ranks
 
 
-def parity(
+def parity(  # noqa: PLR0913 - options that are documented, by keyword only
     mesh: Sequence[int],
     *,
     names: Sequence[str] | None = None,
@@ -73,17 +73,11 @@ def parity(
         AssertionError: with `local`, compiled differs from eager.
     """
     settings = Settings(backend, fullgraph, dynamic, options)
+    world = math.prod(mesh)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
-        takes_mesh = "mesh" in inspect.signature(function).parameters
-
-        world = math.prod(mesh)
-
         def case_of(*args: Any, **kwargs: Any) -> Case:
-            def made() -> Any:
-                given = {"mesh": make_mesh(tuple(mesh), names and tuple(names))} if takes_mesh else {}
-                return function(*args, **kwargs, **given)
-
+            made = functools.partial(_on_mesh(function, mesh, names), *args, **kwargs)
             return Case(
                 functools.partial(make_program, made),
                 loss=loss, optimizer=optimizer, calls=calls, allowed=Allowed(computed_in, tolerance),
@@ -97,13 +91,28 @@ def parity(
         def here(*args: Any, **kwargs: Any) -> None:
             check_case(case_of(*args, **kwargs), settings, bisected=bisected, world=world)
 
-        run = here if local else on_ranks(world, timeout)(on_rank)
-        signature = inspect.signature(function)
-        shown = [p for name, p in signature.parameters.items() if name != "mesh"]
-        run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined] # pytest asks for no fixture `mesh`
+        run: Any = here if local else on_ranks(world, timeout)(on_rank)
+        run.__signature__ = _without_mesh(function)
         return run
 
     return decorate
+
+
+def _on_mesh(function: Callable[..., Any], mesh: Sequence[int], names: Sequence[str] | None) -> Callable[..., Any]:
+    """The function, given a mesh of that shape where it takes one."""
+    takes_mesh = "mesh" in inspect.signature(function).parameters
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {"mesh": make_mesh(tuple(mesh), names and tuple(names))} if takes_mesh else {}
+        return function(*args, **kwargs, **given)
+
+    return call
+
+
+def _without_mesh(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature that pytest sees, which asks for no fixture ``mesh``."""
+    signature = inspect.signature(function)
+    return signature.replace(parameters=[p for name, p in signature.parameters.items() if name != "mesh"])
 
 
 def make_program(function: Callable[[], Any]) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:

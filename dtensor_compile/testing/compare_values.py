@@ -3,6 +3,7 @@ differs is named."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +88,18 @@ def compare_values(
     for i, (a, b) in enumerate(zip(flat_eager, flat_compiled)):
         name = what if len(flat_eager) == 1 else f"{what}[{i}]"
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            if not (type(a) is type(b) and (a == b or a != a and b != b)):
+            if not (type(a) is type(b) and (a == b or _is_nan(a) and _is_nan(b))):
                 differences.append(_difference(name, a, b))
             continue
         fa, fb = _facts(a), _facts(b)
         wrong = [_difference(f"{name}.{key}", fa[key], fb.get(key)) for key in fa if fa[key] != fb.get(key)]
         differences += wrong or _compare_numbers(name, a, b, allowed)
     return differences
+
+
+def _is_nan(value: Any) -> bool:
+    """Whether a value differs from itself, as NaN does in each type that has one."""
+    return bool(operator.ne(value, value))
 
 
 def _facts(value: torch.Tensor) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _STATES: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     (compat_mesh._Made, "group", lambda: None),
     (compat_mesh._Made, "counts", collections.Counter),
     (spmd_mesh, "_device_meshes", dict),
-    (spmd_mesh, "_global_mesh", lambda: None),
+    (spmd_mesh._Global, "mesh", lambda: None),
     (annotate, "_marked_meshes", set),
     (factories, "_made", dict),
     (factories, "_open", list),

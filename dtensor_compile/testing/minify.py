@@ -87,7 +87,7 @@ class _Program:
 
     def cut_behind(self, index: int) -> _Program | None:
         """The program that returns the value of that node; None where that is no tensor."""
-        return self._changed(index, lambda graph, node: _return(graph, node))
+        return self._changed(index, _return)
 
     def cut_before(self, index: int) -> _Program | None:
         """The program that takes the value of that node as an input."""
@@ -272,7 +272,8 @@ from dtensor_compile.testing.minify import random_dtensor, random_tensor
 class Program(torch.nn.Module):
 {forward}
 
-@parity(mesh={mesh}, names={names}, backend={backend!r}, fullgraph={fullgraph}, dynamic={dynamic}, options={options!r}, calls=1)
+@parity(mesh={mesh}, names={names}, backend={backend!r}, fullgraph={fullgraph}, dynamic={dynamic}, \
+options={options!r}, calls=1)
 def test_program(mesh):
     return Program(), [
 {inputs}

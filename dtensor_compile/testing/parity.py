@@ -251,7 +251,7 @@ def case_of(
     return Case(make, **settings)
 
 
-def compare_steps(
+def compare_steps(  # noqa: PLR0913 - options that are documented, by keyword only
     model: torch.nn.Module | Callable[..., Any],
     inputs: Sequence[Any],
     *,

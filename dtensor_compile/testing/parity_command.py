@@ -35,7 +35,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """What a rank says.
 
     Attributes:
@@ -122,16 +122,16 @@ def main(argv: Sequence[str], program: str = "dtensor-compile parity") -> int:
     return answer.status
 
 
-def compare_target(args: argparse.Namespace, job: Job) -> Answer:
+def compare_target(args: argparse.Namespace, job: Job) -> RankAnswer:
     """Compares a target on the ranks of this job; runs on each of them."""
     with contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO()):
         try:
             return _compare(args, job)
         except TargetError as error:
-            return Answer(NOT_RUN, " ".join(str(error).split()))
+            return RankAnswer(NOT_RUN, " ".join(str(error).split()))
 
 
-def _compare_here(args: argparse.Namespace, job: Job) -> Answer:
+def _compare_here(args: argparse.Namespace, job: Job) -> RankAnswer:
     """`compare_target` with all ranks in this process; what ends it is told as if it had ended a rank."""
     try:
         return compare_target(args, job)
@@ -141,7 +141,7 @@ def _compare_here(args: argparse.Namespace, job: Job) -> Answer:
         raise RankError("".join(traceback.format_exception(error))) from error
 
 
-def _compare(args: argparse.Namespace, job: Job) -> Answer:
+def _compare(args: argparse.Namespace, job: Job) -> RankAnswer:
     ranks = job.ranks if args.local else dist.get_world_size()
     dims, world = job.mesh or (("tp", ranks),), ranks if args.local else None
     names, shape = tuple(name for name, _ in dims), tuple(size for _, size in dims)
@@ -172,7 +172,7 @@ def _compare(args: argparse.Namespace, job: Job) -> Answer:
     if not comparison.differences:
         if not comparison.tensors:
             raise TargetError(f"{args.target} returns no tensor and leaves none behind: there is nothing to compare")
-        return Answer(EQUAL, f"equal: {comparison.tensors} tensors of {args.calls} calls on {ranks} ranks" + told)
+        return RankAnswer(EQUAL, f"equal: {comparison.tensors} tensors of {args.calls} calls on {ranks} ranks" + told)
     culprit = bisect_case(case, settings, world) if args.bisect or args.minify else None
     text, script = "\n".join(filter(None, (describe(comparison.differences, culprit), steps))), ""
     if args.minify:
@@ -180,7 +180,7 @@ def _compare(args: argparse.Namespace, job: Job) -> Answer:
             script = minified_script(case, culprit.differing if culprit else settings, shape, names)
         except MinifyError as error:
             text += f"\nnot minified: {error}"
-    return Answer(DIFFERS, text, script)
+    return RankAnswer(DIFFERS, text, script)
 
 
 def _optimizer(name: str | None, lr: float) -> Any:

@@ -184,8 +184,13 @@ class _Job:
 
 #: By world size, the one used longest ago first.
 _jobs: dict[int, _Job] = {}
+
+
 #: Environment of the process of which ranks are forked, once there is one.
-_forked_environment: dict[str, str] | None = None
+class _Forked:
+    """The environment in which the process that ranks are forked from was started."""
+
+    environment: dict[str, str] | None = None
 
 
 @atexit.register
@@ -203,12 +208,11 @@ def _process_context() -> Iterator[Any]:
 
     Torch reads its options from the environment when it is imported: where that has changed since, ranks import it
     themselves."""
-    global _forked_environment
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    if _forked_environment not in (None, environment):
+    if _Forked.environment not in (None, environment):
         yield multiprocessing.get_context("spawn")
         return
-    _forked_environment = environment
+    _Forked.environment = environment
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Before Python 3.13 the process that preloads knows no other import path than that of its environment.

@@ -32,7 +32,7 @@ from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_wa
 from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
 from dtensor_compile.variables import backward_hooks as hooks
 from dtensor_compile.variables import (
-    collectives,
+    collective_calls,
     comm_debug_mode,
     data_dependent,
     data_parallel,
@@ -70,7 +70,7 @@ ENTRIES = Entries(
         *comm_debug_mode.OBJECTS,
         *data_dependent.OBJECTS,
         *dense_tensors.OBJECTS,
-        *collectives.OBJECTS,
+        *collective_calls.OBJECTS,
         *functions.OBJECTS,
         *older_dynamo.OBJECTS,
     ),

@@ -5,33 +5,21 @@ the call means on this rank (a group by its name, a rank of the group) and calls
 graph an operation is complete as soon as it is called; that it starts early and is waited for late is the business of
 the lowering. So the `Work` of an asynchronous call has nothing left to do.
 
-``functions.py`` says which functions have one.
+`TWINS` are those of functions; ``group_methods.py`` has those of methods of process groups, and
+``collective_calls.py`` what calls them.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dtensor_compile.causes import cause
-from dtensor_compile.compat.distributed.functional_collectives import P2POpClassVariable, other_names, reduction_name
-from dtensor_compile.compat.dynamo.calls import RefusingVariable
-from dtensor_compile.compat.dynamo.tracing import Retrack
-from dtensor_compile.compat.dynamo.tracker_tools import (
-    Translator,
-    UserFunctionVariable,
-    VariableTracker,
-    build,
-    graph_break,
-    raise_in_program,
-)
+from dtensor_compile.compat.distributed.functional_collectives import other_names
 from dtensor_compile.ops import c10d as ops
 from dtensor_compile.variables import differentiable_collectives
-from dtensor_compile.variables import work_handles as work
 from dtensor_compile.variables.work_handles import Future, Work
 
 Group = Any
@@ -92,6 +80,15 @@ def _done(results: list[torch.Tensor], async_op: bool) -> Work | None:
     return Work(results) if async_op else None
 
 
+def complete_work(results: list[torch.Tensor], source: int | None = None) -> Work:
+    """The work of an operation that is complete, as `Work` has it.
+
+    Twins in other modules call this: Dynamo replaces a class that it finds in the globals of one module, and takes it
+    for another when it comes to it in those of a second one.
+    """
+    return Work(results, source)
+
+
 # ---- collectives ---------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +97,7 @@ def all_reduce(tensor, op="sum", group=None, async_op=False):
     if group is None:
         return None
     if tensor.is_complex():
-        if op != "sum" and op != "avg":
+        if op not in ("sum", "avg"):
             raise ValueError(f"all_reduce does not support {op} on complex tensors")
         parts = ops.all_reduce(torch.view_as_real(tensor.detach()), op, group.group_name, 0)
         ops.overwrite_(tensor, torch.view_as_complex(parts))
@@ -314,114 +311,7 @@ def batch_isend_irecv(p2p_op_list):
     return works
 
 
-# ---- methods of process groups: ranks are ranks of the group -------------------------------------------------------
-
-
-def pg_allreduce(group, tensors, op="sum", timeout=None):
-    for tensor in _list(tensors):
-        all_reduce(tensor, op, group)
-    return Work(_list(tensors))
-
-
-def pg_allreduce_coalesced(group, tensors):
-    return pg_allreduce(group, tensors)
-
-
-def pg_broadcast(group, tensor, root=0, timeout=None):
-    for part in _list(tensor):
-        broadcast(part, group_src=root, group=group)
-    return Work(_list(tensor))
-
-
-def pg_reduce(group, tensor, root=0, op="sum", timeout=None):
-    for part in _list(tensor):
-        reduce(part, group_dst=root, op=op, group=group)
-    return Work(_list(tensor))
-
-
-def pg_allgather(group, output_tensors, input_tensors, timeout=None):
-    if isinstance(input_tensors, torch.Tensor):
-        all_gather(output_tensors, input_tensors, group)
-    else:
-        for outputs, tensor in zip(output_tensors, input_tensors):
-            all_gather(outputs, tensor, group)
-    return Work([])
-
-
-def pg_allgather_coalesced(group, output_lists, input_list):
-    all_gather_coalesced(output_lists, input_list, group)
-    return Work([])
-
-
-def pg_allgather_single(group, output, input):
-    return all_gather_single(output, input, group, True)
-
-
-def pg_allgather_single_coalesced(group, outputs, inputs):
-    for output, tensor in zip(outputs, inputs):
-        all_gather_single(output, tensor, group)
-    return Work(list(outputs))
-
-
-def pg_reduce_scatter(group, output_tensors, input_tensors, op="sum", timeout=None):
-    if isinstance(output_tensors, torch.Tensor):
-        return reduce_scatter(output_tensors, input_tensors, op, group, True)
-    for output, tensors in zip(output_tensors, input_tensors):
-        reduce_scatter(output, tensors, op, group)
-    return Work(list(output_tensors))
-
-
-def pg_reduce_scatter_single(group, outputTensor, inputTensor, op="sum"):  # noqa: N803 - torch's names
-    return reduce_scatter_single(outputTensor, inputTensor, op, group, True)
-
-
-def pg_reduce_scatter_single_coalesced(group, outputs, inputs):
-    for output, tensor in zip(outputs, inputs):
-        reduce_scatter_single(output, tensor, "sum", group)
-    return Work(list(outputs))
-
-
-def pg_alltoall_single(group, output, input, output_split_sizes, input_split_sizes, timeout=None):
-    return all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, True)
-
-
-def pg_alltoall(group, output_tensors, input_tensors):
-    return all_to_all(output_tensors, input_tensors, group, True)
-
-
-def pg_gather(group, output_tensors, input_tensor, root=0, timeout=None):
-    if isinstance(input_tensor, torch.Tensor):
-        return gather(input_tensor, output_tensors if output_tensors else None, None, group, True, root)
-    return gather(input_tensor[0], output_tensors[0] if output_tensors else None, None, group, True, 0)
-
-
-def pg_scatter(group, output_tensor, input_tensors, root=0, timeout=None):
-    if isinstance(output_tensor, torch.Tensor):
-        return scatter(output_tensor, input_tensors if input_tensors else None, None, group, True, root)
-    return scatter(output_tensor[0], input_tensors[0] if input_tensors else None, None, group, True, root)
-
-
-def pg_send(group, tensors, dstRank, tag):  # noqa: N803 - torch's names
-    for tensor in tensors:
-        isend(tensor, group=group, tag=tag, group_dst=dstRank)
-    return Work(tensors)
-
-
-def pg_recv(group, tensors, srcRank, tag):  # noqa: N803 - torch's names
-    for tensor in tensors:
-        irecv(tensor, group=group, tag=tag, group_src=srcRank)
-    return Work(tensors, srcRank)
-
-
-def pg_barrier(group, timeout=None):
-    return barrier(group, True)
-
-
-def _list(tensors: Any) -> Any:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-# ---- the tables ----------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------------------------
 
 TWINS: Mapping[Any, Any] = {
     dist.all_reduce: all_reduce,
@@ -447,116 +337,3 @@ TWINS: Mapping[Any, Any] = {
     **differentiable_collectives.TWINS,
     **{function: reduce_scatter_single for function in other_names("reduce_scatter_single", "_reduce_scatter_base")},
 }
-
-METHODS: Mapping[str, Any] = {
-    "allreduce": pg_allreduce,
-    "broadcast": pg_broadcast,
-    "reduce": pg_reduce,
-    "allgather": pg_allgather,
-    "_allgather_base": pg_allgather_single,
-    "_reduce_scatter_base": pg_reduce_scatter_single,
-    "all_gather_single": pg_allgather_single,
-    "all_gather_single_coalesced": pg_allgather_single_coalesced,
-    "all_to_all_single": pg_alltoall_single,
-    "allgather_coalesced": pg_allgather_coalesced,
-    "allgather_into_tensor_coalesced": pg_allgather_single_coalesced,
-    "allreduce_coalesced": pg_allreduce_coalesced,
-    "alltoall_base": pg_alltoall_single,
-    "reduce_scatter": pg_reduce_scatter,
-    "reduce_scatter_single": pg_reduce_scatter_single,
-    "reduce_scatter_single_coalesced": pg_reduce_scatter_single_coalesced,
-    "reduce_scatter_tensor_coalesced": pg_reduce_scatter_single_coalesced,
-    "alltoall": pg_alltoall,
-    "gather": pg_gather,
-    "scatter": pg_scatter,
-    "send": pg_send,
-    "recv": pg_recv,
-    "barrier": pg_barrier,
-}
-
-
-def refuse(name: str, code: str) -> NoReturn:
-    """The graph break for a call that is not traced."""
-    graph_break(code, name, f"backend='dtensor' does not trace this call of {name}. {cause(code).why}")
-
-
-class DistributedFunctionVariable(UserFunctionVariable):
-    """A function of torch.distributed: itself, whose calls are those of its twin."""
-
-    def call_function(
-        self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
-    ) -> VariableTracker:
-        name = f"{self.fn.__module__}.{self.fn.__name__}"
-        arguments = _bind(tx, name, self.fn, args, kwargs)
-        if self.fn in (dist.recv, dist.irecv) and all(_is_none(arguments.get(name)) for name in ("src", "group_src")):
-            refuse(name, "receive-from-any")
-        return UserFunctionVariable(TWINS[self.fn]).call_function(tx, [], arguments)
-
-
-def call_method_twin(
-    tx: Translator,
-    group: VariableTracker,
-    name: str,
-    args: Sequence[VariableTracker],
-    kwargs: Mapping[str, VariableTracker],
-) -> VariableTracker:
-    """Calls the twin of method `name` of a process group; one that is given C++ options breaks the graph."""
-    if any(isinstance(argument.realize(), RefusingVariable) for argument in (*args, *kwargs.values())):
-        refuse(f"ProcessGroup.{name}", "raw-object")
-    arguments = _bind(tx, f"ProcessGroup.{name}", METHODS[name], [group, *args], kwargs)
-    return UserFunctionVariable(METHODS[name]).call_function(tx, [], arguments)
-
-
-def _bind(
-    tx: Translator, name: str, function: Any, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
-) -> dict[str, VariableTracker]:
-    """Arguments by name. Reductions are C++ objects: twins take their names."""
-    try:
-        arguments = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except TypeError as error:
-        raise_in_program(tx, error)
-    if "op" in arguments:
-        reduction = reduction_name(getattr(arguments["op"], "value", None))
-        if reduction is None:
-            refuse(name, "reduction-not-plain")
-        arguments["op"] = build(tx, reduction)
-    return arguments
-
-
-def checked_local_tensor(
-    tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
-) -> tuple[list[VariableTracker], dict[str, VariableTracker]]:
-    """Arguments of ``DTensor.from_local`` with ``run_check=True`` -> those without it, once `check_local_tensor` is
-    traced.
-    """
-    named = dict(zip(("local_tensor", "device_mesh", "placements"), args)) | dict(kwargs)
-    del named["run_check"]
-    sizes_known = not _is_none(named.get("shape"))
-    placements = named.get("placements", build(tx, None))
-    check = UserFunctionVariable(check_local_tensor)
-    local = check.call_function(
-        tx, [named["local_tensor"], named["device_mesh"], placements, build(tx, not sizes_known)], {}
-    )
-    return [], {**named, "local_tensor": local}
-
-
-def _is_none(argument: VariableTracker | None) -> bool:
-    return argument is None or argument.is_python_constant() and argument.as_python_constant() is None
-
-
-def retrack(function: Any) -> Retrack:
-    """What makes the tracker of a function that has a twin.
-
-    Raises:
-        KeyError: it has none.
-    """
-    TWINS[function]
-    return lambda stock: DistributedFunctionVariable(function, source=stock.source)
-
-
-#: Entries for `compat.dynamo.tracing.Entries.objects`.
-OBJECTS: tuple[tuple[Any, Retrack], ...] = (
-    *((function, retrack(function)) for function in other_names("_all_gather_base", "_reduce_scatter_base")),
-    *work.OBJECTS,
-    (dist.P2POp, lambda stock: P2POpClassVariable(dist.P2POp, source=stock.source)),
-)

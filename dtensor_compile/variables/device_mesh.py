@@ -29,8 +29,8 @@ class DeviceMeshVariable(SourcedVariable, ContextVariable):
     members = table(
         bake="""
             ndim shape device_type mesh_dim_names size get_coordinate get_rank get_local_rank
-            __getitem__ _flatten _is_current_rank_part_of_mesh _sym_get_coordinate _get_mesh_dim_by_name _get_root_mesh_dim
-            _device_type _mesh_dim_names _thread_id _coordinate_on_dim _stable_hash
+            __getitem__ _flatten _is_current_rank_part_of_mesh _sym_get_coordinate _get_mesh_dim_by_name
+            _get_root_mesh_dim _device_type _mesh_dim_names _thread_id _coordinate_on_dim _stable_hash
             __repr__ __str__ __hash__ __eq__ __ne__ __format__
         """,
         operator="mesh",

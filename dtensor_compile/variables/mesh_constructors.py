@@ -58,7 +58,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 )
 from dtensor_compile.errors import PlacementError
 from dtensor_compile.graph.global_annotations import mark
-from dtensor_compile.variables.collectives import checked_local_tensor
+from dtensor_compile.variables.collective_calls import checked_local_tensor
 
 # ---- evaluated while tracing ---------------------------------------------------------------------------------------
 

@@ -134,8 +134,8 @@ def _handle_warn(
 
 #: Methods of loggers and functions of ``logging``, with their level; ``log`` has it as its first argument.
 _LEVELS: Mapping[str, int | None] = {
-    "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "warn": logging.WARNING, "error": logging.ERROR,
-    "critical": logging.CRITICAL, "fatal": logging.CRITICAL, "log": None,
+    "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "warn": logging.WARNING,
+    "error": logging.ERROR, "critical": logging.CRITICAL, "fatal": logging.CRITICAL, "log": None,
 }  # fmt: skip
 
 

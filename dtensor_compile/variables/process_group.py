@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator, VariableTracker, fact_guard
-from dtensor_compile.variables.collectives import METHODS, call_method_twin
+from dtensor_compile.variables.collective_calls import call_method_twin
+from dtensor_compile.variables.group_methods import METHODS
 from dtensor_compile.variables.member_rules import SourcedVariable, table
 
 
@@ -28,16 +29,16 @@ class ProcessGroupVariable(SourcedVariable):
         "__format__",
         operator=" ".join(METHODS),
         read="""
-            BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL bound_device_id use_pg_for_symm_mem_rendezvous _device_types
-            supports_reconfigure supports_window
+            BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL bound_device_id use_pg_for_symm_mem_rendezvous
+            _device_types supports_reconfigure supports_window
         """,
         breaks={
             "receive-from-any": "recv_anysource",
             "error-of-other-ranks": "monitored_barrier",
             "group-lifetime": "abort shutdown merge_remote_group split_group reconfigure get_reconfigure_handle",
             "process-setting": """
-                set_timeout register_abort_hook register_post_hook register_pre_hook unregister_abort_hook unregister_post_hook
-                unregister_pre_hook
+                set_timeout register_abort_hook register_post_hook register_pre_hook unregister_abort_hook
+                unregister_post_hook unregister_pre_hook
             """,
             "raw-object": "boxed unbox get_group_store get_backend _get_backend new_window gather_single "
             "gather_into_tensor",

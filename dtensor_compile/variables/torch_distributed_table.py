@@ -32,26 +32,26 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
     fact_guard,
     raise_in_program,
 )
-from dtensor_compile.variables import collectives
+from dtensor_compile.variables import collective_calls
 from dtensor_compile.variables import mesh_constructors as factories
 from dtensor_compile.variables.member_rules import MemberRule, Row, Table, table
 
 DISTRIBUTED = table(
     operator="""
-        all_reduce all_reduce_coalesced broadcast reduce all_gather all_gather_coalesced all_gather_into_tensor all_gather_single
-        gather scatter reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all_single all_to_all barrier
-        isend irecv send recv batch_isend_irecv
+        all_reduce all_reduce_coalesced broadcast reduce all_gather all_gather_coalesced all_gather_into_tensor
+        all_gather_single gather scatter reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all_single
+        all_to_all barrier isend irecv send recv batch_isend_irecv
     """,
     make="init_device_mesh new_group new_subgroups new_subgroups_by_enumeration split_group",
     ask="get_debug_level",
     bake="timedelta GroupName ReduceOp BackendConfig",
     inline="""
-        DeviceMesh ProcessGroup Work P2POp group GroupMember Backend RankType reduce_op log default_pg_timeout record_comm
-        DebugLevel BuiltinCommHookType DistError DistBackendError DistNetworkError DistStoreError QueueEmptyError
-        get_rank get_world_size get_backend get_backend_config get_default_backend_for_device get_global_rank get_group_rank
-        get_node_local_rank get_pg_count get_process_group_ranks supports_complex
-        is_available is_initialized is_backend_available is_gloo_available is_mpi_available is_nccl_available is_ucc_available
-        is_xccl_available is_torchelastic_launched
+        DeviceMesh ProcessGroup Work P2POp group GroupMember Backend RankType reduce_op log default_pg_timeout
+        record_comm DebugLevel BuiltinCommHookType DistError DistBackendError DistNetworkError DistStoreError
+        QueueEmptyError get_rank get_world_size get_backend get_backend_config get_default_backend_for_device
+        get_global_rank get_group_rank get_node_local_rank get_pg_count get_process_group_ranks supports_complex
+        is_available is_initialized is_backend_available is_gloo_available is_mpi_available is_nccl_available
+        is_ucc_available is_xccl_available is_torchelastic_launched
     """,
     breaks={
         "object-collective": """
@@ -62,10 +62,10 @@ DISTRIBUTED = table(
         "process-setting": "set_debug_level set_debug_level_from_env set_timeout register_rendezvous_handler "
         "breakpoint",
         "raw-object": """
-            rendezvous Store FileStore HashStore PrefixStore TCPStore ProcessGroupGloo Reducer Logger GradBucket get_backend_impl
-            ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy gather_single gather_into_tensor
-            AllToAllOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions BroadcastOptions GatherOptions ReduceOptions
-            ReduceScatterOptions ScatterOptions
+            rendezvous Store FileStore HashStore PrefixStore TCPStore ProcessGroupGloo Reducer Logger GradBucket
+            get_backend_impl ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy gather_single gather_into_tensor
+            AllToAllOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions BroadcastOptions GatherOptions
+            ReduceOptions ReduceScatterOptions ScatterOptions
         """,
     },
 )
@@ -78,10 +78,11 @@ DIFFERENTIABLE = table(
 FUNCTIONAL = table(
     inline="""
         all_reduce all_reduce_coalesced all_reduce_inplace broadcast wait_tensor permute_tensor
-        all_gather_tensor all_gather_tensor_autograd all_gather_tensor_inplace all_gather_inplace all_gather_into_tensor_coalesced
-        all_gather_single all_gather_single_autograd all_gather_single_coalesced
-        reduce_scatter_tensor reduce_scatter_tensor_autograd reduce_scatter_tensor_inplace reduce_scatter_tensor_coalesced
-        reduce_scatter_single reduce_scatter_single_autograd reduce_scatter_single_coalesced reduce_scatter_inplace
+        all_gather_tensor all_gather_tensor_autograd all_gather_tensor_inplace all_gather_inplace
+        all_gather_into_tensor_coalesced all_gather_single all_gather_single_autograd all_gather_single_coalesced
+        reduce_scatter_tensor reduce_scatter_tensor_autograd reduce_scatter_tensor_inplace
+        reduce_scatter_tensor_coalesced reduce_scatter_single reduce_scatter_single_autograd
+        reduce_scatter_single_coalesced reduce_scatter_inplace
         all_to_all_single all_to_all_single_autograd all_to_all_inplace
         isend_inplace irecv_inplace batch_p2p_ops_inplace allow_inflight_collective_as_graph_input_ctx
         AsyncCollectiveTensor
@@ -148,7 +149,7 @@ def _bake(function: Callable[..., Any]) -> Retrack:
         try:
             real_args, real_kwargs = factories.real_arguments(args, kwargs)
         except NotImplementedError:
-            collectives.refuse(function.__name__, "member-argument")
+            collective_calls.refuse(function.__name__, "member-argument")
         return _value(tx, function, real_args, real_kwargs)
 
     return handle_construction(bake)
@@ -181,7 +182,7 @@ def _refusal(function: Callable[..., Any], name: str, code: str) -> Retrack:
     def refuse(tx: Translator, *_: Any) -> VariableTracker:
         if isinstance(function, types.FunctionType):
             leave_calls_to_python(function)
-        collectives.refuse(name, code)
+        collective_calls.refuse(name, code)
 
     return handle_construction(refuse)
 
@@ -189,7 +190,7 @@ def _refusal(function: Callable[..., Any], name: str, code: str) -> Retrack:
 def _retrack(module: types.ModuleType, name: str, row: Row) -> Retrack | None:
     thing = getattr(module, name)
     if row.rule is MemberRule.OPERATOR:
-        return collectives.retrack(thing)
+        return collective_calls.retrack(thing)
     if row.rule is MemberRule.MAKE:
         return handle_calls(factories.make)
     if row.rule is MemberRule.ASK:
@@ -233,7 +234,7 @@ RAW_CLASSES = tuple(cls for name in ("Work", *_RAW_NAMES) if isinstance(cls := g
 
 def _refuse_methods(cls: type) -> TrackGiven:
     names = ["__setattr__", *(name for name in dir(cls) if not name.startswith("__") and callable(getattr(cls, name)))]
-    return refuse_methods(names, lambda name: collectives.refuse(f"{cls.__name__}.{name}", "raw-object"))
+    return refuse_methods(names, lambda name: collective_calls.refuse(f"{cls.__name__}.{name}", "raw-object"))
 
 
 #: Methods that are called as functions of their class; ``contextlib.ExitStack`` does so, too.

@@ -102,7 +102,8 @@ class Work(dist.Work):
 #: What becomes of the members of a work.
 WORK = table(
     inline="""
-        wait is_completed is_success exception synchronize block_current_stream result source_rank get_future get_future_result
+        wait is_completed is_success exception synchronize block_current_stream result source_rank get_future
+        get_future_result
     """,
     breaks={"raw-object": "boxed unbox timeout"},
 )

@@ -107,8 +107,8 @@ def namespace(shape: tuple[int, ...]) -> dict[str, Any]:
     """The globals of a program."""
     mesh = make_mesh(shape, tuple(f"d{i}" for i in range(len(shape))))
     return {
-        "torch": torch, "F": F, "DTensor": DTensor, "Partial": Partial, "Replicate": Replicate, "Shard": Shard, "mesh": mesh,
-        "tensor": tensor, "indices": indices,
+        "torch": torch, "F": F, "DTensor": DTensor, "Partial": Partial, "Replicate": Replicate, "Shard": Shard,
+        "mesh": mesh, "tensor": tensor, "indices": indices,
     }  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def _binary(make: Maker, x: str, value: Any) -> str:
         if not (other.is_floating_point() and other.dtype == value.dtype or make.draw.random() < 0.1):
             return False
         pairs = zip(reversed(other.shape), reversed(value.shape))
-        return all(a == b or a == 1 or b == 1 for a, b in pairs)
+        return all(a == b or 1 in (a, b) for a, b in pairs)
 
     y = make.some(fits=fits) or x
     return make.draw.choice(
@@ -278,8 +278,9 @@ def _view(make: Maker, x: str, value: Any) -> str:
     return make.draw.choice(
         [
             f"{x}.transpose({dim}, {other})", f"{x}.reshape({merged})", f"{x}.view({split})", f"{x}.unsqueeze({dim})",
-            f"{x}.squeeze()", f"{x}.narrow({dim}, {start}, {max(1, (size - start) // 2)})", f"{x}.select({dim}, {start})",
-            f"{x}.flatten()", f"{x}.expand({[2, *shape]})", f"{x}.contiguous()", f"{x}.chunk(2, {dim})[0]", f"{x}.flip({dim})",
+            f"{x}.squeeze()", f"{x}.narrow({dim}, {start}, {max(1, (size - start) // 2)})",
+            f"{x}.select({dim}, {start})", f"{x}.flatten()", f"{x}.expand({[2, *shape]})", f"{x}.contiguous()",
+            f"{x}.chunk(2, {dim})[0]", f"{x}.flip({dim})",
             f"torch.cat([{x}, {x}], {dim})", f"torch.stack([{x}, {x} * 2], {dim})", f"F.pad({x}, (1, 0))", f"{x}.t()",
             f"{x}[..., :1]", f"{x}.movedim({dim}, {other})", f"{x}.tril()", f"{x}.unbind({dim})[0]",
             f"torch.split({x}, 2, {dim})[0]",

@@ -34,7 +34,8 @@ model = accelerator.prepare(torch.nn.Linear(SIZE, 1))
 accelerator.backward(model(torch.ones(2, SIZE) * accelerator.process_index).sum())
 gradient = next(model.parameters()).grad[0, 0].item()
 plugin = accelerator.state.dynamo_plugin
-print("told", __name__, sys.argv[1:], plugin.backend.value, accelerator.num_processes, gradient, counters["stats"]["unique_graphs"] > 0)
+compiled = counters["stats"]["unique_graphs"] > 0
+print("told", __name__, sys.argv[1:], plugin.backend.value, accelerator.num_processes, gradient, compiled)
 """
 
 

@@ -1,7 +1,9 @@
-"""torchtitan's mixtures of experts, with experts on both ranks: its own `apply_compile` and whole models train as in eager.
+"""torchtitan's mixtures of experts, with experts on both ranks: its own `apply_compile` and whole models train as in
+eager.
 
-torchtitan runs them on GPUs alone. What keeps eager from a CPU has a form here that runs there, for eager and compiled code alike: the
-counts of tokens (`torch.histc` of integers), the order of tokens by expert (a Triton kernel), and sums over ranks on gloo.
+torchtitan runs them on GPUs alone. What keeps eager from a CPU has a form here that runs there, for eager and compiled
+code alike: the counts of tokens (`torch.histc` of integers), the order of tokens by expert (a Triton kernel), and sums
+over ranks on gloo.
 """
 
 import unittest.mock
@@ -46,8 +48,8 @@ def build(kind, job):
         from torchtitan.models.qwen3.model.model import Qwen3Model
 
         moe = MoEArgs(
-            num_experts=4, num_shared_experts=0, top_k=2, score_func="softmax", route_norm=True, score_before_experts=False,
-            load_balance_coeff=None, use_grouped_mm=kind.endswith("grouped"),
+            num_experts=4, num_shared_experts=0, top_k=2, score_func="softmax", route_norm=True,
+            score_before_experts=False, load_balance_coeff=None, use_grouped_mm=kind.endswith("grouped"),
         )  # fmt: skip
         model = Qwen3Model(
             Qwen3ModelArgs(**sizes, n_kv_heads=2, head_dim=16, hidden_dim=96, moe_enabled=True, moe_args=moe)

@@ -16,8 +16,8 @@ from tests.integrations.models import graphs
 pytest.importorskip("transformers", reason="transformers is not installed (the gallery's environment has it)")
 
 SIZES = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 128, "use_cache": False,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "use_cache": False,
 }  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def opened(page: str, folder: pathlib.Path, state: str = "", *flags: str) -> str
             f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--virtual-time-budget=5000", *flags,
             "--dump-dom", file.as_uri() + state,
         ],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not console, console
@@ -218,7 +218,10 @@ ACTIONS = """\
 const get = (selector) => document.querySelector(selector), seen = {}, canvas = get("canvas");
 const key = (name) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key: name, cancelable: true }));
 const header = (name) => get(`#redistributions th[data-column="${name}"]`);
-const sort = () => { header("captured").querySelector("button").click(); return header("captured").getAttribute("aria-sort"); };
+const sort = () => {
+    header("captured").querySelector("button").click();
+    return header("captured").getAttribute("aria-sort");
+};
 seen.sorted = [sort(), sort()];
 seen.first = get("#redistributions tbody tr").children[header("captured").cellIndex].textContent;
 const search = get("#redistributions input[type=search]");

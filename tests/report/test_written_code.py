@@ -11,7 +11,8 @@ class Runner:
         with torch.cuda._DeviceGuard(0):
             buf0 = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default([a, b], 2, '1')
             buf1 = buf0[0]
-            assert_size_stride(buf1, (2, 2), (2, 1), 'torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default')
+            assert_size_stride(buf1, (2, 2), (2, 1), \
+'torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default')
             buf2 = buf0[1]
             del buf0
             buf3 = empty_strided_cpu((2, 2), (2, 1), torch.float32)
@@ -24,7 +25,8 @@ class Runner:
             torch.ops._c10d_functional.wait_tensor.default(buf2)
             buf6 = reinterpret_tensor(buf3, (4, ), (1, ), 0); del buf3  # reuse
             torch.ops._c10d_functional.wait_tensor.default(buf6)
-            torch.ops._c10d_functional.all_reduce_coalesced_.default([buf5, reinterpret_tensor(buf6, (2, 2), (2, 1), 0)], 'sum', '3')
+            torch.ops._c10d_functional.all_reduce_coalesced_.default([buf5, \
+reinterpret_tensor(buf6, (2, 2), (2, 1), 0)], 'sum', '3')
             torch.ops._c10d_functional.wait_tensor.default(buf5)
             triton_poi_fused_mul_1.run(buf5, buf6, 4, stream=stream0)
             torch.ops._c10d_functional.wait_tensor.default(buf6)

@@ -297,7 +297,8 @@ def test_a_rank_that_does_not_come_is_named_while_the_others_wait():
             compiled(lambda x: x.full_tensor() * 5)(x)
             (sentence,) = told
             assert re.search(
-                r"all_gather_into_tensor float64.*rank 1 has said nothing of them within \d s: it has not begun to compile",
+                r"all_gather_into_tensor float64.*rank 1 has said nothing of them within \d s: "
+                r"it has not begun to compile",
                 sentence,
             )
 
@@ -374,5 +375,5 @@ if {ends == "the store"}:
     time.sleep(2)
     assert threading.active_count() == before
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -68,7 +68,7 @@ def test_another_process_hits_and_other_marks_miss(tmp_path):
     for axis in ("tp", "tp", "dp"):
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, axis], env=env, capture_output=True, text=True, timeout=280
+            [sys.executable, "-c", SCRIPT, axis], env=env, capture_output=True, text=True, timeout=280, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
         told.append(done.stdout.split()[-2:])

@@ -69,7 +69,8 @@ def compare():
     )  # an all-reduce over 2 ranks of gradients and the loss
     return {
         "plain": plain_losses, "hand": hand_losses, "ours": losses, "whole": whole_losses,
-        "hand bytes": hand_total.bytes + averaged, "bytes": total.bytes, "whole bytes": whole_total.bytes, "lacking": lacking,
+        "hand bytes": hand_total.bytes + averaged, "bytes": total.bytes, "whole bytes": whole_total.bytes,
+        "lacking": lacking,
     }  # fmt: skip
 
 

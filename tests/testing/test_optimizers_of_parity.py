@@ -114,7 +114,9 @@ def perceptron(mesh):
 #: A model, its input, and how the name of the parameter begins whose gradient is wrong, on a mesh or without one.
 MODELS = {
     "perceptron": perceptron,
-    "llama": lambda mesh: (Llama(SMALL) if mesh is None else tensor_parallel(Llama(SMALL), mesh), TOKENS, "blocks.0.feed_forward.w1.weight"),
+    "llama": lambda mesh: (
+        Llama(SMALL) if mesh is None else tensor_parallel(Llama(SMALL), mesh), TOKENS, "blocks.0.feed_forward.w1.weight"
+    ),
     "llama in shards": lambda mesh: (
         Llama(SMALL) if mesh is None else shard_parameters(Llama(SMALL), mesh), TOKENS, "blocks.0.attention.wq"
     ),
@@ -147,7 +149,8 @@ def test_other_rounding_is_no_difference_and_a_thousandth_is_one(name):
 
 
 @pytest.mark.parametrize("optimizer", [
-    functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9), functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True, foreach=True),
+    functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
+    functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True, foreach=True),
     functools.partial(torch.optim.AdamW, lr=1e-2, fused=True), functools.partial(torch.optim.Adagrad, lr=1e-2),
     functools.partial(torch.optim.RMSprop, lr=1e-2), functools.partial(torch.optim.Adamax, lr=1e-2),
 ])  # fmt: skip

@@ -50,7 +50,8 @@ def test_what_is_not_finite_hides_nothing():
 
 
 @pytest.mark.parametrize("other, what", [
-    (torch.ones(2, 3).t(), "x.stride"), (torch.ones(2, 3), "x.shape"), (torch.ones(3, 2, dtype=torch.float64), "x.dtype"),
+    (torch.ones(2, 3).t(), "x.stride"), (torch.ones(2, 3), "x.shape"),
+    (torch.ones(3, 2, dtype=torch.float64), "x.dtype"),
     (torch.ones(3, 2).requires_grad_(), "x.requires_grad"), (None, "x"), ((torch.ones(3, 2),), "x: structure"),
 ])  # fmt: skip
 def test_facts_are_compared(other, what):

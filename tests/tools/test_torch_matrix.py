@@ -31,7 +31,9 @@ def test_one_column_a_release_one_row_a_feature_and_reasons_for_gaps():
         },
         "2.14.1": {
             "date": "2026-01-02", "python": "3.12.1", "features": {"wings": ["has no torch:flap"]},
-            "tests": {"tests/x": {"counts": {"passed": 2, "failed": 1, "skipped": 1}, "failed": ["tests/x/test_y.py::test_z"]}},
+            "tests": {
+                "tests/x": {"counts": {"passed": 2, "failed": 1, "skipped": 1}, "failed": ["tests/x/test_y.py::test_z"]}
+            },
             "catalogue": {"a": ["PASS", ""], "b": ["ERROR", "no wings"], "c": ["BREAK", "gone"]},
         },
         "2.11.0": {"error": "UnsupportedTorchError: no"},

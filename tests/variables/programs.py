@@ -15,8 +15,8 @@ from dtensor_compile.testing import make_mesh
 from dtensor_compile.testing.parity import compare_values
 
 NAMES = {
-    "dist": dist, "torch": torch, "DeviceMesh": DeviceMesh, "DTensor": DTensor, "Partial": Partial, "Placement": Placement,
-    "Replicate": Replicate, "Shard": Shard,
+    "dist": dist, "torch": torch, "DeviceMesh": DeviceMesh, "DTensor": DTensor, "Partial": Partial,
+    "Placement": Placement, "Replicate": Replicate, "Shard": Shard,
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ GIVEN = CommDebugMode()
 
 
 def unread(x):
-    with CommDebugMode() as mode:
+    with CommDebugMode() as mode:  # noqa: F841 - a mode that nothing reads, as a program may leave it
         y = x.redistribute(placements=WHOLE)
     return y * 2
 

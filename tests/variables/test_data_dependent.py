@@ -183,7 +183,9 @@ ONE_DIM = {
     "replicated, cut": lambda count, x, w, mesh: rows_of(count, x, mesh, [Shard(0)]),
     "multiplied": lambda count, x, w, mesh: rows_of(count, x, mesh, [Replicate()]) @ w,
     "cut and multiplied": lambda count, x, w, mesh: rows_of(count, x, mesh, [Shard(0)]) @ w,
-    "gathered": lambda count, x, w, mesh: (rows_of(count, x, mesh, [Shard(0)]) @ w).redistribute(placements=[Replicate()]),
+    "gathered": lambda count, x, w, mesh: (
+        (rows_of(count, x, mesh, [Shard(0)]) @ w).redistribute(placements=[Replicate()])
+    ),
     "summed and cut": lambda count, x, w, mesh: (
         rows_of(count, x, mesh, [Shard(1)]) @ w.redistribute(placements=[Shard(0)])
     ).redistribute(placements=[Shard(0)]),

@@ -151,7 +151,7 @@ def test_a_row_that_breaks_needs_a_cause_that_exists():
 
 def test_every_function_that_becomes_operators_has_a_twin():
     with pytest.raises(KeyError):
-        functions.collectives.retrack(dist.get_rank)
+        functions.collective_calls.retrack(dist.get_rank)
 
 
 # ---- what the rows say ---------------------------------------------------------------------------------------------
@@ -378,7 +378,8 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         isend: z = x.clone(); w = dist.isend(z, 1) {_ON_0} else dist.irecv(z, 0); w.wait() -> z
         irecv: z = x.clone(); w = dist.irecv(z, 1) {_ON_0} else dist.isend(z, 0); w.wait() -> z
         P2POp: {_OTHER}; p = dist.P2POp(dist.isend, x, peer) -> (p.peer, p.tag)
-        batch_isend_irecv: {_OTHER}; z = x.clone(); p = {_MESSAGES}; w = dist.batch_isend_irecv(p); [i.wait() for i in w] -> z
+        batch_isend_irecv: {_OTHER}; z = x.clone(); p = {_MESSAGES}; w = dist.batch_isend_irecv(p); \
+[i.wait() for i in w] -> z
         init_device_mesh: dist.init_device_mesh("cpu", (2,))
         new_group: dist.new_group([0, 1]).size()
         new_subgroups: dist.new_subgroups(1)[0].size()
@@ -476,12 +477,14 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         all_gather_single_coalesced: functional.all_gather_single_coalesced([x], group)[0] + 0
         reduce_scatter_tensor: functional.reduce_scatter_tensor(x, "sum", 0, group) + 0
         reduce_scatter_tensor_autograd: functional.reduce_scatter_tensor_autograd(x, "sum", 1, group) + 0
-        reduce_scatter_tensor_inplace: z = torch.empty(2, 4); functional.reduce_scatter_tensor_inplace(z, x, "sum", group) -> z
+        reduce_scatter_tensor_inplace: z = torch.empty(2, 4); \
+functional.reduce_scatter_tensor_inplace(z, x, "sum", group) -> z
         reduce_scatter_tensor_coalesced: functional.reduce_scatter_tensor_coalesced([x], "sum", [0], group)[0] + 0
         reduce_scatter_single: functional.reduce_scatter_single(x, "sum", 0, group) + 0
         reduce_scatter_single_autograd: functional.reduce_scatter_single_autograd(x, "sum", 0, group) + 0
         reduce_scatter_single_coalesced: functional.reduce_scatter_single_coalesced([x], "sum", [0], group)[0] + 0
-        reduce_scatter_inplace: o = torch.empty(2, 4); functional.reduce_scatter_inplace(o, [x[:2], x[2:]], "sum", group) -> o
+        reduce_scatter_inplace: o = torch.empty(2, 4); \
+functional.reduce_scatter_inplace(o, [x[:2], x[2:]], "sum", group) -> o
         all_to_all_single: functional.all_to_all_single(x, [2, 2], [2, 2], group) + 0
         all_to_all_single_autograd: functional.all_to_all_single_autograd(x, [2, 2], [2, 2], group) + 0
         all_to_all_inplace: z = torch.empty(4, 4); functional.all_to_all_inplace(z, x, None, None, group) -> z
@@ -556,8 +559,8 @@ def test_row(kind, name):
 WITHOUT_EXAMPLE = {
     "an error on gloo, as in eager": "gather_single gather_into_tensor new_window",
     "changes the group for good": """
-        reconfigure get_reconfigure_handle register_abort_hook register_post_hook register_pre_hook unregister_abort_hook
-        unregister_post_hook unregister_pre_hook
+        reconfigure get_reconfigure_handle register_abort_hook register_post_hook register_pre_hook
+        unregister_abort_hook unregister_post_hook unregister_pre_hook
     """,
     "tested as a context": """
         record_comm loss_parallel implicit_replication allow_inflight_collective_as_graph_input_ctx
@@ -570,8 +573,8 @@ WITHOUT_EXAMPLE = {
     "raises on a CPU, as in eager": "block_current_stream get_future_result isend_inplace irecv_inplace "
     "batch_p2p_ops_inplace",
     "starts servers or files, or needs what a reducer makes": """
-        Store FileStore PrefixStore TCPStore rendezvous ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2 ProcessGroupNCCLLazy
-        Reducer Logger GradBucket
+        Store FileStore PrefixStore TCPStore rendezvous ProcessGroupGloo ProcessGroupNCCL ProcessGroupNCCL2
+        ProcessGroupNCCLLazy Reducer Logger GradBucket
     """,
     "changes the process for good, or stops it": "register_rendezvous_handler breakpoint context_parallel "
     "visualize_sharding",

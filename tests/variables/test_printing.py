@@ -115,7 +115,7 @@ def test_order_of_print_logging_and_warnings_through_functions_and_modules():
                 print(layer.name, "gives", d)
                 log.debug("not heard %s", d)
             if d.placements[0].is_shard():
-                warnings.warn(f"sharded on {d.placements}")
+                warnings.warn(f"sharded on {d.placements}")  # noqa: B028 - as programs write it
                 warnings.warn("old", DeprecationWarning, stacklevel=1)
             return d
 
@@ -195,7 +195,8 @@ def test_texts_of_containers():
     def program(d):
         pair = _Pair(mesh, Shard(0))
         print({"mesh": mesh, "placements": [Shard(0), Replicate()]}, (mesh, Shard(1)), pair.placement, repr(pair.mesh))
-        print("%s and %r" % (d.placements, mesh), f"{mesh} {Shard(0)!r}", str(mesh) + repr(d.placements))
+        print("%s and %r" % (d.placements, mesh))  # noqa: UP031 - one of the forms that a program may use
+        print(f"{mesh} {Shard(0)!r}", str(mesh) + repr(d.placements))
         return d * 2
 
     assert_says_the_same(program, (_sharded(mesh),))

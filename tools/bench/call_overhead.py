@@ -10,6 +10,7 @@ the gradients set to None."""
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -251,13 +252,13 @@ def main() -> None:
     with simulated_job(WORLD, 0):
         for count in args.parameters:
             for prepare in (guards, inference, training):
-                row(f"{count} parameters", lambda layout: Scales(layout, count), prepare, torch.ones(4))
+                row(f"{count} parameters", functools.partial(Scales, parameters=count), prepare, torch.ones(4))
         for prepare in (guards, inference) if args.layers else ():
             name = f"{9 * args.layers + 3} parameters, decoding"
             row(name, lambda layout: Decoder(layout, args.layers), prepare, torch.ones(1, 8))
         for count in args.optimizer:
             for prepare in (step for step in STEPS if step.__name__ in args.steps):
-                row(f"{count} parameters", lambda layout: Scales(layout, count), prepare, torch.ones(4))
+                row(f"{count} parameters", functools.partial(Scales, parameters=count), prepare, torch.ones(4))
     table = Table(title=f"host time of a compiled call, median of {args.repeats}, microseconds")
     for column in ("", *args.variants, *(f"{name} / plain" for name in args.variants if name != "plain")):
         table.add_column(column, justify="right")

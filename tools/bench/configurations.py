@@ -11,14 +11,14 @@ ranks unless `mesh_shape` says otherwise. Parallelisms: ``fully_shard``, the sam
 (``fully_shard`` on a mesh of two dims), and the three forms of replication (``replicate`` as FSDP2 has it,
 ``replicate`` as DDP has it, ``DistributedDataParallel``). Variants:
 
-| variant         | what it is                                                                                            |
-|-----------------|-------------------------------------------------------------------------------------------------------|
-| plain           | float32                                                                                               |
-| mixed precision | the wrapper computes in bfloat16 and reduces gradients in float32; DDP: ``autocast``                   |
-| checkpointed    | the blocks run again in the backward pass                                                             |
-| uneven          | a vocabulary, and a hidden size of the feed-forward layers, that the ranks do not divide              |
-| dynamic         | sizes of the inputs are symbols                                                                       |
-| sharded loss    | logits split by vocabulary inside of ``loss_parallel``                                                |
+| variant         | what it is                                                                               |
+|-----------------|------------------------------------------------------------------------------------------|
+| plain           | float32                                                                                  |
+| mixed precision | the wrapper computes in bfloat16 and reduces gradients in float32; DDP: ``autocast``     |
+| checkpointed    | the blocks run again in the backward pass                                                |
+| uneven          | a vocabulary, and a hidden size of the feed-forward layers, that the ranks do not divide |
+| dynamic         | sizes of the inputs are symbols                                                          |
+| sharded loss    | logits split by vocabulary inside of ``loss_parallel``                                   |
 """
 
 from __future__ import annotations

@@ -4,18 +4,19 @@
     [--check-on-cpu]
 
 One table for each number of ranks. With one rank the backend is NCCL: all code paths, streams and events, nothing sent.
-With more
-    it is
-gloo over CUDA tensors: staging and transfer beside kernels. Rows, by the names under which `docs/gpu.md` keeps them:
+With more it is gloo over CUDA tensors: staging and transfer beside kernels. Rows, by the names under which
+`docs/gpu.md` keeps them:
 
-    loss, gradient   largest difference from eager, relative (gradient: to the largest value of its parameter); `--steps` AdamW
-    steps step             ms of forward and backward, median of steps in which the variants take turns
+    loss, gradient   largest difference from eager, relative (gradient: to the largest value of its parameter);
+                     `--steps` AdamW steps
+    step             ms of forward and backward, median of steps in which the variants take turns
     memory           MiB, peak of what torch allocated in a step beyond what it held before
     triton, other    kernels of a step, by the profiler: Triton's, and those of libraries and of torch
     copied           MB that the device copies to and from the host in a step, by the profiler
     idle             ms of a step in which no kernel runs, by the profiler
     compute          ms of the same step with collectives that return at once
-    exposed          ms: predicted for the device and for the link that was measured; measured in waits; step beyond compute
+    exposed          ms: predicted for the device and for the link that was measured; measured in waits; step beyond
+                     compute
 
 Variants: eager, stock, ours, and with one rank ours with CUDA graphs (``mode="reduce-overhead"``). Where there is no
 GPU the exit status is 2; `--check-on-cpu` runs what does not need one, over gloo, to try the program.

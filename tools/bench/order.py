@@ -7,11 +7,13 @@ Configurations are those of `configurations.py`, on 8 simulated ranks of emulate
 Llama-3-8B shapes on 256 ranks (32 x 8) with 32 layers. The code that Inductor wrote is read
 (`dtensor_compile.report.written_code`); seconds are estimates of the cost model for its kernels.
 
-    data parallel    collectives over data-parallel ranks in a forward and backward pass, and for each wrapped module and dtype
+    data parallel    collectives over data-parallel ranks in a forward and backward pass, and for each wrapped module
+                     and dtype
     no kernel        those of them that are waited for with no kernel since their start
     ordered          graphs whose kernels were put in order, of those with collectives
-    exposed          seconds in which compute waits, as the kernels run; in Inductor's own order; in that of the wrapper in eager, one module
-                     ahead (stock runs the wrapper in eager, between its graphs); and below which no order comes
+    exposed          seconds in which compute waits, as the kernels run; in Inductor's own order; in that of the wrapper
+                     in eager, one module ahead (stock runs the wrapper in eager, between its graphs); and below which
+                     no order comes
     peak             bytes that the kernels of the pass that holds most hold at most, and the wrapper's own order
 """
 

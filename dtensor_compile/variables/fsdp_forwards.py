@@ -1,0 +1,146 @@
+"""Forwards of modules that FSDP2 wraps (``fully_shard``): parameters are gathered before, and are shards after."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat.distributed import fsdp, fsdp_gradients
+from dtensor_compile.compat.dynamo.after_graph import call_after_graph
+from dtensor_compile.compat.dynamo.calls import Call, emit_call, is_used
+from dtensor_compile.compat.dynamo.module_calls import (
+    member,
+    notes,
+    real_value,
+    replace_parameter,
+    restore_parameter,
+    source_of,
+    submodule,
+    tuple_of,
+)
+from dtensor_compile.compat.dynamo.tracker_tools import Translator, VariableTracker, build, fact_guard, graph_break
+from dtensor_compile.ir.spec import spec_text
+from dtensor_compile.ops.unshard import Reduction, reduce_held, unshard
+from dtensor_compile.variables.wrapper_calls import cast, gathering_name, refuse_setting, trace_function
+
+_same_fsdp = fact_guard("FSDP_MATCH", lambda owner: fsdp.facts(fsdp.state_of(owner)))
+_same_fsdp_gradients = fact_guard("FSDP_GRADIENTS", lambda owner: fsdp.gradient_facts(fsdp.state_of(owner)))
+
+
+def _places(module: torch.nn.Module, sharded: fsdp.Sharded) -> list[tuple[str, str]]:
+    """Path and name of the places of a parameter that are in `module`."""
+    paths = {part: path for path, part in module.named_modules()}
+    return [(paths[part], name) for part, name in sharded.places if part in paths]
+
+
+def _of_state(tx: Translator, subject: VariableTracker, path: Sequence[str | int]) -> VariableTracker:
+    """What is found from a state along a path; `subject` is the state, or a hook of modules in a list."""
+    return member(tx, subject, (*fsdp.path_to_state(real_value(tx, subject)), *path))
+
+
+def _unsharded(
+    tx: Translator, sharded: fsdp.Sharded, param: VariableTracker, group: str, subject: VariableTracker
+) -> VariableTracker:
+    held = ()
+    if any(sharded.held) and torch.is_grad_enabled():
+        held = (tuple(sharded.held), _of_state(tx, subject, sharded.holder), sharded.index)
+    outer = None
+    if sharded.outer_mesh is not None:
+        outer = tuple_of(
+            build(tx, sharded.outer_mesh),
+            build(tx, spec_text(sharded.outer_placements)),
+            build(tx, sharded.data_parallel),
+        )
+    return emit_call(
+        tx,
+        unshard,
+        param,
+        build(tx, sharded.mesh),
+        outer,
+        spec_text(sharded.placements),
+        sharded.size,
+        sharded.dtype,
+        tuple(Reduction.of(sharded)),
+        sharded.reshard,
+        group,
+        *held,
+    )
+
+
+def _fsdp_pre_forward(
+    tx: Translator, hook: VariableTracker, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> VariableTracker:
+    """``hook(module, args, kwargs)`` -> ``(args, kwargs)``; from here on the module has whole parameters."""
+    *owner, module, inputs, named_inputs = args
+    subject = owner[0] if owner else hook
+    state = fsdp.state_of(real_value(tx, subject))
+    refuse_setting(fsdp.obstacle(state, torch.is_grad_enabled()), "fully_shard or replicate")
+    fsdp.prepare(state)
+    _same_fsdp(source_of(subject))
+    if torch.is_grad_enabled():
+        _same_fsdp_gradients(source_of(subject))
+        fsdp_gradients.make_holders(state)
+    policy, at_rest = fsdp.mixed_precision(state), fsdp.is_at_rest(state)
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        inputs, named_inputs = (trace_function(tx, cast, value, policy.param_dtype) for value in (inputs, named_inputs))
+    group, unsharded = (
+        gathering_name(tx, state, real_value(tx, module)),
+        notes(tx, "unsharded").setdefault(id(state), {}),
+    )
+    for sharded in fsdp.sharded_parameters(state):
+        made: list[VariableTracker] = []
+
+        def whole(
+            found: VariableTracker, sharded: fsdp.Sharded = sharded, made: list[VariableTracker] = made
+        ) -> VariableTracker:
+            if not made:  # a tied parameter is gathered once
+                param = found.realize() if at_rest else _of_state(tx, subject, sharded.path)
+                made.append(_unsharded(tx, sharded, param, group, subject))
+                unsharded.setdefault(sharded.path, []).extend(made)
+            return made[0]
+
+        for path, name in _places(real_value(tx, module), sharded):
+            replace_parameter(tx, submodule(tx, module, path), name, whole)
+    if not at_rest:
+        call_after_graph(tx, functools.partial(fsdp.put_to_rest, weakref.ref(state)), [])
+    return tuple_of(inputs, named_inputs)
+
+
+def _fsdp_post_forward(
+    tx: Translator, hook: VariableTracker, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> VariableTracker:
+    """``hook(module, args, output)`` -> output; the module has its sharded parameters again."""
+    *owner, module, _, output = args
+    state = fsdp.state_of(real_value(tx, owner[0] if owner else hook))
+    for sharded in fsdp.sharded_parameters(state):
+        for path, name in _places(real_value(tx, module), sharded):
+            restore_parameter(tx, submodule(tx, module, path), name)
+    if torch.is_grad_enabled():
+        made = notes(tx, "unsharded").get(id(state), {})
+        holding = [sharded.path for sharded in fsdp.sharded_parameters(state) if sharded.held.whole == "release"]
+        unused = [path for path in holding if not any(is_used(whole) for whole in made.get(path, ()))]
+        if unused:
+            call_after_graph(tx, functools.partial(reduce_held, weakref.ref(state), unused), [])
+    dtype = fsdp.mixed_precision(state).output_dtype
+    return output if dtype is None else trace_function(tx, cast, output, dtype)
+
+
+def _setter(
+    tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """``model.set_requires_gradient_sync(...)`` and the others: what follows is another graph, by the state as it is
+    then.
+    """
+    graph_break("data-parallel-setting", "fully_shard or replicate: the setting changes inside of what is compiled")
+
+
+#: Functions of the wrapper, and what their calls become.
+HANDLERS: Mapping[Callable[..., Any], Call] = {
+    fsdp.PRE_FORWARD: _fsdp_pre_forward,
+    fsdp.POST_FORWARD: _fsdp_post_forward,
+    **dict.fromkeys(fsdp.SETTERS, _setter),
+}

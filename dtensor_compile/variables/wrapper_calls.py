@@ -1,0 +1,65 @@
+"""What the data-parallel wrappers have in common: tensors in their inputs, and how functions of ours are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat.dynamo.module_calls import notes
+from dtensor_compile.compat.dynamo.tracker_tools import (
+    Translator,
+    UserFunctionVariable,
+    VariableTracker,
+    build,
+    graph_break,
+)
+
+
+def _for_tensors(change, value):
+    """`value` with ``change(tensor)`` in place of every tensor in it, for the containers that torch's wrappers look
+    into.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _for_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_for_tensors(change, item) for item in value])
+    if isinstance(value, (list, tuple)):
+        return type(value)([_for_tensors(change, item) for item in value])
+    return value
+
+
+def cast(value, dtype):
+    """Floating-point tensors in `value` in another dtype."""
+    return _for_tensors(lambda x: x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x, value)
+
+
+def move(value, device):
+    """Tensors in `value` on another device."""
+    return _for_tensors(lambda x: x.to(device), value)
+
+
+def trace_function(tx: Translator, function: Callable[..., Any], *args: Any) -> VariableTracker:
+    """Traces a function of ours; arguments are trackers or constants."""
+    variables = [arg if isinstance(arg, VariableTracker) else build(tx, arg) for arg in args]
+    return UserFunctionVariable(function).call_function(tx, variables, {})
+
+
+def refuse_setting(why: str | None, what: str) -> None:
+    """Breaks the graph at a wrapper (`what`) with a setting that is not traced; None is no reason to."""
+    if why is not None:
+        graph_break("data-parallel-setting", f"{what}: {why}")
+
+
+def gathering_name(tx: Translator, owner: Any, module: torch.nn.Module) -> str:
+    """Name of what one forward of a wrapped module gathers: that of `owner`, and how often `module` was called before.
+
+    Modules that were wrapped in one list have one owner, and are gathered together.
+    """
+    numbers, calls = notes(tx, "owners"), notes(tx, "calls")
+    number = numbers.setdefault(id(owner), len(numbers))
+    call = calls[id(module)] = calls.get(id(module), -1) + 1
+    return f"{type(owner).__name__} {number}, call {call}"
