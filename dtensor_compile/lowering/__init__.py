@@ -1,4 +1,4 @@
-"""Lowering: from ``dtensor_compile::redistribute`` nodes to functional collectives, in the form that a backend sends best.
+"""Lowering: from ``dtensor_compile::redistribute`` nodes to collectives, in the form that a backend sends best.
 
 - On the joint graph: ``check_memory`` (no plan within the bound), ``regather`` (what backward gathers again),
   ``drop_copies`` (copies that nobody can tell from what was sent), ``order_rows`` with ``chunk_order`` (gathered rows

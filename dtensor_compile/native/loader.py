@@ -66,8 +66,8 @@ _LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
 @functools.cache
 def native() -> Any:
-    """The C++ module, whose members are listed above; None, with a warning, where there is no compiler or it fails. The first call on a machine builds
-    it (20 s).
+    """The C++ module, whose members are listed above; None, with a warning, where there is no compiler or it fails. The
+    first call on a machine builds it (20 s).
 
     None before torch 2.13 as well: what it reads of tensors is not what these have, and its guards would let through
     what they should not. ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler,

@@ -12,7 +12,7 @@ import torch
 
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.recurrent_functions import FUNCTIONS, taken_into_graphs
-from dtensor_compile.compat.dynamo.tracing import Contexts, Objects, Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Contexts, Objects, Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunctionVariable, VariableTracker, graph_break
 from dtensor_compile.spmd.annotate import anything_is_marked, plain_tensors_are_replicated
 from dtensor_compile.spmd.barrier import border

@@ -27,7 +27,8 @@ from dtensor_compile.compat.dynamo import older_dynamo
 from dtensor_compile.compat.dynamo.constant_tensors import read_constant_tensors
 from dtensor_compile.compat.dynamo.guards import track_and_guard
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
-from dtensor_compile.compat.dynamo.tracing import Backend, Contexts, Entries, Objects, install_while_tracing
+from dtensor_compile.compat.dynamo.tracing import install_while_tracing
+from dtensor_compile.compat.dynamo.tracker_entries import Backend, Contexts, Entries, Objects
 from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
 from dtensor_compile.fixups.convolution_messages import edges_of_convolutions
 from dtensor_compile.variables import backward_hooks as hooks

@@ -12,7 +12,7 @@ import torch
 from dtensor_compile.compat.dynamo.backward import TracedGrad, backward_in_the_region
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.module_hooks import TracedModuleHooks, hooks_in_the_graph
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.version_counters import versions_preserved_in_the_region
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (

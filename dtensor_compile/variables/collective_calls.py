@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dtensor_compile.causes import cause
 from dtensor_compile.compat.distributed.functional_collectives import P2POpClassVariable, other_names, reduction_name
 from dtensor_compile.compat.dynamo.calls import RefusingVariable
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     UserFunctionVariable,

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from dtensor_compile.compat.dynamo.calls import handle_construction
 from dtensor_compile.compat.dynamo.communication_counts import CommModeVariable
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.ops import c10d as ops
 from dtensor_compile.ops.redistribute import redistribute_op
 

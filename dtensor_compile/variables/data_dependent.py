@@ -16,7 +16,7 @@ from dtensor_compile.compat.dynamo.data_dependent_scalars import (
     lengths_of_counts,
     numbers_in_the_graph,
 )
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunctionVariable, VariableTracker
 
 

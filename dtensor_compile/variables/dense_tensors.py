@@ -12,7 +12,7 @@ import torch
 
 from dtensor_compile.compat.distributed.functional_collectives import flatten_dense_tensors, unflatten_dense_tensors
 from dtensor_compile.compat.dynamo.calls import handle_calls
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunctionVariable, VariableTracker
 
 

@@ -44,7 +44,8 @@ from dtensor_compile.compat.dynamo.calls import (
 )
 from dtensor_compile.compat.dynamo.constant_tensors import constant_value
 from dtensor_compile.compat.dynamo.opaque_trackers import MemberVariable
-from dtensor_compile.compat.dynamo.tracing import Retrack, leave_to_python
+from dtensor_compile.compat.dynamo.tracing import leave_to_python
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     UserFunctionVariable,

@@ -12,19 +12,10 @@ from typing import Any
 
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.module_calls import handle_functions
-from dtensor_compile.compat.dynamo.optimizer_trackers import (
-    BreakAroundStep,
-    FusedStep,
-    break_function,
-    fused_steps,
-    optimizers_in_the_region,
-    read_step,
-    scaler_state,
-    step_count,
-    steps_of_scalers,
-    traced,
-)
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.optimizer_trackers import break_function, optimizers_in_the_region, read_step
+from dtensor_compile.compat.dynamo.scaler_steps import scaler_state, steps_of_scalers
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
+from dtensor_compile.compat.dynamo.untraced_steps import BreakAroundStep, FusedStep, fused_steps, step_count, traced
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
     (break_function, BreakAroundStep.retrack),

@@ -26,7 +26,7 @@ from dtensor_compile.compat.dynamo.after_graph import (
     snapshot,
 )
 from dtensor_compile.compat.dynamo.calls import handle_calls, is_ignored
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     VariableTracker,

@@ -24,7 +24,7 @@ from dtensor_compile.compat.dynamo.generator_trackers import (
     handle_generator_methods,
     trunc_normal_function,
 )
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     VariableTracker,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.stand_in import CFuture, stand_in
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunctionVariable, VariableTracker
 from dtensor_compile.variables.member_rules import causes_of, table
 

@@ -25,7 +25,8 @@ from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserD
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.constant_tensors import target_name
 from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, OpaqueClassVariable
-from dtensor_compile.compat.dynamo.tracing import Retrack, TrackGiven, leave_calls_to_python
+from dtensor_compile.compat.dynamo.tracing import leave_calls_to_python
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack, TrackGiven
 from dtensor_compile.compat.dynamo.tracker_tools import (
     COMPARE,
     READ,
@@ -197,9 +198,6 @@ class ContextVariable(GenericContextWrappingVariable):
 
 #: Per tracker what leaves the contexts that it entered and that are open.
 _leave: weakref.WeakKeyDictionary[ContextVariable, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
-
-
-# ---- tensors that are constants ------------------------------------------------------------------------------------
 
 
 _READ = patch(f"torch._dynamo.variables.tensor:TensorVariable.{READ}", "self tx name")

@@ -28,7 +28,8 @@ from dtensor_compile.compat.apply_patches import patched, patched_entries
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.opaque_trackers import tensor_methods
-from dtensor_compile.compat.dynamo.tracing import Retrack, traces_for_us
+from dtensor_compile.compat.dynamo.tracing import traces_for_us
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, build
 from dtensor_compile.compat.patches import needs, patch
 

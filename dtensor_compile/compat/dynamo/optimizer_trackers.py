@@ -9,8 +9,6 @@ that point, which a backward pass further up in the same region may just have co
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +20,6 @@ from torch._dynamo import graph_break as break_function  # noqa: F401 - a name f
 from torch._dynamo.bytecode_transformation import create_binary_subscr, create_call_function
 from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.decorators import mark_static_address
-from torch._dynamo.eval_frame import TorchPatcher
 from torch._dynamo.source import (
     AttrSource,
     ChainedSource,
@@ -36,7 +33,7 @@ from torch._dynamo.utils import get_static_address_type
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -44,13 +41,11 @@ from torch.amp import grad_scaler
 from torch.optim import lr_scheduler
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.calls import Call
 from dtensor_compile.compat.dynamo.guards import Together, guarded_together
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Source,
     Translator,
     fact_guard,
-    function_variable,
     read_attribute,
     source_of,
 )
@@ -58,78 +53,15 @@ from dtensor_compile.compat.patches import if_there, needs, patch
 
 if TYPE_CHECKING:
     from torch._dynamo.variables.dicts import ConstDictVariable
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 #: The trackers of what is in a list.
 _items = if_there("torch._dynamo.utils:unpack_iterable") or (lambda tx, variable: variable.unpack_var_sequence(tx))
 #: Reads the number of steps out of the state of an optimizer.
 read_step = _optimizer._get_value
-#: Makes what a `GradScaler` knows of an optimizer.
-scaler_state = grad_scaler._refresh_per_optimizer_state
-#: Steps where gradients are finite, which it asks of the data.
-_step_if_finite = grad_scaler.GradScaler._maybe_opt_step
-#: Code of the wrapper that every ``step()`` has, with the two breaks in it.
-_STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
 #: Methods of an optimizer that torch does not trace, and that can be traced.
 _TRACEABLE = frozenset({"zero_grad"})
 #: Files that torch does not trace, and whose code can be traced.
 _TRACED_FILES = frozenset({lr_scheduler.__file__, grad_scaler.__file__})
-
-
-class _Untraced(SkipFunctionVariable):
-    """A function that torch keeps out of graphs, and that has a meaning in one all the same."""
-
-    @classmethod
-    def retrack(cls, stock: VariableTracker) -> VariableTracker:
-        return cls(stock.value, stock.reason, source=stock.source) if isinstance(stock, SkipFunctionVariable) else stock
-
-
-class BreakAroundStep(_Untraced):
-    """``torch._dynamo.graph_break``: does nothing where the wrapper of an optimizer's ``step()`` calls it."""
-
-    def call_function(
-        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
-    ) -> VariableTracker:
-        if tx.f_code is _STEP_CODE:
-            return ConstantVariable.create(None)
-        return super().call_function(tx, list(args), kwargs)
-
-
-def step_count(
-    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
-) -> VariableTracker:
-    """How many steps an optimizer made: eager reads a number of double precision out of a tensor on the CPU.
-
-    torch keeps the tensor of single precision, and what corrects the averages of a step with it.
-    """
-    value = args[0].realize() if len(args) == 1 else None
-    if isinstance(value, TensorVariable) and value.device == torch.device("cpu"):
-        return value.call_method(tx, "double", [], {})
-    return stock.call_function(tx, args, kwargs)
-
-
-def traced(stock: VariableTracker) -> VariableTracker:
-    """A function that torch takes for an operator, and that is code like other code: of the dict that it makes, torch
-    loses what is written to it.
-    """
-    return UserFunctionVariable(cast("TorchInGraphFunctionVariable", stock).value, source=stock.source)
-
-
-class FusedStep(_Untraced):
-    """A fused step, which torch keeps out of graphs: the step over lists, which computes the same, takes its place.
-
-    It cannot take the scale of a `GradScaler`, which a fused step undoes itself; that one stays out of the graph.
-    """
-
-    def call_function(
-        self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
-    ) -> VariableTracker:
-        bound = inspect.signature(self.value).bind(*args, **kwargs).arguments
-        if any(not bound[name].is_constant_none() for name in ("grad_scale", "found_inf")):
-            return super().call_function(tx, list(args), kwargs)
-        function = inspect.unwrap(self.value)
-        twin = function.__globals__[function.__name__.replace("_fused_", "_multi_tensor_")]
-        return UserFunctionVariable(twin).call_function(tx, list(args), kwargs)
 
 
 class TracedOptimizerVariable(OptimizerVariable):
@@ -311,40 +243,6 @@ def _make_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
-def step_where_finite(
-    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
-) -> VariableTracker:
-    """A step that a `GradScaler` leaves out where gradients are infinite: it is made, and what it wrote is taken back
-    there.
-
-    eager reads whether they are, which ends a graph. Compiled, each value is chosen where it is written. Where a step
-    does more than write to tensors, eager's way stands.
-    """
-    optimizer = args[1].realize()
-    written = (
-        optimizer.written_by_a_step(tx) if isinstance(optimizer, TracedOptimizerVariable) and len(args) == 3 else None
-    )
-    if written is None or kwargs:
-        return tx.inline_user_function_return(cast("UserFunctionVariable", stock), args, kwargs)
-    return function_variable(_step_where_finite).call_function(tx, [*args[1:], ListVariable(written)], {})
-
-
-def _step_where_finite(optimizer: torch.optim.Optimizer, of_scaler: dict[str, Any], written: list[torch.Tensor]) -> Any:
-    with torch.no_grad():
-        infinite = sum(of_scaler["found_inf_per_device"].values()) != 0
-        before = [tensor.clone() for tensor in written]
-    result = optimizer.step()
-    with torch.no_grad():
-        for tensor, old in zip(written, before):
-            tensor.copy_(torch.where(infinite.to(tensor.device), old, tensor))
-    return result
-
-
-def steps_of_scalers(function: UserFunctionVariable) -> Call | None:
-    """What calls of a function become that is the one by which a `GradScaler` steps."""
-    return step_where_finite if function.get_function() is _step_if_finite else None
-
-
 def _owners(optimizer: torch.optim.Optimizer) -> list[int | None]:
     """Of each entry of the state, the position of its parameter among all parameters."""
     position = {
@@ -491,13 +389,3 @@ def optimizers_in_the_region() -> Iterator[None]:
 
     with patched(_TRACK, track), patched(_CHECK_FILE, check_file), patched(_WRAP, wrap_symfloat):
         yield
-
-
-def fused_steps() -> tuple[Any, ...]:
-    """The functions for fused steps, which torch keeps out of graphs (from its first compilation on, which is under
-    way).
-    """
-    TorchPatcher.patch()
-    modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
-    found = [getattr(module, name) for module in modules for name in vars(module) if name.startswith("_fused_")]
-    return tuple({id(function): function for function in found if hasattr(function, "_torchdynamo_disable")}.values())

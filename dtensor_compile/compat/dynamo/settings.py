@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import loss
 from torch.fx.node import has_side_effect
 
 from dtensor_compile.compat.dynamo.calls import Call, handle_calls
-from dtensor_compile.compat.dynamo.tracing import Retrack
+from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     VariableTracker,

@@ -218,8 +218,7 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
 
 __all__ = [
     "COMPARE", "READ", "Source", "Translator", "UserFunctionVariable", "VariableTracker", "build", "build_member",
-    "build_unguarded", "class_of", "constant_argument", "constant_source", "describe_fake", "fact_guard", "function_variable",
-    "graph_break",
-    "guard_sizes", "inline_member", "items_of", "member_function", "raise_in_program", "read_attribute", "real_object", "remember", "source_of",
-    "tracked",
+    "build_unguarded", "class_of", "constant_argument", "constant_source", "describe_fake", "fact_guard",
+    "function_variable", "graph_break", "guard_sizes", "inline_member", "items_of", "member_function",
+    "raise_in_program", "read_attribute", "real_object", "remember", "source_of", "tracked",
 ]  # fmt: skip

@@ -166,7 +166,7 @@ def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is giv
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    from dtensor_compile.compat.inductor.kernel_nodes import ORDER, TIES, SchedulerPass, tie_draws, waits_are_kept
+    from dtensor_compile.compat.inductor.kernel_nodes import ORDER, SchedulerPass, waits_are_kept
 
     _PASSES.works()
     lowered, held = LoweredGraph(), HeldNodes()
@@ -189,26 +189,29 @@ def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is giv
     patches["joint_custom_pre_pass"] = GraphPass(plan, key, _configured(patches, "joint_custom_pre_pass"))
     patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
-    at_kernels: dict[str, Callable[[list[Any]], list[Any]]] = (
-        {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
-    )
     if kernel_passes is not None and ORDER.works():
-        before, after = kernel_passes
-        at_kernels |= {
-            "_pre_fusion_custom_pass": lambda nodes: before(tie_draws(nodes)),
-            "_post_fusion_custom_pass": after,
-        }
         patches["reorder_for_peak_memory"] = False  # part of the pass after fusion
-    for place, run in at_kernels.items():
+    for place, run in _passes_over_kernels(kernel_passes).items():
         patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
-    inner = masks_are_sent_as_they_are()(compile_fx_inner)  # which also compiles a backward graph when it first runs
-    inner = waits_are_kept()(inputs_checked_at_once()(inner))
+    # `inner` also compiles a backward graph when it first runs.
+    inner = waits_are_kept()(inputs_checked_at_once()(masks_are_sent_as_they_are()(compile_fx_inner)))
     if uncompiled is not None:
         inner = run_uncompiled(inner, lowered, uncompiled)
     inner = guards_of_local_sizes()(inner)
-    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():
-        compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
-    return cast("Callable[..., Any]", compiled)  # of a module it is one
+    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():  # of a module it gives a callable
+        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches))
+
+
+def _passes_over_kernels(ours: tuple[KernelPass, KernelPass] | None) -> dict[str, KernelPass]:
+    """Setting of Inductor's to what it runs over kernels there: `ours`, and draws from one generator in their order."""
+    from dtensor_compile.compat.inductor.kernel_nodes import ORDER, TIES, tie_draws
+
+    found: dict[str, KernelPass] = {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
+    if ours is not None and ORDER.works():
+        before, after = ours
+        found["_pre_fusion_custom_pass"] = lambda nodes: before(tie_draws(nodes))
+        found["_post_fusion_custom_pass"] = after
+    return found
 
 
 def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, str]:

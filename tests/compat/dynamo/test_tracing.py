@@ -23,12 +23,12 @@ from dtensor_compile.backend import dtensor
 from dtensor_compile.compat.dynamo import tracing
 from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
 from dtensor_compile.compat.dynamo.tracing import (
-    Entries,
     install_while_tracing,
     installed_backends,
     leave_calls_to_python,
     leave_code_to_python,
 )
+from dtensor_compile.compat.dynamo.tracker_entries import Entries
 from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.stages import program
 from dtensor_compile.testing import make_mesh, on_ranks

@@ -1,0 +1,63 @@
+"""Steps of a gradient scaler, which run where all gradients are finite."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._dynamo import graph_break as break_function  # noqa: F401 - a name for `variables.optimizer`
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import ListVariable
+from torch.amp import grad_scaler
+
+from dtensor_compile.compat.dynamo.calls import Call
+from dtensor_compile.compat.dynamo.optimizer_trackers import TracedOptimizerVariable
+from dtensor_compile.compat.dynamo.tracker_tools import (
+    Translator,
+    function_variable,
+)
+
+if TYPE_CHECKING:
+    pass
+
+#: Makes what a `GradScaler` knows of an optimizer.
+scaler_state = grad_scaler._refresh_per_optimizer_state
+
+
+#: Steps where gradients are finite, which it asks of the data.
+_step_if_finite = grad_scaler.GradScaler._maybe_opt_step
+
+
+def step_where_finite(
+    tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> VariableTracker:
+    """A step that a `GradScaler` leaves out where gradients are infinite: it is made, and what it wrote is taken back
+    there.
+
+    eager reads whether they are, which ends a graph. Compiled, each value is chosen where it is written. Where a step
+    does more than write to tensors, eager's way stands.
+    """
+    optimizer = args[1].realize()
+    written = (
+        optimizer.written_by_a_step(tx) if isinstance(optimizer, TracedOptimizerVariable) and len(args) == 3 else None
+    )
+    if written is None or kwargs:
+        return tx.inline_user_function_return(cast("UserFunctionVariable", stock), args, kwargs)
+    return function_variable(_step_where_finite).call_function(tx, [*args[1:], ListVariable(written)], {})
+
+
+def _step_where_finite(optimizer: torch.optim.Optimizer, of_scaler: dict[str, Any], written: list[torch.Tensor]) -> Any:
+    with torch.no_grad():
+        infinite = sum(of_scaler["found_inf_per_device"].values()) != 0
+        before = [tensor.clone() for tensor in written]
+    result = optimizer.step()
+    with torch.no_grad():
+        for tensor, old in zip(written, before):
+            tensor.copy_(torch.where(infinite.to(tensor.device), old, tensor))
+    return result
+
+
+def steps_of_scalers(function: UserFunctionVariable) -> Call | None:
+    """What calls of a function become that is the one by which a `GradScaler` steps."""
+    return step_where_finite if function.get_function() is _step_if_finite else None
