@@ -5,7 +5,7 @@ cannot.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ def survives_caches(gm: torch.fx.GraphModule) -> bool:
 
     A masked partial placement (the result of a row-wise lookup, not reduced yet) comes back without its sizes.
     """
-    (results,) = gm.graph.output_node().args
-    values = [node.meta.get("example_value") for node in results if isinstance(node, torch.fx.Node)]
+    returned = gm.graph.output_node().all_input_nodes
+    values = [node.meta.get("example_value") for node in returned]
     placements = {placement for value in values if isinstance(value, DTensor) for placement in value.placements}
     return all(pickle.loads(pickle.dumps(placement)) == placement for placement in placements)
 
 
-def cache_decisions(gm: torch.fx.GraphModule, functions: Collection[Callable[..., Any]]) -> list[Decision]:
+def cache_decisions(gm: torch.fx.GraphModule, functions: Sequence[Callable[..., Any]]) -> list[Decision]:
     """What keeps a Dynamo graph out of the caches on disk, so that another process compiles it again; empty where
     nothing does.
 

@@ -78,7 +78,7 @@ def build_report(
     )
 
 
-Recording.make_report = build_report  # type: ignore[method-assign]
+Recording.make_report = build_report  # type: ignore[method-assign, assignment]  # recording may not import report
 
 
 def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
@@ -120,9 +120,15 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
 
 def decision_row(decision: Decision) -> DecisionRow:
     """A decision with its line."""
-    cost = {"left_alone": decision.left_alone, "seconds": decision.seconds, "bytes": decision.bytes}
     return DecisionRow(
-        decision.kind, source_of(decision.where), decision.reason, decision.before, decision.after, **cost
+        decision.kind,
+        source_of(decision.where),
+        decision.reason,
+        decision.before,
+        decision.after,
+        left_alone=decision.left_alone,
+        seconds=decision.seconds,
+        bytes=decision.bytes,
     )
 
 
@@ -155,7 +161,8 @@ def _collectives(
 ) -> Iterable[model.Collective]:
     seconds = {timed.index: timed.seconds for timed in timing.communication}
     for i, this in enumerate(graph.collectives):
-        first, *also = [numbers[number] for number, _ in this.carries if number in numbers] or [None]
+        carried = [numbers[number] for number, _ in this.carries if number in numbers]
+        first, also = carried[0] if carried else None, carried[1:]
         yield model.Collective(
             kind=this.kind,
             mesh_dim=this.mesh_dim,

@@ -53,7 +53,7 @@ def collective_outside(this: EagerCollective) -> SentCollective:
     ranks = tuple(dist.get_process_group_ranks(this.group)) if this.group is not None else ()
     elements, itemsize = sum(x.numel() for x in this.inputs), this.inputs[0].element_size() if this.inputs else 0
     sent = 0
-    if kind == "all_to_all" and sum(this.splits) and ranks:
+    if kind == "all_to_all" and sum(this.splits, 0) and ranks:
         sent = elements * (sum(this.splits) - this.splits[ranks.index(dist.get_rank())]) // sum(this.splits)
     elif kind is not None:
         sent = elements_sent(kind, len(ranks), elements)

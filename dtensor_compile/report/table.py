@@ -75,8 +75,8 @@ def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[Rendera
     if ours.recompiles:
         table = _table("recompiles", terminal, "function", "cause", "guard that did not hold", "seconds (measured)")
         for r in ours.recompiles:
-            cells = (f"{r.function} {_place(r.source)}", r.cause, _first_line(r.reason), f"{r.measured_seconds:.2f}")
-            table.add_row(*map(escape, cells))
+            why = r.cause, _first_line(r.reason), f"{r.measured_seconds:.2f}"
+            table.add_row(*map(escape, (f"{r.function} {_place(r.source)}", *why)))
         yield table
     if ours.redistributions:
         yield _redistributions(ours.redistributions, most, terminal)

@@ -55,12 +55,12 @@ def written_collectives(source: str) -> list[WrittenCollective]:
     by_name: dict[str, WrittenCollective] = {}
     for target, call in _calls(ast.parse(source)):
         called = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-        if called.startswith(_WAIT):
-            _note_wait(by_name.get(_variable(call.args[0])))  # type: ignore[union-attr]
-        elif called.startswith(_COLLECTIVE):
-            this = _started(call, called)  # type: ignore[arg-type]
+        if isinstance(call, ast.Call) and called.startswith(_WAIT):
+            _note_wait(by_name.get(_variable(call.args[0])))
+        elif isinstance(call, ast.Call) and called.startswith(_COLLECTIVE):
+            this = _started(call, called)
             found.append(this)
-            by_name.update(dict.fromkeys({target, *_written_over(call, called)}, this))  # type: ignore[arg-type]
+            by_name.update(dict.fromkeys({target, *_written_over(call, called)}, this))
         elif kernel := _kernel(called):
             _note_kernel(found, kernel)
         elif target and (source_of := _variable(call)) in by_name and (not called or called == "reinterpret_tensor"):

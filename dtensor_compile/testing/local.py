@@ -111,7 +111,7 @@ def compare_locally(case: Case, world: int, settings: Settings, reference: Refer
 def _compare(case: Case, settings: Settings, eager: Reference, rank: int) -> tuple[list[Difference], int]:
     wanted = case.run(Settings(eager=True)) if eager.found is None else None
     compiled = case.run(
-        settings, wanted or {name: of_rank(local_part(x), rank, None) for name, x in gradients_of(eager.found)}
+        settings, wanted or {name: of_rank(local_part(x), rank, None) for name, x in gradients_of(eager.found or {})}
     )
     if wanted is None:
         meshes: dict[str, DeviceMesh] = {}

@@ -251,8 +251,8 @@ def random_dtensor(
     full = random_tensor(shape, dtype)
     whole = [Replicate() if p.is_partial() else p for p in placements]
     local = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
-    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-    return made.detach().requires_grad_(requires_grad)
+    made: Any = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    return made.detach().requires_grad_(requires_grad)  # type: ignore[no-any-return]
 
 
 # ---- the script ----------------------------------------------------------------------------------------------------

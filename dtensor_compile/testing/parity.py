@@ -101,7 +101,8 @@ class Case:
         parameters = dict(module.named_parameters()) if module is not None else {}
         optimizer = self.optimizer(module.parameters()) if self.optimizer and module is not None else None
         function = settings.compile(model)
-        outputs, gradients = [], {}
+        outputs: list[Any] = []
+        gradients: dict[str, Any] = {}
         for call in range(self.calls):
             torch.manual_seed(1 + call)
             out = function(*args, **kwargs)
@@ -111,6 +112,7 @@ class Case:
             loss = self.loss(out) if self.loss is not None else None
             backwards = 0 if loss is None else self.backwards if call else 1
             for left in reversed(range(backwards)):
+                assert loss is not None
                 loss.backward(retain_graph=left > 0)
             last = call + 1 == self.calls
             if optimizer is not None or last:
@@ -148,13 +150,15 @@ class Case:
                 or torch.equal(wanted, own)
             ):
                 continue
+            assert p.grad is not None  # `own` is its part
             p.grad = copy_of(p.grad)  # other tensors may share the memory of what the program returned
             local_part(p.grad).copy_(wanted)
 
 
-def local_part(value: torch.Tensor | None) -> torch.Tensor | None:
+def local_part(value: Any) -> Any:
     """The local tensor of a DTensor; what is none as it is."""
-    return value.detach().to_local() if isinstance(value, DTensor) else value
+    detached: Any = value.detach() if isinstance(value, DTensor) else None  # a DTensor again
+    return value if detached is None else detached.to_local()
 
 
 def gradients_of(found: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | None]]:

@@ -135,15 +135,17 @@ class _Job:
         deadline, failed = time.monotonic() + timeout, False
         while len(answers) < len(self.pipes):
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
-            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = multiprocessing.connection.wait(
+                list(waiting), timeout=max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 break
             for pipe in ready:
                 try:
-                    answers[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
+                    answers[waiting[pipe]] = pipe.recv()
                 except (EOFError, OSError):
-                    answers[waiting[pipe]] = ("died", self._death(waiting[pipe]))  # type: ignore[index]
-                if answers[waiting[pipe]][0] != "ok" and not failed:  # type: ignore[index]
+                    answers[waiting[pipe]] = ("died", self._death(waiting[pipe]))
+                if answers[waiting[pipe]][0] != "ok" and not failed:
                     failed = True
                     deadline = min(deadline, time.monotonic() + GRACE)
         if len(answers) == len(self.pipes) and not failed:
