@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat import pytree
 from dtensor_compile.compat.aot.export import dynamic_dims, local_and_spec, trace_to_local, wrap_local
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils._pytree import tree_leaves
 
 from dtensor_compile.capture.trace import emit_redistribution
 from dtensor_compile.compat.aot.shapes import size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dtensor.specs import Spec, StridedShard, redistribute_hook
 from dtensor_compile.compat.dynamo.communication_counts import is_counting
+from dtensor_compile.compat.pytree import tree_leaves
 from dtensor_compile.errors import MeshError, NoProcessGroupError, PlacementError
 from dtensor_compile.graph.node_costs import GROUP_ARGUMENTS
 from dtensor_compile.graph.nodes import source_line

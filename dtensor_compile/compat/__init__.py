@@ -4,11 +4,14 @@ The rest of the package imports functions and classes from here under names of i
 met in one place:
 
 - ``release``: which releases are supported.
-- ``hooks``: what of torch's private names is there, and which feature does not work where one is not.
-- ``mesh``: what a ``DeviceMesh`` is made of, process groups by name and by ranks.
-- ``dtensor``: specs, placements without a public name, the function through which every redistribution goes.
-- ``dynamo``: the scope in which Dynamo traces for our backend, and the tables in which it looks up trackers.
-- ``inductor``: compiling a graph with Inductor and our passes.
+- ``patches``: the table of what is replaced and called, and which feature does not work where something is not there.
+- ``apply_patches``: how a row is applied; nothing else assigns to torch.
+- ``dynamo/``: trackers, and the scope in which Dynamo traces for our backend.
+- ``aot/``: joint graphs, what stands around compiled graphs, symbolic sizes.
+- ``inductor/``: compiling a graph with our passes; its kernels, caches and written code.
+- ``dtensor/``: specs, rules, the function through which every redistribution goes.
+- ``distributed/``: meshes, process groups, data-parallel wrappers, ranks as threads.
+- ``emulation/``: a GPU that is not there.
 """
 
 from dtensor_compile.compat.release import check_release

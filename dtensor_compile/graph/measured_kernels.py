@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
 
+from dtensor_compile.compat import pytree
 from dtensor_compile.compat.aot.fx import without_modes
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.graph.arguments import fake_arguments, operator_of

@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map
 
 from dtensor_compile.compat.dtensor.specs import Partial, Shard
+from dtensor_compile.compat.pytree import tree_map
 from dtensor_compile.graph.arguments import function_of, value_of
 from dtensor_compile.graph.nodes import call
 from dtensor_compile.graph.operator_traits import CASTS, IDENTITIES, SIZED_VIEWS, is_pointwise

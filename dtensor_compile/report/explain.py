@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat import pytree
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.observe import name_modules, uncompiled

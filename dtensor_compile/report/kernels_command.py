@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dtensor_compile.compat.dtensor.specs import local_and_spec, with_local
+from dtensor_compile.compat.pytree import tree_flatten, tree_unflatten
 
 _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 _library.define("backward_barrier(Tensor[] xs) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))

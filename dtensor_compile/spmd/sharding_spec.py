@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
 
+from dtensor_compile.compat.pytree import tree_map
 from dtensor_compile.errors import PlacementError
 from dtensor_compile.spmd.annotate import mark_sharding, mesh_text_in_program, note, wrap_as_sharded_tensor
 from dtensor_compile.spmd.logical_mesh import Mesh, device_mesh_of

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dtensor.specs import MaskPartial
 
 #: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat import pytree
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.distributed.rank_threads import run_in_threads
 from dtensor_compile.compat.dtensor.local_tensor import local_tensors, of_rank, random_states

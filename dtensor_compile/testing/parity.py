@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from dtensor_compile.compat import pytree
 from dtensor_compile.compat.distributed.rank_threads import is_rank_thread
 from dtensor_compile.compat.dtensor.specs import copy_of
 from dtensor_compile.testing.compare_values import TOLERANCE, Allowed, Difference, compare_values

@@ -387,6 +387,24 @@ def _root(node):
     return node.id if isinstance(node, ast.Name) else None
 
 
+def test_private_names_of_torch_are_imported_in_compat_alone():
+    package, found = pathlib.Path(dtensor_compile.__file__).parent, []
+    for path in package.rglob("*.py"):
+        if path.relative_to(package).parts[0] != "compat":
+            names = _imported_from_torch(ast.parse(path.read_text()))
+            private = [name for name in names if any(part.startswith("_") for part in name.split("."))]
+            found += [f"{path.relative_to(package)}: {name}" for name in private]
+    assert found == []
+
+
+def _imported_from_torch(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def test_every_lasting_patch_is_known():
     lasting = {h.place for of in FEATURES.values() for h in of.hooks if isinstance(h, Patch) and h.lasting}
     assert lasting == {
