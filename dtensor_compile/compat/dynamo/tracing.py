@@ -27,7 +27,7 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackTrigger
-from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, skip_code
+from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, set_code_exec_strategy, skip_code
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -333,8 +333,8 @@ def compiles_for_us(compiler_fn: Any) -> bool:
 # ---- what trackers need --------------------------------------------------------------------------------------------
 
 
-#: Code whose frames a backend of ours leaves to Python, and whether what they call is left to it, too.
-_left: dict[types.CodeType, bool] = {}
+#: Code whose frames a backend of ours leaves to Python.
+_left: set[types.CodeType] = set()
 _left_if: list[Callable[[types.CodeType], bool]] = []
 
 
@@ -355,7 +355,7 @@ def _leave_some_to_python(
     """
     if not is_left_to_python(code, compiler_fn):
         return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
-    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if _left.get(code) else FrameAction.DEFAULT)
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
     return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 
 
@@ -374,7 +374,7 @@ def leave_to_python(cls: type) -> None:
     for member in vars(cls).values():
         function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(function, types.FunctionType):
-            _left.setdefault(getattr(function, STANDS_FOR, function).__code__, False)
+            _left.add(getattr(function, STANDS_FOR, function).__code__)
 
 
 def leave_code_to_python(leave: Callable[[types.CodeType], bool]) -> None:
@@ -383,8 +383,12 @@ def leave_code_to_python(leave: Callable[[types.CodeType], bool]) -> None:
 
 
 def leave_calls_to_python(function: types.FunctionType) -> None:
-    """Frames of `function` that Python enters stay with Python under our backend, and so does what they call."""
-    _left[function.__code__] = True
+    """Frames of `function` that Python enters stay with Python from now on, and so does what they call.
+
+    This is noted on the code, for good: Dynamo decides about a frame without tensors before it asks `_compile`, and
+    then compiles what the frame calls.
+    """
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
 def leave_frames_to_python(function: Callable[..., Any]) -> None:

@@ -25,7 +25,6 @@ from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
 from dtensor_compile.compat.dynamo.tracing import (
     install_while_tracing,
     installed_backends,
-    leave_calls_to_python,
     leave_code_to_python,
 )
 from dtensor_compile.compat.dynamo.tracker_entries import Entries
@@ -317,19 +316,18 @@ def test_frames_that_we_leave_to_python_are_compiled_by_other_backends():
         return gm.forward
 
     x = torch.ones(2)
-    for leave, left in ((leave_code_to_python, [{"sin"}]), (leave_calls_to_python, [])):
-        with mock.patch.multiple(tracing, _left={}, _left_if=[], _scopes=[*tracing._scopes]):
-            install_while_tracing(backend, Entries({}, {}, ()))
-            leave(_helper if leave is leave_calls_to_python else _helper.__code__.__eq__)
-            for compiler, expected in (
-                (backend, left),
-                (lambda gm, inputs: backend(gm, inputs), [{"sin", operator.add}]),
-            ):
-                torch._dynamo.reset()
-                names.clear()
-                for _ in range(2):
-                    torch.testing.assert_close(torch.compile(_calls_it, backend=compiler)(x), x.sin() + 1)
-                assert names == expected
+    with mock.patch.multiple(tracing, _left=set(), _left_if=[], _scopes=[*tracing._scopes]):
+        install_while_tracing(backend, Entries({}, {}, ()))
+        leave_code_to_python(_helper.__code__.__eq__)
+        for compiler, expected in (
+            (backend, [{"sin"}]),
+            (lambda gm, inputs: backend(gm, inputs), [{"sin", operator.add}]),
+        ):
+            torch._dynamo.reset()
+            names.clear()
+            for _ in range(2):
+                torch.testing.assert_close(torch.compile(_calls_it, backend=compiler)(x), x.sin() + 1)
+            assert names == expected
 
 
 @pytest.mark.slow
