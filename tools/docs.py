@@ -1,7 +1,7 @@
 """Writes the files of docs/ that are made from the code: report.schema.json, causes.md, patches.md and
 steps.md.
 
-python tools/docs.py            (a test fails while they are out of date)
+python tools/docs.py            (a test fails while they are out of date: --check names those that are)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import pathlib
 import pkgutil
 import re
+import sys
 
 from dtensor_compile import compat
 from dtensor_compile.compat.patches import FEATURES, Feature, Hook, Patch
@@ -133,5 +134,9 @@ def _steps(steps: tuple[GraphStep, ...]) -> str:
 
 
 if __name__ == "__main__":
-    for name, text in pages().items():
-        (DOCS / name).write_text(text)
+    found = pages()
+    if "--check" in sys.argv:
+        print("\n".join(name for name, text in found.items() if (DOCS / name).read_text() != text))
+    else:
+        for name, text in found.items():
+            (DOCS / name).write_text(text)

@@ -1,9 +1,10 @@
 """The form of a report: it goes to JSON and comes back, fits the published schema, and refuses what is none."""
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
+import subprocess
+import sys
 
 import jsonschema
 import pytest
@@ -35,14 +36,10 @@ def test_what_does_not_fit_is_refused_by_the_schema():
 
 
 def test_pages_are_up_to_date():
-    spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools" / "docs.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = [sys.executable, str(ROOT / "tools" / "docs.py"), "--check"]  # other tests add features to this process
+    said = subprocess.run(tool, capture_output=True, text=True, check=True).stdout.split()
     primary = torch.__version__.startswith("2.13.")  # other releases have other functions to replace
-    for name, text in tool.pages().items():
-        assert (name == "patches.md" and not primary) or (ROOT / "docs" / name).read_text() == text, (
-            f"run python tools/docs.py: docs/{name} is out of date"
-        )
+    assert set(said) <= (set() if primary else {"patches.md"}), f"run python tools/docs.py: {said} are out of date"
 
 
 @pytest.mark.parametrize(
