@@ -29,6 +29,24 @@ STANDS_FOR = "_dtensor_compile_stands_for"
 _lock = threading.RLock()
 
 
+class _Thread(threading.local):
+    """How many compilations for other backends this thread is in, one inside of the other: each sees none of the
+    patches that were there before.
+    """
+
+    level = 0
+
+
+_thread = _Thread()
+#: A thread, and how many compilations for other backends are around what it does.
+Place = tuple[int, int]
+
+
+def this_place() -> Place:
+    """For which calls a scope that is entered now replaces a function: for those from the same place."""
+    return threading.get_ident(), _thread.level
+
+
 class _Site:
     """A function of torch's that is replaced on at least one thread, or on all.
 
@@ -41,23 +59,20 @@ class _Site:
         self.found = inspect.getattr_static(owner, name)
         self.is_own = name in vars(owner)  # and not that of a base
         self.stock = getattr(self.found, "__func__", None) or getattr(self.found, "fget", None) or self.found
-        self.of_thread: dict[int, list[Callable[..., Any]]] = {}
+        self.by_place: dict[Place, list[Callable[..., Any]]] = {}
         self.of_all: list[Callable[..., Any]] = []
 
-    def top(self, thread: int) -> Callable[..., Any]:
-        """What a call on a thread goes to."""
-        layers = self.of_thread.get(thread) or self.of_all
+    def top(self, place: Place) -> Callable[..., Any]:
+        """What a call from a place goes to."""
+        layers = self.by_place.get(place) or self.of_all
         return layers[-1] if layers else self.stock
 
     def install(self) -> None:
-        of_thread, of_all, stock, this_thread = self.of_thread, self.of_all, self.stock, threading.get_ident
-
-        @functools.wraps(stock, updated=() if isinstance(stock, type) else functools.WRAPPER_UPDATES)
+        @functools.wraps(self.stock, updated=() if isinstance(self.stock, type) else functools.WRAPPER_UPDATES)
         def call(*args: Any, **kwargs: Any) -> Any:
-            layers = of_thread.get(this_thread()) or of_all  # `top`, without the call: sizes come here by the 100,000
-            return (layers[-1] if layers else stock)(*args, **kwargs)
+            return self.top(this_place())(*args, **kwargs)
 
-        setattr(call, STANDS_FOR, stock)
+        setattr(call, STANDS_FOR, self.stock)
         kind = next((k for k in (staticmethod, classmethod, property) if isinstance(self.found, k)), None)
         setattr(self.owner, self.name, call if kind is None else kind(call))
         self.installed = inspect.getattr_static(self.owner, self.name)
@@ -98,22 +113,22 @@ def patched(row: Patch, replacement: Callable[..., Any], *, every_thread: bool =
 def _put(row: Patch, replacement: Callable[..., Any], every_thread: bool) -> Callable[[], None]:
     """Puts a replacement in place; returns what takes it out again."""
     owner, name = row.target()
-    thread, key = threading.get_ident(), (id(owner), name)
+    place, key = this_place(), (id(owner), name)
     with _lock:
         site = _sites.get(key)
         if site is None:
             site = _sites[key] = _Site(owner, name)
             site.install()
-        layer = functools.partial(replacement, site.of_all[-1] if every_thread and site.of_all else site.top(thread))
-        layers = site.of_all if every_thread else site.of_thread.setdefault(thread, [])
+        layer = functools.partial(replacement, site.of_all[-1] if every_thread and site.of_all else site.top(place))
+        layers = site.of_all if every_thread else site.by_place.setdefault(place, [])
         layers.append(layer)
 
     def put_back() -> None:
         with _lock:
             layers.remove(layer)
-            if not site.of_thread.get(thread, True):
-                del site.of_thread[thread]
-            if not site.of_thread and not site.of_all:
+            if not site.by_place.get(place, True):
+                del site.by_place[place]
+            if not site.by_place and not site.of_all:
                 site.remove()
                 _sites.pop(key, None)
 
@@ -129,19 +144,19 @@ def is_called_from(module: types.ModuleType) -> bool:
 
 
 @contextlib.contextmanager
-def stock_torch() -> Iterator[None]:
-    """While it is entered, functions that scopes on this thread replace are torch's: another backend compiles."""
-    thread = threading.get_ident()
-    with _lock:
-        hidden = [(site, site.of_thread[thread]) for site in _sites.values() if thread in site.of_thread]
-        for site, layers in hidden:
-            layers.append(site.of_all[-1] if site.of_all else site.stock)
+def seen_from(place: Place) -> Iterator[None]:
+    """While it is entered, this thread sees the patches that were put in place at `place`, a place of its own."""
+    before, _thread.level = _thread.level, place[1]
     try:
         yield
     finally:
-        with _lock:
-            for _, layers in hidden:
-                layers.pop()
+        _thread.level = before
+
+
+def stock_torch() -> contextlib.AbstractContextManager[None]:
+    """While it is entered, functions that scopes on this thread replace are torch's: another backend compiles."""
+    thread, level = this_place()
+    return seen_from((thread, level + 1))
 
 
 #: Values that scopes put into the place of torch's: what was there first, and those of the open scopes in order.
@@ -212,12 +227,12 @@ def patched_entries(row: Patch, entries: Mapping[Any, Any], table: Any = None) -
 
 
 def on_this_thread(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """An entry for a table that is ``replacement(stock, ...)`` on the thread that makes it, and `stock` on others."""
-    owner = threading.get_ident()
+    """An entry for a table that is ``replacement(stock, ...)`` where `patched` would be, and `stock` elsewhere."""
+    place = this_place()
 
     @functools.wraps(stock)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return replacement(stock, *args, **kwargs) if threading.get_ident() == owner else stock(*args, **kwargs)
+        return replacement(stock, *args, **kwargs) if this_place() == place else stock(*args, **kwargs)
 
     return call
 

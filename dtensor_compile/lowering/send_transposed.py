@@ -46,8 +46,10 @@ def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
         this = read(node)
         if not _sends_columns(node) or why_sizes_do_not_fit(node) or not value_of(node).numel():
             continue
-        scatters = not _gathers(node)
-        made = _scatter(node, this) if scatters else _gather(node, this) if _is_read_by_products(node) else None
+        gathers = _gathers(node)
+        if gathers and not _is_read_by_products(node):
+            continue
+        made = _gather(node, this) if gathers else _scatter(node, this)
         if made is None:
             continue
         decisions.append(

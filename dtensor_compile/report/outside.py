@@ -52,9 +52,9 @@ def collective_outside(this: EagerCollective) -> SentCollective:
     kind = next((kind for part, kind in _KINDS if part in plain), None)
     ranks = tuple(dist.get_process_group_ranks(this.group)) if this.group is not None else ()
     elements, itemsize = sum(x.numel() for x in this.inputs), this.inputs[0].element_size() if this.inputs else 0
-    sent = 0
-    if kind == "all_to_all" and sum(this.splits, 0) and ranks:
-        sent = elements * (sum(this.splits) - this.splits[ranks.index(dist.get_rank())]) // sum(this.splits)
+    sent, rows = 0, sum(this.splits)
+    if kind == "all_to_all" and rows and ranks:
+        sent = elements * (rows - this.splits[ranks.index(dist.get_rank())]) // rows
     elif kind is not None:
         sent = elements_sent(kind, len(ranks), elements)
     # A backward pass has no line of the program but the one that started it.

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.node_builder import inherited
 from dtensor_compile.graph.nodes import source_line
 from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.spmd.constraint import whole, whole_copy, write_whole
@@ -61,7 +62,7 @@ class DTensorGraph:
         """What a function makes of an argument of a node, given to the node in place of the argument."""
         with self.graph.inserting_before(node):
             made = self.graph.call_function(function, (used, *args))
-        made.meta = {key: item for key, item in used.meta.items() if key != "grapharg"}
+        made.meta = inherited(used, ("grapharg",))
         node.replace_input_with(used, made)
         self.compute(made)
         return made
@@ -70,7 +71,7 @@ class DTensorGraph:
         """What a node has written to a whole copy, to the DTensor that it is a copy of."""
         with self.graph.inserting_after(node):
             back = self.graph.call_function(write_whole, (written, copy))
-        back.meta = {key: item for key, item in written.meta.items() if key != "grapharg"}
+        back.meta = inherited(written, ("grapharg",))
         node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
         if written in self.was_plain:
             self.was_plain.add(back)
@@ -82,8 +83,7 @@ class DTensorGraph:
         """A call behind a node; it takes the place of its first argument, `like`, for all that use that."""
         with self.graph.inserting_after(behind):
             node = self.graph.call_function(function, (like, *args))
-        node.meta = dict(like.meta)
-        node.meta.pop("grapharg", None)
+        node.meta = inherited(like, ("grapharg",))
         like.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
         if like in self.was_plain:
             self.was_plain.add(node)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -251,8 +251,8 @@ def random_dtensor(
     full = random_tensor(shape, dtype)
     whole = [Replicate() if p.is_partial() else p for p in placements]
     local = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
-    made: Any = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-    return made.detach().requires_grad_(requires_grad)  # type: ignore[no-any-return]
+    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    return cast("DTensor", made.detach().requires_grad_(requires_grad))
 
 
 # ---- the script ----------------------------------------------------------------------------------------------------

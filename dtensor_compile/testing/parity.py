@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -157,8 +157,7 @@ class Case:
 
 def local_part(value: Any) -> Any:
     """The local tensor of a DTensor; what is none as it is."""
-    detached: Any = value.detach() if isinstance(value, DTensor) else None  # a DTensor again
-    return value if detached is None else detached.to_local()
+    return cast("DTensor", value.detach()).to_local() if isinstance(value, DTensor) else value
 
 
 def gradients_of(found: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | None]]:

@@ -23,10 +23,13 @@ from dtensor_compile.compat.apply_patches import (
     ABSENT,
     STANDS_FOR,
     is_called_from,
+    on_this_thread,
     patched,
     patched_entries,
     patched_value,
+    seen_from,
     stock_torch,
+    this_place,
 )
 from dtensor_compile.compat.distributed.rank_threads import run_in_threads
 from dtensor_compile.compat.patches import FEATURES, MissingHookWarning, Patch, feature, hook, needs, patch
@@ -290,6 +293,20 @@ def test_another_backend_sees_stock_torch_inside_of_ours():
         assert shelf.method(1) == "ours"
 
 
+def test_our_backend_inside_of_another_one_inside_of_ours_sees_our_patches():
+    shelf = Shelf()
+    entry = {"a": on_this_thread(lambda: "stock", lambda stock: "ours")}
+    with patched(row("Shelf.method"), lambda stock, self, x: "ours"), patched_entries(row("Shelf.table"), entry):
+        place = this_place()
+        with stock_torch():
+            assert shelf.method(1) == (1, "stock") and Shelf.table["a"]() == "stock"
+            with seen_from(place):
+                assert shelf.method(1) == "ours" and Shelf.table["a"]() == "ours"
+            with stock_torch():
+                assert shelf.method(1) == (1, "stock")
+        assert shelf.method(1) == "ours" and Shelf.table["a"]() == "ours"
+
+
 def test_a_patch_ends_with_an_error():
     before = vars(Shelf)["method"]
     with pytest.raises(ZeroDivisionError), patched(row("Shelf.method"), lambda stock, self, x: 1 / 0):
@@ -403,6 +420,32 @@ def _imported_from_torch(tree):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "torch")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_what_a_module_replaces_is_in_the_table():
+    """Every row that is made where a module of compat is loaded belongs to a feature, but those of other releases."""
+    rows = {
+        value.place
+        for name, module in sys.modules.items()
+        if name.startswith(f"{compat.__name__}.")
+        for value in _rows(list(vars(module).values()))
+    }
+    known = {hook.place for of in FEATURES.values() for hook in of.hooks}
+    of_other_releases = {
+        "torch._functorch._aot_autograd.runtime_wrappers:RuntimeWrapper.post_compile",
+        "torch._functorch._aot_autograd.runtime_wrappers:_HANDLER_MAP",
+    }
+    assert rows - known <= of_other_releases
+
+
+def _rows(values):
+    for value in values:
+        if isinstance(value, Patch):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _rows(value)
+        elif isinstance(value, dict):
+            yield from _rows([*value.keys(), *value.values()])
 
 
 def test_every_lasting_patch_is_known():

@@ -68,7 +68,7 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
 
 @needs(
     "gradients of results that the loss does not use, or that come placed otherwise than expected",
-    BUILD,
+    *BUILD,
     *TANGENTS,
     without="they are an error of torch's in the backward pass",
     upstream="#173123, #118600",

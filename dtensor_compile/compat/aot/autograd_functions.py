@@ -11,20 +11,21 @@ import torch
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.patches import if_there, patch
+from dtensor_compile.compat.patches import if_there, needs, patch
 
 _PLACE = "torch._functorch._aot_autograd.runtime_wrappers:"
 #: The class whose one method builds such a function; before 2.13 it is built amid a longer one.
 _FACTORY: Any = if_there(_PLACE + "_AOTDispatchAutogradFunctionFactory")
 #: Whether torch generates the Python that runs around a graph, as of 2.13.
 IS_GENERATED = _FACTORY is not None
-#: What `functions_built` replaces.
-BUILD = (
+_WRAP = patch(_PLACE + "RuntimeWrapper.post_compile")
+#: What `functions_built` replaces first, and all that it replaces.
+_BUILD = (
     patch(_PLACE + "_AOTDispatchAutogradFunctionFactory.build", "self")
     if IS_GENERATED
     else patch(_PLACE + "AOTDispatchAutograd.post_compile", "compiled_fw_func compiled_bw_func ...")
 )
-_WRAP = patch(_PLACE + "RuntimeWrapper.post_compile")
+BUILD = (_BUILD,) if IS_GENERATED else (_BUILD, _WRAP)
 _NOTE = patch("torch._functorch._aot_autograd.schemas:SubclassCreationMeta.__post_init__", "self")
 
 
@@ -54,7 +55,7 @@ def functions_built(
         with patched(_WRAP, wrap_function):
             return stock(*args, fw_metadata=fw_metadata, **others)
 
-    with patched(BUILD, build if IS_GENERATED else post_compile):
+    with patched(_BUILD, build if IS_GENERATED else post_compile):
         yield
 
 
@@ -67,6 +68,13 @@ def _right_strides(meta: SubclassCreationMeta, all_args: Sequence[Any], *, curr_
     return size, stride
 
 
+@needs(
+    "strides of DTensors that a graph returns, before 2.13",
+    _NOTE,
+    without="symbolic strides are wrong",
+    upstream="done in 2.13",
+    remove_when="2.11 is not supported any more",
+)
 @contextlib.contextmanager
 def strides_of_results() -> Iterator[None]:
     """While it is entered, what this thread notes of the DTensors that go in and out of a graph gives them their

@@ -37,7 +37,7 @@ _HANDLERS = patch("torch._functorch._aot_autograd.runtime_wrappers:_HANDLER_MAP"
     "results that are views of DTensors",
     _ALIAS,
     _WRAPPER,
-    BUILD,
+    *BUILD,
     _ANALYZE,
     _UNWRAP,
     *(() if IS_GENERATED else (_HANDLERS,)),

@@ -24,6 +24,7 @@ from torch._functorch._aot_autograd.schemas import PlainTensorMeta, SubclassCrea
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _MaskPartial
 
+from dtensor_compile.compat.aot.autograd_functions import BUILD, functions_built
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.shard_sizes import unflatten
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
@@ -42,7 +43,6 @@ class _NotPlain(Exception):
     """Something else than DTensors over plain tensors goes in or comes out."""
 
 
-_BUILD = patch("torch._functorch._aot_autograd.runtime_wrappers:_AOTDispatchAutogradFunctionFactory.build", "self")
 _VERSIONS = patch(
     "torch._functorch._aot_autograd.runtime_wrappers:_codegen_increment_mutation_versions",
     "rw_lines rw_globals ...",
@@ -57,7 +57,7 @@ _BACKWARD = patch("torch._functorch._aot_autograd.subclass_codegen:codegen_backw
 
 @needs(
     "DTensors unwrapped and wrapped in C++",
-    _BUILD,
+    *BUILD,
     _VERSIONS,
     _WRAPPER,
     _BACKWARD,
@@ -94,13 +94,11 @@ def native_calls() -> Iterator[None]:
                 return unwrap, native().Wrap(_results(grad_input_metas)[0], True)
         return unwrap, _apart(wrap)
 
-    def build(stock: Any, self: Any) -> type[torch.autograd.Function]:
-        compiled = stock(self)
+    def quicken(compiled: type[torch.autograd.Function], metadata: Any) -> None:
         if fast:
-            _accumulate(compiled, self.spec.fw_metadata)
-            _save(compiled, self.spec.fw_metadata)
+            _accumulate(compiled, metadata)
+            _save(compiled, metadata)
             _apply(compiled)
-        return compiled
 
     def versions(stock: Any, code: Any, *others: Any) -> None:
         stock(code, *others)
@@ -111,7 +109,7 @@ def native_calls() -> Iterator[None]:
     with (
         patched(_WRAPPER, wrapper),
         patched(_BACKWARD, backward),
-        patched(_BUILD, build),
+        functions_built(after=quicken),
         patched(_VERSIONS, versions),
     ):
         yield

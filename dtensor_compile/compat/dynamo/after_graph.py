@@ -13,11 +13,11 @@ from torch._dynamo.variables import dicts
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVariable
-from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVariable
+from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
+from dtensor_compile.compat.dynamo.opaque_trackers import MethodCall, OpaqueVariable, calls_of_methods
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, build_unguarded, constant_source
 from dtensor_compile.compat.patches import needs, patch
 
@@ -106,12 +106,6 @@ def is_export(tx: Translator) -> bool:
     return bool(tx.export)
 
 
-#: ``(tx, logger, method, args, kwargs)``; None leaves the call to torch.
-LogCall = Callable[
-    [Translator, VariableTracker, str, list[VariableTracker], dict[str, VariableTracker]], "VariableTracker | None"
-]
-
-
 _LOGGER = patch("torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "self tx name args kwargs")
 _FORMAT = patch("torch._dynamo.variables.misc:StringFormatVariable.create", "cls format_string sym_args sym_kwargs")
 
@@ -124,21 +118,9 @@ _FORMAT = patch("torch._dynamo.variables.misc:StringFormatVariable.create", "cls
     remove_when="reorderable_logging_functions takes methods of loggers and keeps the values of the call",
 )
 @contextlib.contextmanager
-def handle_loggers(call: LogCall) -> Iterator[None]:
+def handle_loggers(call: MethodCall) -> Iterator[None]:
     """While it is entered, methods of loggers go to `call`."""
-
-    def call_method(
-        stock: Any,
-        self: LoggingLoggerVariable,
-        tx: Translator,
-        name: str,
-        args: list[VariableTracker],
-        kwargs: dict[str, VariableTracker],
-    ) -> VariableTracker:
-        result = call(tx, self, name, list(args), dict(kwargs))
-        return stock(self, tx, name, args, kwargs) if result is None else result
-
-    with patched(_LOGGER, call_method):
+    with calls_of_methods(_LOGGER, call):
         yield
 
 

@@ -22,7 +22,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched, patched_value
-from dtensor_compile.compat.dynamo.opaque_trackers import tensor_methods
+from dtensor_compile.compat.dynamo.opaque_trackers import METHODS, tensor_methods
 from dtensor_compile.compat.dynamo.tracker_tools import READ, Translator, fact_guard, graph_break
 from dtensor_compile.compat.patches import needs, patch
 
@@ -138,6 +138,7 @@ _VALIDATE = patch("torch._dynamo.output_graph:OutputGraph._validate_outputs_safe
 
 @needs(
     "backward passes inside of the region",
+    METHODS,
     patch("torch._dynamo.variables.tensor:TensorVariable.method_backward", "self tx ..."),
     _COLLECT,
     _READ,
@@ -155,11 +156,11 @@ def backward_in_the_region() -> Iterator[None]:
     there before, and lose it at the end of the region.
     """
 
-    stock_backward = TensorVariable.method_backward
-
-    def method_backward(self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any) -> VariableTracker | None:
+    def method_backward(
+        stock: Any, self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any
+    ) -> VariableTracker | None:
         with _traceable(), patched_value(_ACCUMULATE, _accumulate_grad):  # Dynamo traces the function that is there
-            return stock_backward(self, tx, *args, **kwargs)
+            return stock(self, tx, *args, **kwargs)
 
     def collect(
         stock: Any, self: TensorVariable, variables: Iterable[VariableTracker], *args: Any, **kwargs: Any

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD
+from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, calls_of_methods
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
 )
@@ -251,21 +250,14 @@ def read_constant_tensors() -> Iterator[None]:
     program.
     """
 
-    def call_method(
-        stock: Any,
-        self: TensorVariable,
-        tx: Translator,
-        name: str,
-        args: list[VariableTracker],
-        kwargs: dict[str, VariableTracker],
-    ) -> VariableTracker:
-        if name in ("item", "tolist"):
-            try:
-                value = constant_value(self)
-            except NotImplementedError:
-                return stock(self, tx, name, args, kwargs)
-            return VariableTracker.build(tx, getattr(value, name)())
-        return stock(self, tx, name, args, kwargs)
+    def call(tx: Translator, tensor: TensorVariable, name: str, *_: Any) -> VariableTracker | None:
+        if name not in ("item", "tolist"):
+            return None
+        try:
+            value = constant_value(tensor)
+        except NotImplementedError:
+            return None
+        return VariableTracker.build(tx, getattr(value, name)())
 
-    with patched(CALL_METHOD, call_method):
+    with calls_of_methods(CALL_METHOD, call):
         yield

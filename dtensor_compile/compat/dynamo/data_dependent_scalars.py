@@ -40,7 +40,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dtensor_compile.causes import cause
 from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
-from dtensor_compile.compat.dynamo.opaque_trackers import tensor_methods
+from dtensor_compile.compat.dynamo.opaque_trackers import METHODS, tensor_methods
 from dtensor_compile.compat.dynamo.tracing import backend_on_stack, compiles_for_us
 from dtensor_compile.compat.dynamo.tracker_tools import graph_break
 from dtensor_compile.compat.patches import hook, needs, patch
@@ -85,6 +85,7 @@ _PROXY = patch("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func
 @needs(
     "numbers that only the data decides",
     _TRACE,
+    METHODS,
     patch("torch._dynamo.variables.tensor:TensorVariable.method_item", "self tx args kwargs", "self tx"),
     without="they break the graph, as in torch",
     upstream="pytorch/torchdynamo#1139",
@@ -119,7 +120,7 @@ def numbers_in_the_graph() -> Iterator[None]:
             log.clear()
             raise RestartAnalysis(restart_reason=cause("number-needed").title) from error
 
-    def method_item(self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> None:
+    def method_item(_: Any, self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> None:
         if not tx.one_graph and not config.capture_scalar_outputs:
             graph_break("number-needed", f"{self}.item(); " + " ".join(said_of(tx.speculation_log)))
 

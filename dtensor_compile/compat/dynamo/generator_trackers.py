@@ -18,9 +18,8 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.distributed.tensor._ops import _math_ops
 from torch.nn import init
 
-from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
-from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD
+from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, MethodCall, calls_of_methods
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break, read_attribute, source_of
 from dtensor_compile.compat.patches import needs
 
@@ -116,12 +115,6 @@ def handle_generator_methods(methods: Mapping[str, Method]) -> None:
     _methods.update(methods)
 
 
-#: ``(tx, tensor, method, args, kwargs)``, where the keyword arguments name a generator.
-DrawCall = Callable[
-    [Translator, TensorVariable, str, list[VariableTracker], dict[str, VariableTracker]], "VariableTracker | None"
-]
-
-
 @needs(
     "random numbers of a generator that is given",
     CALL_METHOD,
@@ -130,21 +123,15 @@ DrawCall = Callable[
     remove_when="Dynamo traces methods that draw from a generator",
 )
 @contextlib.contextmanager
-def handle_draws(call: DrawCall) -> Iterator[None]:
+def handle_draws(call: MethodCall) -> Iterator[None]:
     """While it is entered, methods of tensors that are called with a generator go to `call`; None leaves the call to
     torch.
     """
 
-    def call_method(
-        stock: Any,
-        self: TensorVariable,
-        tx: Translator,
-        name: str,
-        args: list[VariableTracker],
-        kwargs: dict[str, VariableTracker],
-    ) -> VariableTracker:
-        result = call(tx, self, name, args, kwargs) if "generator" in kwargs else None
-        return stock(self, tx, name, args, kwargs) if result is None else result
+    def of_generator(
+        tx: Translator, tensor: TensorVariable, name: str, args: list[Any], kwargs: dict[str, Any]
+    ) -> VariableTracker | None:
+        return call(tx, tensor, name, args, kwargs) if "generator" in kwargs else None
 
-    with patched(CALL_METHOD, call_method):
+    with calls_of_methods(CALL_METHOD, of_generator):
         yield

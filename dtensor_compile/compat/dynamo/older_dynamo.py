@@ -24,11 +24,10 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._utils import _maybe_view_chunk_cat
 from torch.distributed.tensor import DTensor
 
-from dtensor_compile.compat.apply_patches import patched, patched_entries
+from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.opaque_trackers import tensor_methods
-from dtensor_compile.compat.dynamo.tracing import traces_for_us
 from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, build
 from dtensor_compile.compat.patches import needs, patch
@@ -55,13 +54,8 @@ OBJECTS: tuple[tuple[Any, Retrack], ...] = (
 )
 
 
-def _as_a_node(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _as_a_node(*_: Any, **__: Any) -> None:
     """A handler that leaves a call to what Dynamo does with any other function or method of tensors."""
-
-    def handle(self: Any, tx: Translator, *args: Any, **kwargs: Any) -> VariableTracker | None:
-        return None if traces_for_us(tx) else stock(self, tx, *args, **kwargs)
-
-    return handle
 
 
 def _tensors_with_sources(
@@ -95,12 +89,12 @@ _COLLECT = patch("torch._dynamo.variables.torch:_collect_tensors_with_sources", 
 @contextlib.contextmanager
 def _traced_as_of_2_13() -> Iterator[None]:
     handlers = TorchInGraphFunctionVariable._get_handlers()
-    methods = {name: _as_a_node(getattr(TensorVariable, f"method_{name}")) for name in ("to_local", "redistribute")}
+    from_local = on_this_thread(handlers[DTensor.from_local], _as_a_node)
     with (
-        patched_entries(_HANDLERS, {DTensor.from_local: _as_a_node(handlers[DTensor.from_local])}, handlers),
+        patched_entries(_HANDLERS, {DTensor.from_local: from_local}, handlers),
         patched_entries(_RULES, {_maybe_view_chunk_cat: UserFunctionVariable}, trace_rules.get_torch_obj_rule_map()),
         patched(_COLLECT, _tensors_with_sources),
-        tensor_methods(**methods),
+        tensor_methods(to_local=_as_a_node, redistribute=_as_a_node),
     ):
         yield
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch._dynamo.variables import script_object
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
-from dtensor_compile.compat.apply_patches import (
-    on_this_thread,
-    patched_entries,
-    patched_value,
-)
+from dtensor_compile.compat.apply_patches import on_this_thread, patched, patched_entries
 from dtensor_compile.compat.dynamo.constant_objects import (
     OPAQUE,
     STOCK_CLASSES,
@@ -24,7 +20,7 @@ from dtensor_compile.compat.dynamo.constant_objects import (
     ConstantObjectVariable,
 )
 from dtensor_compile.compat.dynamo.tracker_tools import Translator
-from dtensor_compile.compat.patches import patch
+from dtensor_compile.compat.patches import Patch, patch
 
 
 def _named(module: types.ModuleType, *names: str) -> Any:
@@ -32,31 +28,46 @@ def _named(module: types.ModuleType, *names: str) -> Any:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
+_TENSOR = "torch._dynamo.variables.tensor:TensorVariable"
 #: Methods of tensors that are called while a program is traced; several features replace it.
-CALL_METHOD = patch("torch._dynamo.variables.tensor:TensorVariable.call_method", "self tx name args kwargs")
-
-
-_METHODS = patch("torch._dynamo.variables.tensor:TensorVariable.tp_methods", optional=True)
+CALL_METHOD = patch(f"{_TENSOR}.call_method", "self tx name args kwargs")
+#: Their table; as of 2.14.
+METHODS = patch(f"{_TENSOR}.tp_methods", optional=True)
 
 
 @contextmanager
 def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterator[None]:
-    """While it is entered, calls of these methods of tensors go to these functions in place of
+    """While it is entered, calls of these methods of tensors go to ``handler(stock, self, tx, ...)`` in place of
     ``TensorVariable.method_...``.
     """
     table = getattr(TensorVariable, "tp_methods", {})  # as of 2.14 it holds the functions themselves
     with ExitStack() as stack:
         for name, handler in handlers.items():
-            row = patch(f"torch._dynamo.variables.tensor:TensorVariable.method_{name}")
-            ours = on_this_thread(
-                getattr(TensorVariable, f"method_{name}"), lambda _, *args, _h=handler, **k: _h(*args, **k)
-            )
-            stack.enter_context(patched_value(row, ours))
+            stack.enter_context(patched(patch(f"{_TENSOR}.method_{name}"), handler))
             if name in table:
-                stack.enter_context(
-                    patched_entries(_METHODS, {name: dataclasses.replace(table[name], handler=ours)}, table)
-                )
+                entry = dataclasses.replace(table[name], handler=on_this_thread(table[name].handler, handler))
+                stack.enter_context(patched_entries(METHODS, {name: entry}, table))
         yield
+
+
+#: ``(tx, object, method, args, kwargs)``; None leaves the call to torch.
+MethodCall = Callable[[Translator, Any, str, list[VariableTracker], dict[str, VariableTracker]], VariableTracker | None]
+
+
+def calls_of_methods(row: Patch, call: MethodCall) -> AbstractContextManager[None]:
+    """While it is entered, methods of what a tracker stands for go to `call`.
+
+    Args:
+        row: ``call_method`` of the class of trackers.
+    """
+
+    def call_method(
+        stock: Any, self: Any, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, Any]
+    ) -> VariableTracker:
+        result = call(tx, self, name, list(args), dict(kwargs))
+        return stock(self, tx, name, args, kwargs) if result is None else result
+
+    return patched(row, call_method)
 
 
 #: Tracks an object that tensors and operators carry around without looking inside: meshes, groups, placements.

@@ -38,10 +38,13 @@ from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from dtensor_compile.compat.apply_patches import (
     ABSENT,
     STANDS_FOR,
+    Place,
     patch_for_good,
     patched,
     patched_entries,
+    seen_from,
     stock_torch,
+    this_place,
 )
 from dtensor_compile.compat.dynamo.constant_objects import (
     OPAQUE,
@@ -171,6 +174,7 @@ class _Scope:
     entries: Entries
     depth: int = 0
     _in_place: ExitStack = field(default_factory=ExitStack)
+    _place: Place = (0, 0)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -180,8 +184,10 @@ class _Scope:
         self.depth += 1
         try:
             if self.depth == 1:
+                self._place = this_place()
                 self.install()
-            yield
+            with seen_from(self._place):  # another backend's compilation may lie between
+                yield
         finally:
             self.depth -= 1
             if not self.depth:
