@@ -59,8 +59,8 @@ class _Site:
         self.found = inspect.getattr_static(owner, name)
         self.is_own = name in vars(owner)  # and not that of a base
         self.stock = getattr(self.found, "__func__", None) or getattr(self.found, "fget", None) or self.found
-        self.by_place: dict[Place, list[Callable[..., Any]]] = {}
-        self.of_all: list[Callable[..., Any]] = []
+        self.by_place: dict[Place, list[_Layer]] = {}
+        self.of_all: list[_Layer] = []
 
     def top(self, place: Place) -> Callable[..., Any]:
         """What a call from a place goes to."""
@@ -86,6 +86,24 @@ class _Site:
             delattr(self.owner, self.name)
 
 
+class _Layer:
+    """A replacement of one scope, in its place among those of other scopes."""
+
+    def __init__(self, site: _Site, layers: list[_Layer], replacement: Callable[..., Any]) -> None:
+        self.site, self.layers, self.replacement = site, layers, replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.replacement(self.below(), *args, **kwargs)
+
+    def below(self) -> Callable[..., Any]:
+        """What the replacement is handed as `stock`: asked for at each call, as the scope around may have ended."""
+        place = self.layers.index(self)
+        if place:
+            return self.layers[place - 1]
+        of_all = self.site.of_all
+        return of_all[-1] if of_all and self.layers is not of_all else self.site.stock
+
+
 #: By what holds the function and its name. The owner is kept by its site.
 _sites: dict[tuple[int, str], _Site] = {}
 
@@ -99,6 +117,9 @@ def patched(row: Patch, replacement: Callable[..., Any], *, every_thread: bool =
             a property, or a class that is called.
         replacement: is given what was there before, torch's or that of a scope around this one, as first argument.
         every_thread: calls on other threads go there, too.
+
+    A function that programs call, and that Dynamo therefore traces, is to be replaced by `patched_value`: Dynamo cannot
+    look into what stands here.
     """
     if row.optional and not row.is_there():
         yield
@@ -119,8 +140,8 @@ def _put(row: Patch, replacement: Callable[..., Any], every_thread: bool) -> Cal
         if site is None:
             site = _sites[key] = _Site(owner, name)
             site.install()
-        layer = functools.partial(replacement, site.of_all[-1] if every_thread and site.of_all else site.top(place))
         layers = site.of_all if every_thread else site.by_place.setdefault(place, [])
+        layer = _Layer(site, layers, replacement)
         layers.append(layer)
 
     def put_back() -> None:

@@ -283,6 +283,25 @@ def test_scopes_of_two_threads_end_in_any_order():
     assert found == ["theirs"] and vars(Shelf)["method"] is before
 
 
+def test_a_scope_that_ended_is_not_called_by_the_one_above_it():
+    shelf, called = Shelf(), []
+
+    def note(name):
+        return lambda stock, self, x: called.append(name) or stock(self, x)
+
+    for every_thread in (False, True):
+        first = patched(row("Shelf.method"), note("first"), every_thread=every_thread)
+        second = patched(row("Shelf.method"), note("second"), every_thread=every_thread)
+        first.__enter__()
+        second.__enter__()
+        shelf.method(1)
+        first.__exit__(None, None, None)
+        shelf.method(1)
+        second.__exit__(None, None, None)
+        assert shelf.method(1) == (1, "stock") and called == ["second", "first", "second"]
+        called.clear()
+
+
 def test_another_backend_sees_stock_torch_inside_of_ours():
     shelf = Shelf()
     with patched(row("Shelf.method"), lambda stock, self, x: "ours"):

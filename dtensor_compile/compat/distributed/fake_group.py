@@ -7,20 +7,41 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.patches import needs, patch
+from dtensor_compile.compat.apply_patches import patched_values
+from dtensor_compile.compat.patches import Patch, needs, patch
 
 #: Of both modules that have them.
 INIT, NEW = (
     tuple(patch(f"{module}:{name}") for module in ("torch.distributed", "torch.distributed.distributed_c10d"))
     for name in ("init_process_group", "new_group")
 )
+
+
+def groups_of(kind: str, job: Callable[[], dict[str, Any]]) -> dict[Patch, Callable[..., Any]]:
+    """What takes the place of the functions that make process groups: all groups are of one kind of backend.
+
+    Programs call them, so that Dynamo looks into them.
+
+    Args:
+        kind: the backend, whatever a program asks for.
+        job: gives the arguments for the default process group of the calling rank.
+    """
+    stock_init, stock_new = dist.init_process_group, dist.new_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            stock_init(kind, **job())
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return stock_new(ranks, timeout, kind, *args, **kwargs)
+
+    return {**dict.fromkeys(INIT, init_process_group), **dict.fromkeys(NEW, new_group)}
 
 
 @needs(
@@ -40,13 +61,6 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
     right."""
     stock_hook = sys.excepthook
 
-    def init(stock: Any, *args: Any, **kwargs: Any) -> None:
-        if not dist.is_initialized():
-            stock("fake", store=FakeStore(), rank=rank, world_size=world)
-
-    def new(stock: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return stock(ranks, timeout, "fake", *args, **kwargs)
-
     torchrun = {
         "RANK": rank,
         "WORLD_SIZE": world,
@@ -59,9 +73,8 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
     os.environ.update({name: str(value) for name, value in torchrun.items()})
     try:
         with contextlib.ExitStack() as stack:
-            for rows, ours in ((INIT, init), (NEW, new)):
-                for row in rows:
-                    stack.enter_context(patched(row, ours, every_thread=True))
+            groups = groups_of("fake", lambda: {"store": FakeStore(), "rank": rank, "world_size": world})
+            stack.enter_context(patched_values(groups))
             dist.init_process_group()
             yield
     finally:

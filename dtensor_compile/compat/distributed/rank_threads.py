@@ -25,8 +25,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import pgo
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from dtensor_compile.compat.apply_patches import patched, patched_values
-from dtensor_compile.compat.distributed.fake_group import INIT, NEW
+from dtensor_compile.compat.apply_patches import patched_values
+from dtensor_compile.compat.distributed.fake_group import INIT, NEW, groups_of
 from dtensor_compile.compat.patches import feature, hook, patch
 
 _THREADED = f"{threaded.__name__}:"
@@ -341,17 +341,11 @@ def _threaded_groups(world: int) -> Iterator[None]:
     """While it is entered, process groups are of threads, and their collectives go by `_Turns`."""
     store = dist.HashStore()
 
-    def init(stock: Any, *args: Any, **kwargs: Any) -> None:
-        if not dist.is_initialized():
-            stock(_BACKEND, store=store, rank=_here.rank, world_size=world)
-
-    def new(stock: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return stock(ranks, timeout, _BACKEND, *args, **kwargs)
-
     worlds: Any = threaded.ThreadLocalWorld()
     if not hasattr(worlds, "comms"):
         worlds.comms = []  # on 2.11 it lacks what the end of a group looks through
     values = {
+        **groups_of(_BACKEND, lambda: {"store": store, "rank": _here.rank, "world_size": world}),
         _WORLD: worlds,
         _BARRIER: lambda *args: None,
         _START: _Collective,
@@ -360,9 +354,6 @@ def _threaded_groups(world: int) -> Iterator[None]:
         _REDUCE_SCATTER: _ReduceScatter,
     }
     with contextlib.ExitStack() as stack:
-        for rows, ours in ((INIT, init), (NEW, new)):
-            for row in rows:
-                stack.enter_context(patched(row, ours, every_thread=True))
         stack.callback(
             setattr, sys, "excepthook", sys.excepthook
         )  # each default process group wraps one more around it

@@ -197,8 +197,10 @@ def _modules_keep_parameters() -> Iterator[None]:
     torch replaces a parameter that becomes fake by another, and cannot convert one that is fake.
     """
 
+    stock = torch.nn.Module._apply
+
     def apply(
-        stock: Any, self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> torch.nn.Module:
         for child in self.children() if recurse else ():
             child._apply(fn)
@@ -213,7 +215,7 @@ def _modules_keep_parameters() -> Iterator[None]:
                 {name: value for name, value in parameters.items() if self._parameters[name] is None}
             )
 
-    with patched(_APPLY, apply, every_thread=True):
+    with patched_value(_APPLY, apply):
         yield
 
 
