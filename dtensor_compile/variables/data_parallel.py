@@ -48,6 +48,7 @@ from dtensor_compile.compat.distributed import ddp, fsdp
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph
 from dtensor_compile.compat.dynamo.backward import leaves_of_a_reducer
 from dtensor_compile.compat.dynamo.calls import Call, attribute, emit_call
+from dtensor_compile.compat.dynamo.left_to_python import leave_code_to_python
 from dtensor_compile.compat.dynamo.module_calls import (
     attributes_are_static,
     dict_of,
@@ -61,7 +62,7 @@ from dtensor_compile.compat.dynamo.module_calls import (
     submodule,
     tuple_of,
 )
-from dtensor_compile.compat.dynamo.tracing import keep_ddp_graphs_whole, leave_code_to_python
+from dtensor_compile.compat.dynamo.tracing import keep_ddp_graphs_whole
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     UserFunctionVariable,

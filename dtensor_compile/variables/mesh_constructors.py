@@ -43,8 +43,8 @@ from dtensor_compile.compat.dynamo.calls import (
     leaf_is_returned,
 )
 from dtensor_compile.compat.dynamo.constant_tensors import constant_value
+from dtensor_compile.compat.dynamo.left_to_python import leave_to_python
 from dtensor_compile.compat.dynamo.opaque_trackers import MemberVariable
-from dtensor_compile.compat.dynamo.tracing import leave_to_python
 from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,

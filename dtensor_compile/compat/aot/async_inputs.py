@@ -22,7 +22,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
+from dtensor_compile.compat.dynamo.left_to_python import leave_frames_to_python
 from dtensor_compile.compat.patches import needs, patch
 
 

@@ -17,7 +17,7 @@ import torch
 from torch._prims_common import clone_preserve_strides
 
 from dtensor_compile.compat.aot.autograd_functions import BUILD, functions_built
-from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
+from dtensor_compile.compat.dynamo.left_to_python import leave_frames_to_python
 from dtensor_compile.compat.patches import hook, needs
 
 

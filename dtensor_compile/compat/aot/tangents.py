@@ -32,7 +32,8 @@ from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
 from dtensor_compile.compat.dtensor.specs import meta_of, spec_of_parts
-from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python, of_compilation_on_stack
+from dtensor_compile.compat.dynamo.left_to_python import leave_frames_to_python
+from dtensor_compile.compat.dynamo.tracing import of_compilation_on_stack
 from dtensor_compile.compat.dynamo.tracker_tools import constant_source, fact_guard
 from dtensor_compile.compat.patches import patch
 from dtensor_compile.native.loader import native

@@ -28,7 +28,7 @@ from dtensor_compile.compat.aot.autograd_functions import BUILD, functions_built
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.shard_sizes import unflatten
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
-from dtensor_compile.compat.dynamo.tracing import leave_frames_to_python
+from dtensor_compile.compat.dynamo.left_to_python import leave_frames_to_python
 from dtensor_compile.compat.patches import hook, if_there, needs, patch
 from dtensor_compile.native.loader import native
 

@@ -18,7 +18,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserMethodVariable
 
 from dtensor_compile.compat.dynamo.calls import handle_calls
-from dtensor_compile.compat.dynamo.tracing import leave_to_python
+from dtensor_compile.compat.dynamo.left_to_python import leave_to_python
 from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,

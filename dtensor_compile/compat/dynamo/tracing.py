@@ -27,7 +27,7 @@ import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.callback import CallbackTrigger
-from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, set_code_exec_strategy, skip_code
+from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -37,7 +37,6 @@ from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 
 from dtensor_compile.compat.apply_patches import (
     ABSENT,
-    STANDS_FOR,
     Place,
     patch_for_good,
     patched,
@@ -52,6 +51,7 @@ from dtensor_compile.compat.dynamo.constant_objects import (
     guard_constant,
     track_world,
 )
+from dtensor_compile.compat.dynamo.left_to_python import is_left
 from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
 from dtensor_compile.compat.dynamo.tracker_entries import (
     Backend,
@@ -336,14 +336,6 @@ def compiles_for_us(compiler_fn: Any) -> bool:
     return any(scope.backend is unwrapped_backend(compiler_fn) for scope in _scopes)
 
 
-# ---- what trackers need --------------------------------------------------------------------------------------------
-
-
-#: Code whose frames a backend of ours leaves to Python.
-_left: set[types.CodeType] = set()
-_left_if: list[Callable[[types.CodeType], bool]] = []
-
-
 def _leave_some_to_python(
     stock: Any,
     code: types.CodeType,
@@ -367,37 +359,4 @@ def _leave_some_to_python(
 
 def is_left_to_python(code: types.CodeType, compiler_fn: Any) -> bool:
     """Whether a frame that Dynamo is about to compile with `compiler_fn` runs in Python as it is."""
-    return (code in _left or any(leave(code) for leave in _left_if)) and compiles_for_us(compiler_fn)
-
-
-@functools.cache
-def leave_to_python(cls: type) -> None:
-    """Frames of methods of `cls` that Python enters stay with Python under our backend; calls from what is traced are
-    traced as ever.
-
-    Dynamo does so itself for objects that it cannot look into: it cannot trace one that is half made, or half copied.
-    """
-    for member in vars(cls).values():
-        function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-        if isinstance(function, types.FunctionType):
-            _left.add(getattr(function, STANDS_FOR, function).__code__)
-
-
-def leave_code_to_python(leave: Callable[[types.CodeType], bool]) -> None:
-    """Frames whose code `leave` says so of stay with Python under our backend; calls from what is traced are traced."""
-    _left_if.append(leave)
-
-
-def leave_calls_to_python(function: types.FunctionType) -> None:
-    """Frames of `function` that Python enters stay with Python from now on, and so does what they call.
-
-    This is noted on the code, for good: Dynamo decides about a frame without tensors before it asks `_compile`, and
-    then compiles what the frame calls.
-    """
-    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
-
-
-def leave_frames_to_python(function: Callable[..., Any]) -> None:
-    """Frames of `function`, one of ours, stay with Python under any backend; what it calls may be compiled."""
-    assert isinstance(function, types.FunctionType)
-    skip_code(function.__code__)
+    return is_left(code) and compiles_for_us(compiler_fn)

@@ -20,13 +20,10 @@ from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
 from torch.distributed.tensor import Shard
 
 from dtensor_compile.backend import dtensor
-from dtensor_compile.compat.dynamo import tracing
+from dtensor_compile.compat.dynamo import left_to_python, tracing
+from dtensor_compile.compat.dynamo.left_to_python import leave_code_to_python
 from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
-from dtensor_compile.compat.dynamo.tracing import (
-    install_while_tracing,
-    installed_backends,
-    leave_code_to_python,
-)
+from dtensor_compile.compat.dynamo.tracing import install_while_tracing, installed_backends
 from dtensor_compile.compat.dynamo.tracker_entries import Entries
 from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.stages import program
@@ -316,7 +313,10 @@ def test_frames_that_we_leave_to_python_are_compiled_by_other_backends():
         return gm.forward
 
     x = torch.ones(2)
-    with mock.patch.multiple(tracing, _left=set(), _left_if=[], _scopes=[*tracing._scopes]):
+    with (
+        mock.patch.multiple(left_to_python, _left=set(), _left_if=[]),
+        mock.patch.multiple(tracing, _scopes=[*tracing._scopes]),
+    ):
         install_while_tracing(backend, Entries({}, {}, ()))
         leave_code_to_python(_helper.__code__.__eq__)
         for compiler, expected in (
