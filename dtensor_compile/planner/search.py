@@ -81,7 +81,7 @@ def plan(
         itemsize: bytes of an element.
         network: links along the mesh dims.
         divisors: for sizes that are hints of symbolic ones, what they are known to be multiples of. The plan is right
-            for all sizes that are, and the cheapest for the range around the hint that `lowering/size_ranges.py` finds.
+            for all sizes that are, and the cheapest for the hints.
         memory: bytes that one rank may hold at once besides its input: result, buffers, what lies between steps.
 
     Raises:

@@ -35,12 +35,11 @@ from dtensor_compile.compat.dynamo.observe import (
 from dtensor_compile.compat.inductor.compile import GraphPass
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MemoryBudgetError
-from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of
+from dtensor_compile.graph.arguments import const_arg, list_arg, sizes_of, value_of
 from dtensor_compile.graph.extra_copies import extra_copies
 from dtensor_compile.graph.node_costs import Operation, SentCollective, device_of, module_path, operations_of
 from dtensor_compile.graph.nodes import FORCED_BY, RECORDED_AS, across, describe, read, redistributions, source_line
 from dtensor_compile.ir.mesh import parse_mesh
-from dtensor_compile.lowering.size_ranges import cheapest_for
 from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.ops.redistribute_across import across_plan_of, redistribute_across_op
 from dtensor_compile.planner.search import bytes_sent
@@ -89,7 +88,6 @@ class CapturedRedistribution:
         source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints. From one mesh to another
             `mesh` is the two with an arrow between them.
         plan, mesh_dims: the steps, and the names of the mesh dims of those that send; of two meshes, what `mesh` says.
-        cheapest_for: the sizes for which the plan is the cheapest, where sizes vary (`lowering/size_ranges.py`).
         bytes: what the plan sends.
         backward: whether it belongs to the backward pass.
         compilation: during which it was captured.
@@ -105,7 +103,6 @@ class CapturedRedistribution:
     shape: tuple[int, ...]
     dtype: str
     plan: tuple[str, ...]
-    cheapest_for: str
     mesh_dims: tuple[str, ...]
     bytes: int
     backward: bool
@@ -307,7 +304,7 @@ def _planned(plan: Callable[..., Any], *args: Any) -> Any:
 
 
 def _captured(node: torch.fx.Node, compilation: FrameCompilation | None) -> CapturedRedistribution:
-    value, sizes = node.meta["val"], ""
+    value = value_of(node)
     if node.target is redistribute_across_op:
         source, target, mesh, other = (const_arg(node, place, str) for place in (1, 2, 3, 4))
         shape = sizes_of(list_arg(node, 5))
@@ -322,7 +319,6 @@ def _captured(node: torch.fx.Node, compilation: FrameCompilation | None) -> Capt
         names = [layout.dim_name(dim) for dim in range(len(layout.dims))]
         plan, sent = tuple(step.text(names) for step in steps), bytes_sent(steps, value.element_size())
         mesh_dims = tuple(dict.fromkeys(names[dim] for step in steps if step.sends for dim in step.mesh_dims))
-        sizes = cheapest_for(source, target, layout, shape, value.element_size())
     return CapturedRedistribution(
         number=next(_numbers),
         where=source_line(node),
@@ -334,7 +330,6 @@ def _captured(node: torch.fx.Node, compilation: FrameCompilation | None) -> Capt
         shape=size_hints(shape),
         dtype=str(value.dtype).removeprefix("torch."),
         plan=plan,
-        cheapest_for=sizes,
         mesh_dims=mesh_dims,
         bytes=sent,
         backward=traced_in_backward(node),

@@ -257,7 +257,6 @@ def _redistribution(this: CapturedRedistribution, recording: Recording, sent: Se
         mesh=this.mesh,
         mesh_dims=this.mesh_dims,
         plan=this.plan,
-        cheapest_for=this.cheapest_for,
         phase="backward" if this.backward else "forward",
         fate=fate,  # type: ignore[arg-type]
         bytes_before=this.bytes,

@@ -111,8 +111,6 @@ class Redistribution:
         shape, dtype: of the global tensor; a symbolic size counts as the one seen while tracing.
         mesh: text of the mesh; `mesh_dims` are the names of the dims whose placement changes.
         plan: the steps that were planned (``all_gather[tp] S(0)->R``).
-        cheapest_for: the values of symbolic sizes for which no other plan is cheaper; empty where sizes are fixed or it
-            is not known.
         phase: forward or backward.
         fate: what became of it.
         bytes_before: bytes if it were sent as captured; `bytes` are those that are sent in the end.
@@ -139,7 +137,6 @@ class Redistribution:
     exposed_seconds: float
     decided_by: str = ""
     reason: str = ""
-    cheapest_for: str = ""
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,6 @@ def _redistributions(rows: Sequence[Redistribution], most: int | None, terminal:
             r.shape,
             r.dtype,
             r.plan,
-            r.cheapest_for,
             r.fate,
             r.operator,
         ),  # fmt: skip
@@ -216,8 +215,7 @@ def _redistributions(rows: Sequence[Redistribution], most: int | None, terminal:
             _modules([r.module for r in group]),
             f"{first.before}->{first.after} {first.phase}",
             f"{list(first.shape)} {first.dtype}",
-            ", ".join(step.split(" ")[0] for step in first.plan)
-            + (f"; {first.cheapest_for}" if first.cheapest_for else ""),
+            ", ".join(step.split(" ")[0] for step in first.plan),
             f"{sent:,}" if sent == before else f"{before:,} -> {sent:,}",
             seconds_text(sum(r.seconds for r in group)),
             seconds_text(sum(r.exposed_seconds for r in group)),

@@ -23,7 +23,6 @@ from dtensor_compile.lowering.lower_collectives import hold_collectives, hold_dr
 from dtensor_compile.lowering.order_rows import order_rows, rows_left
 from dtensor_compile.lowering.regather import regather
 from dtensor_compile.lowering.send_transposed import columns_left, send_transposed
-from dtensor_compile.lowering.size_ranges import tell_ranges
 from dtensor_compile.passes import steps as passes
 from dtensor_compile.schedule.left_alone import handed_back
 from dtensor_compile.stages.compilation import Compilation
@@ -83,7 +82,6 @@ PLAN = (
     GraphStep(planned, lambda this: (this,), reads=True),
     GraphStep(judge_ranks, lambda this: (this,), required=True, reads=True),
     GraphStep(check_memory, required=True, reads=True),
-    GraphStep(tell_ranges, reads=True),
     GraphStep(tell_shapes_left, when=lambda this: this.between_meshes, reads=True),
 )
 

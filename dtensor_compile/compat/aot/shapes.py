@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
@@ -59,38 +59,9 @@ def is_multiple(size: int | torch.SymInt, n: int) -> bool:
     return guard_or_false(size % n == 0)
 
 
-class Symbol(NamedTuple):
-    """A symbol of sizes, its value while tracing, and the values that it may have; `high` is None where they have no
-    end.
-    """
-
-    symbol: sympy.Symbol
-    hint: int
-    low: int
-    high: int | None
-
-
 def expressions(shape: Sequence[int | torch.SymInt]) -> tuple[sympy.Expr, ...]:
     """Every size in sympy."""
     return tuple(sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in shape)
-
-
-def symbols_of(shape: Sequence[int | torch.SymInt]) -> tuple[Symbol, ...]:
-    """The symbols of sizes that were seen while tracing, by name; those of which only the data knows are left out."""
-    found: dict[str, Symbol] = {}
-    for size in shape:
-        if isinstance(size, int):
-            continue
-        env = size.node.shape_env
-        for symbol in size.node.expr.free_symbols:
-            if symbol not in env.backed_var_to_val:
-                continue
-            bounds = env.var_to_range.get(symbol)
-            lower, upper = (2, None) if bounds is None else (bounds.lower, bounds.upper)
-            low = int(lower) if getattr(lower, "is_Integer", True) else 2
-            high = int(upper) if upper is not None and upper.is_Integer and upper < 1 << 40 else None
-            found[str(symbol)] = Symbol(symbol, int(env.backed_var_to_val[symbol]), max(1, low), high)
-    return tuple(found[name] for name in sorted(found))
 
 
 def _divisor(expression: sympy.Expr) -> int:

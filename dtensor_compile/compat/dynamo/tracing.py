@@ -326,11 +326,6 @@ def installed_backends() -> list[Backend]:
     return [scope.backend for scope in _scopes if scope.depth]
 
 
-def traces_for_us(tx: Translator | None = None) -> bool:
-    """Whether the frame that `tx` traces (the one that this thread traces now) is compiled by a backend of ours."""
-    return any(scope.serves(tx) for scope in _scopes)
-
-
 def compiles_for_us(compiler_fn: Any) -> bool:
     """Whether what Dynamo was given to compile a frame with is a backend of ours."""
     return any(scope.backend is unwrapped_backend(compiler_fn) for scope in _scopes)

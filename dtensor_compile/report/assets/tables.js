@@ -209,10 +209,10 @@ function makeTables() {
           {
             name: "plan",
             title: "plan",
-            of: (row) => (row.cheapest_for ? `${row.plan}\n${row.cheapest_for}` : row.plan),
+            of: (row) => row.plan,
             className: "mono",
             show: (value) =>
-              element("span", { title: value, textContent: value.includes("\n") ? value : value.split(" ")[0] }),
+              element("span", { title: value, textContent: value.split(" ")[0] }),
           },
           { name: "shape", title: "shape", of: (row) => `[${row.shape}]\n${row.dtype}`, className: "mono shape" },
         ],
