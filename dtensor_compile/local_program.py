@@ -35,8 +35,10 @@ def export(
 
     Args:
         model: a module whose parameters, buffers and inputs may be DTensors.
-        args, kwargs: example inputs. Where one is a DTensor, the program takes its local tensor.
-        dynamic_shapes, strict: as for ``torch.export.export``; sizes are those of local tensors.
+        args: example inputs. Where one is a DTensor, the program takes its local tensor.
+        kwargs: the same, by name.
+        dynamic_shapes: as for ``torch.export.export``; sizes are those of local tensors.
+        strict: as for ``torch.export.export``.
 
     Returns:
         A program with the names of the model's parameters. DTensor outputs are local tensors in it. Saved and loaded,

@@ -25,7 +25,8 @@ _CHOICES = {
     "fallback": ("replicate", "error"),
     "kernel_costs": ("estimated", "measured"),
 }
-_PASSES = {
+#: The graph passes that each of the two options may name.
+PASS_NAMES = {
     "disable_passes": (
         *dict.fromkeys(run.__name__ for run in (*PASSES, drop_copies, order_rows, send_transposed)),
         *LOWERED_PASSES,
@@ -36,30 +37,42 @@ _PASSES = {
 
 @dataclass(frozen=True)
 class Options:
-    """
+    """What ``options={...}`` of ``torch.compile`` may say; docs/options.md is made of this.
+
     Attributes:
-        capture: keep redistributions as nodes until after autograd, so that they are planned together. ``False``
-            compiles as stock Inductor does; for finding out whether a difference comes from us.
-        kernels: ``"inductor"`` generates kernels; ``"aten"`` runs the lowered graph operator by operator.
-        disable_passes: names of graph passes that do not run.
-        enable_passes: names of graph passes that do, of those that run only where they are asked for
-            (`bucket_collectives` also where a topology is named).
-        strict: a pass that raises ends the compilation. Otherwise its change is dropped, with a warning.
-        fallback: an operator without a sharding rule in torch runs on replicated tensors (``"replicate"``, reported as
-            a decision), or raises as in eager (``"error"``).
-        topology: the links for which redistributions are planned: name of a preset or path of a file
-            (`topology/files.py`). None: all mesh dims are alike.
-        schedule: order what is lowered so that collectives run beside compute, in the form and number that suits the
-            network (`schedule/overlap.py`).
-        kernel_costs: the order is made for kernels as an estimate has them (``"estimated"``), or as the device at hand
-            runs them (``"measured"``, `graph/measured_kernels.py`).
-        overlap_memory: part of the peak of live tensors that the order may add to it; infinity for no bound.
-        redistribution_memory: bytes that one redistribution may hold at once besides its input (result, buffers, what
-            lies between its steps); plans that hold more are left out. None: no bound.
-        regather: gathered tensors that backward needs are gathered again there (``"always"``), kept (``"never"``), or
-            kept up to so many bytes on each rank. None: as the program says by checkpointed regions and FSDP's
-            ``reshard_after_forward``.
-        inductor: settings handed to Inductor.
+        capture: Keeps redistributions as nodes until after autograd, so that they are planned together. ``False``
+            compiles as stock Inductor does, to find out whether a difference comes from this backend.
+        kernels: ``"inductor"`` generates kernels. ``"aten"`` runs the lowered graph operator by operator, which
+            compiles fast: for tests, and for finding faults. ``backend="dtensor_aten"`` is short for it.
+        disable_passes: Names of graph passes that do not run.
+        enable_passes: Names of graph passes that run although they do not by themselves, because they round
+            differently, take something about the program on trust, or do not always pay.
+        strict: A pass that raises, or a kernel that does not compile, ends the compilation. Otherwise the change of the
+            pass is dropped, and the graph of the kernel runs operator by operator, with a warning and a decision that
+            has the last lines of the compiler.
+        fallback: ``"replicate"`` runs an operator for which torch has no sharding rule on replicated tensors, and
+            reports that as a decision; ``"error"`` raises as eager does.
+        topology: The links for which redistributions are planned: a preset (``"h100"``, ``"a100"``,
+            ``"cpu-10gbit"``, ...), or the path of a TOML or JSON file (`topology/files.py`;
+            ``torchrun ... tools/measure_links.py --save FILE.json`` measures one). ``None``: all mesh dims are alike,
+            and the fewest bytes win.
+        schedule: Starts collectives early and waits for them late, so that they run beside compute. ``False`` leaves
+            the order of the program.
+        kernel_costs: How long the order takes kernels to run: ``"estimated"`` by the rates of the device in
+            `topology`, or ``"measured"``: matmuls, convolutions and attention as the device at hand runs them (a few
+            hundredths of a second for each different one, once in a process); fused loops stay estimated.
+        overlap_memory: How much `schedule` may add to the peak of live tensors, as a part of it; ``float("inf")`` for
+            no bound. What the order of ``fully_shard`` itself holds (two modules gathered, one reduction under way;
+            `schedule/wrapper_order.py`) may always be held.
+        redistribution_memory: Bytes that one redistribution may hold at once besides its input (result, buffers, and
+            tensors between its steps; `planner/memory.py`). Plans that hold more are left out, also where that costs
+            bytes; where none is left, the compilation ends with an error that names what is needed and what would fit.
+            ``None`` for no bound.
+        regather: Gathered tensors that backward needs: ``"always"`` gathers them again there (less memory, more bytes
+            sent), ``"never"`` keeps them, also those that FSDP or a checkpointed region would gather again, and a
+            number keeps up to so many bytes on each rank (`lowering/regather.py` says which). ``None``: as checkpointed
+            regions and ``reshard_after_forward`` say.
+        inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 
     capture: bool = True
@@ -172,11 +185,11 @@ def _pass_names(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple, set, frozenset))
         else None
     )
-    unknown = [n for n in names if n not in _PASSES[name]] if names is not None else [value]
+    unknown = [n for n in names if n not in PASS_NAMES[name]] if names is not None else [value]
     if unknown:
         raise OptionError(
             f"option {name!r} takes a list of pass names, not {unknown[0]!r}; the passes are: "
-            f"{', '.join(_PASSES[name])}"
+            f"{', '.join(PASS_NAMES[name])}"
         )
     return names
 

@@ -1,4 +1,4 @@
-"""Writes the files of docs/ that are made from the code: report.schema.json, causes.md, patches.md and
+"""Writes the files of docs/ that are made from the code: report.schema.json, causes.md, options.md, patches.md and
 steps.md.
 
 python tools/docs.py            (a test fails while they are out of date: --check names those that are)
@@ -6,7 +6,9 @@ python tools/docs.py            (a test fails while they are out of date: --chec
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import json
 import pathlib
 import pkgutil
@@ -16,6 +18,7 @@ import sys
 from dtensor_compile import compat
 from dtensor_compile.compat.patches import FEATURES, Feature, Hook, Patch
 from dtensor_compile.graph.runner import GraphStep
+from dtensor_compile.options import PASS_NAMES, Options
 from dtensor_compile.report.cause_pages import causes_page
 from dtensor_compile.report.model import schema
 from dtensor_compile.stages import joint, lowered, program
@@ -28,9 +31,65 @@ def pages() -> dict[str, str]:
     return {
         "report.schema.json": json.dumps(schema(), indent=2) + "\n",
         "causes.md": causes_page(),
+        "options.md": options_page(),
         "patches.md": patches_page(),
         "steps.md": steps_page(),
     }
+
+
+# ---- options.md ----------------------------------------------------------------------------------------------------
+
+_OPTIONS = """# Options
+
+`torch.compile(..., backend="dtensor", options={...})`. An unknown key or a wrong value is an error that names what is
+allowed. Every key of `torch._inductor.config` is accepted too, and `mode=` means what it means for Inductor. Two of
+these keys are on here so that numbers are eager's: `emulate_precision_casts` (roundings to bfloat16 that the program
+asks for happen) and `fallback_random` (dropout and other random values are eager's for the same seed);
+`options={"fallback_random": False}` trades that for fused kernels. `tools/docs.py` makes this page of the class
+`Options`.
+
+"""
+_ASKED = """## Passes that have to be asked for
+
+- `reduce_in_narrow_dtype` rounds more than another order of additions does.
+- `sequence_parallel` takes on trust that plain inputs of a graph, and numbers in it, are the same on all ranks of a
+  mesh ([concepts](concepts.md)).
+- `exchange_rows` sends the rows of a table in shards that ranks look up (an embedding under FSDP) in place of the
+  table, forward and backward, where that is fewer bytes. It takes on trust that all ranks look up as many rows in each
+  call.
+- `decompose_products` divides a matmul beside an `all_gather` or a `reduce_scatter` into parts, so that one part
+  travels while another is computed, where the estimate of `topology` says that it pays: more collectives, each
+  smaller; even shards only. For groups with symmetric memory it puts torch's fused operators in their place.
+- `bucket_collectives`, named here, sends small collectives of one kind as one also where the program does not group
+  them. That happens by itself on CPUs, and where `topology` names a network, whose latency says what pays. What one
+  `fully_shard` wraps and the buckets of DDP are sent as one in any case.
+"""
+
+
+def options_page() -> str:
+    """All options with their defaults, as the docstring of `Options` explains them."""
+    explained = _attributes(inspect.getdoc(Options) or "")
+    parts = [_option(option, explained[option.name]) for option in dataclasses.fields(Options) if option.init]
+    return _OPTIONS + "".join(parts) + _ASKED
+
+
+def _option(option: dataclasses.Field[object], text: str) -> str:
+    text = re.sub(r"``(.+?)``", r"`\1`", text)
+    if option.name in PASS_NAMES:
+        text += " " + ", ".join(f"`{name}`" for name in PASS_NAMES[option.name]) + " ([steps](steps.md))."
+    default = (
+        ""
+        if option.default is dataclasses.MISSING
+        else f" Default: `{json.dumps(option.default) if isinstance(option.default, str) else option.default}`."
+    )
+    return f"## `{option.name}`\n\n{text}{default}\n\n"
+
+
+def _attributes(doc: str) -> dict[str, str]:
+    """Name -> text of the attributes in a docstring."""
+    _, _, listed = doc.partition("Attributes:\n")
+    entries = re.split(r"^ {4}(\w+): ", listed, flags=re.M)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
 
 
 # ---- patches.md ----------------------------------------------------------------------------------------------------

@@ -58,19 +58,26 @@ def parity(  # noqa: PLR0913 - options that are documented, by keyword only
     """Decorator for a function that returns ``model, inputs`` (a tensor, a sequence of arguments, or a dict of them).
 
     Args:
-        mesh, names: shape and dim names of the mesh that the function gets where it takes one of the name ``mesh``; as
-            many gloo ranks are started as it has places.
-        loss, optimizer, calls: as in `Case`.
-        computed_in, tolerance: as in `Allowed`.
-        backend, fullgraph, dynamic, options: for ``torch.compile``.
+        mesh: shape of the mesh that the function gets where it takes one of the name ``mesh``; as many gloo ranks are
+            started as it has places.
+        names: of the dims of the mesh.
+        loss: from the outputs to the number whose gradients are compared, as in `Case`; None for no backward.
+        optimizer: as in `Case`.
+        calls: as in `Case`.
+        computed_in: as in `Allowed`.
+        tolerance: as in `Allowed`.
+        backend: for ``torch.compile``.
+        fullgraph: for ``torch.compile``.
+        dynamic: for ``torch.compile``.
+        options: for ``torch.compile``.
         bisected: find out which part of the compilation makes a difference; costs nothing where there is none.
         timeout: seconds after which the ranks are ended.
         local: no ranks are started: all of them are in this process, and eager runs on torch's ``LocalTensor``
             (`testing.local`).
 
-    Raises (the test):
-        RankError: compiled differs from eager, or a rank raised, died or did not answer in time.
-        AssertionError: with `local`, compiled differs from eager.
+    Raises:
+        RankError: the test does where compiled differs from eager, or a rank raised, died or did not answer in time.
+        AssertionError: the same with `local`.
     """
     settings = Settings(backend, fullgraph, dynamic, options)
     world = math.prod(mesh)

@@ -273,9 +273,15 @@ def compare_steps(  # noqa: PLR0913 - options that are documented, by keyword on
 
     Args:
         model: a module or a function over tensors and DTensors.
-        inputs, kwargs: arguments; copied for each run.
-        loss, optimizer, calls: as in `Case`.
-        options, backend, fullgraph, dynamic: for ``torch.compile``.
+        inputs: positional arguments; copied for each run.
+        kwargs: arguments by name; copied for each run.
+        loss: as in `Case`.
+        optimizer: as in `Case`.
+        options: for ``torch.compile``.
+        backend: for ``torch.compile``.
+        fullgraph: for ``torch.compile``.
+        dynamic: for ``torch.compile``.
+        calls: as in `Case`.
         computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results
             (autocast).
         tolerance: largest relative difference allowed, instead of `TOLERANCE`.
