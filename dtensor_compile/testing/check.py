@@ -83,22 +83,14 @@ def parity(  # noqa: PLR0913 - options that are documented, by keyword only
     world = math.prod(mesh)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
-        def case_of(*args: Any, **kwargs: Any) -> Case:
-            made = functools.partial(_on_mesh(function, mesh, names), *args, **kwargs)
-            return Case(
-                functools.partial(make_program, made),
-                loss=loss, optimizer=optimizer, calls=calls, allowed=Allowed(computed_in, tolerance),
-            )  # fmt: skip
-
         @functools.wraps(function)
-        def on_rank(*args: Any, **kwargs: Any) -> None:
-            check_case(case_of(*args, **kwargs), settings, bisected=bisected)
+        def compare(*args: Any, **kwargs: Any) -> None:
+            made = functools.partial(make_program, functools.partial(_on_mesh(function, mesh, names), *args, **kwargs))
+            allowed = Allowed(computed_in, tolerance)
+            case = Case(made, loss=loss, optimizer=optimizer, calls=calls, allowed=allowed)
+            check_case(case, settings, bisected=bisected, world=world if local else None)
 
-        @functools.wraps(function)
-        def here(*args: Any, **kwargs: Any) -> None:
-            check_case(case_of(*args, **kwargs), settings, bisected=bisected, world=world)
-
-        run: Any = here if local else on_ranks(world, timeout)(on_rank)
+        run: Any = compare if local else on_ranks(world, timeout)(compare)
         run.__signature__ = _without_mesh(function)
         return run
 
