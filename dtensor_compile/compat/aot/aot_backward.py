@@ -45,7 +45,7 @@ _GRAD = patch("torch.autograd:grad", "outputs inputs grad_outputs ...")
 )
 @contextlib.contextmanager
 def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
-    """While it is entered, an error of the backward pass that AOTAutograd traces on this thread goes to `stand_in`.
+    """While active, an error of the backward pass that AOTAutograd traces on this thread goes to `stand_in`.
 
     The one call in which AOTAutograd traces a backward pass is to ``torch.autograd.grad``, from its module
     ``graph_capture_wrappers``; every other call, a program's own among them, is torch's.
@@ -77,7 +77,7 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
 )
 @contextlib.contextmanager
 def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterator[None]:
-    """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor
+    """While active, backward passes that AOTAutograd builds on this thread take the gradients that DTensor
     outputs get.
 
     Stock refuses two kinds: that of an output which the loss does not use (autograd makes plain zeros of it, and

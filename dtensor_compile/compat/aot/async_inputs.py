@@ -82,7 +82,7 @@ def _as_traced(value: torch.Tensor, fake_mode: Any, static_shapes: bool) -> torc
 
 @contextlib.contextmanager
 def keep_gradients_of_async_inputs(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """While it is entered, programs that AOTAutograd compiles on this thread keep the gradients of their
+    """While active, programs that AOTAutograd compiles on this thread keep the gradients of their
     AsyncCollectiveTensors.
 
     Args:
@@ -115,7 +115,7 @@ _WRAPPER = patch(
 )
 @contextlib.contextmanager
 def _traced_with_gradients() -> Iterator[None]:
-    """While it is entered, AOTAutograd traces such inputs on this thread with their place in autograd's graph."""
+    """While active, AOTAutograd traces such inputs on this thread with their place in autograd's graph."""
 
     def process(
         stock: Any,

@@ -36,7 +36,7 @@ def _leave(*_: Any) -> None: ...
 def functions_built(
     before: Callable[[Any], None] = _leave, after: Callable[[type[torch.autograd.Function], Any], None] = _leave
 ) -> Iterator[None]:
-    """While it is entered, functions built on this thread pass by: `before` gets what AOTAutograd knows of the graph
+    """While active, functions built on this thread pass by: `before` gets what AOTAutograd knows of the graph
     (``ViewAndMutationMeta``), `after` the function as well, which nothing has called yet.
     """
 
@@ -77,7 +77,7 @@ def _right_strides(meta: SubclassCreationMeta, all_args: Sequence[Any], *, curr_
 )
 @contextlib.contextmanager
 def strides_of_results() -> Iterator[None]:
-    """While it is entered, what this thread notes of the DTensors that go in and out of a graph gives them their
+    """While active, what this thread notes of the DTensors that go in and out of a graph gives them their
     strides.
     """
     if IS_GENERATED:

@@ -35,7 +35,7 @@ from dtensor_compile.compat.patches import hook, needs
 def backward_runs(
     begin: Callable[[], None], failed: Callable[[Exception], None], ended: Callable[[Exception | None], None]
 ) -> Iterator[None]:
-    """While it is entered, functions built on this thread give a backward pass that retains the graph copies to write
+    """While active, functions built on this thread give a backward pass that retains the graph copies to write
     over.
 
     Args:

@@ -40,7 +40,7 @@ _TO_LOCAL = patch("torch.distributed.tensor._api:_ToTorchTensor.forward", "ctx i
 )
 @contextlib.contextmanager
 def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[None]:
-    """While it is entered, ``tell(local, spec)`` hears of DTensors that this thread hands to operators or takes apart.
+    """While active, ``tell(local, spec)`` hears of DTensors that this thread hands to operators or takes apart.
 
     Of the arguments of an operator it hears where torch decides on a sharding, which it does once for equal specs: the
     first time after a trace begins, as torch's cache of decisions is empty then. So all ranks hear the same, whatever

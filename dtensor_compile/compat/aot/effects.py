@@ -31,7 +31,7 @@ _UNLIFT = tuple(
 )
 @contextlib.contextmanager
 def tokens_from_inputs() -> Iterator[None]:
-    """While it is entered, graphs that AOTAutograd makes on this thread begin a chain of effects with the token they
+    """While active, graphs that AOTAutograd makes on this thread begin a chain of effects with the token they
     are given.
 
     Inside a DTensor operator the tracer does not see that token and leaves a fake tensor in its place, as a constant;

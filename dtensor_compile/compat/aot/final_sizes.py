@@ -57,7 +57,7 @@ _CREATE = patch("torch._functorch._aot_autograd.graph_capture:_create_graph", "f
 )
 @contextlib.contextmanager
 def _plans_checked() -> Iterator[None]:
-    """While it is entered, a graph traced on this thread that returns fewer integers than planned is an error, before
+    """While active, a graph traced on this thread that returns fewer integers than planned is an error, before
     any pass sees it.
     """
     planned: list[torch.SymInt] = []

@@ -57,7 +57,7 @@ def put_back(graph: torch.fx.Graph, saved: SavedGraph) -> None:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """While it is entered, operators run as outside of any tracing: on real tensors, and nobody looks."""
+    """While active, operators run as outside of any tracing: on real tensors, and nobody looks."""
     return _disable_current_modes()
 
 
@@ -68,7 +68,7 @@ def first_token() -> torch.Tensor:
 
 
 def as_fake_as(value: object) -> contextlib.AbstractContextManager[object]:
-    """While it is entered, tensors that are made from nothing are fake if `value` is, and of the same trace."""
+    """While active, tensors that are made from nothing are fake if `value` is, and of the same trace."""
     return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
 
 

@@ -49,7 +49,7 @@ _HANDLERS = patch("torch._functorch._aot_autograd.runtime_wrappers:_HANDLER_MAP"
 )
 @contextlib.contextmanager
 def views_of_dtensors() -> Iterator[None]:
-    """While it is entered, code that AOTAutograd builds on this thread can return a view of a DTensor whose sizes are
+    """While active, code that AOTAutograd builds on this thread can return a view of a DTensor whose sizes are
     symbolic.
 
     Where sizes are numbers torch runs the view again on the base; otherwise it asks for ``as_strided`` of the base,
@@ -104,7 +104,7 @@ def views_of_dtensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers_that_call(alias: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """While it is entered, objects that make views anew are made to call `alias`. As of 2.13 code does that which is
+    """While active, objects that make views anew are made to call `alias`. As of 2.13 code does that which is
     generated, and keeps the function that it finds.
     """
     if IS_GENERATED:

@@ -29,7 +29,7 @@ _REORDER = patch("torch._functorch.partitioners:reordering_to_mimic_autograd_eng
 )
 @contextlib.contextmanager
 def bind_shard_sizes() -> Iterator[None]:
-    """While it is entered, partitioning on this thread hands the size of a local tensor to the backward graph where it
+    """While active, partitioning on this thread hands the size of a local tensor to the backward graph where it
     needs it.
 
     A DTensor input brings its global sizes as integers of the graph, but not those of its local tensor, whose symbols
@@ -55,7 +55,7 @@ def bind_shard_sizes() -> Iterator[None]:
 )
 @contextlib.contextmanager
 def place_random_states() -> Iterator[None]:
-    """While it is entered, partitioning on this thread saves the states of generators among the tensors.
+    """While active, partitioning on this thread saves the states of generators among the tensors.
 
     Where a region that is recomputed draws random numbers, the forward graph saves the generator's state. torch puts it
     behind the opaque objects that are saved, such as the mesh of a DTensor, whereas AOTAutograd takes saved tensors
@@ -122,7 +122,7 @@ def _copy_but_groups(self: torch.fx.GraphModule, memo: dict[int, Any]) -> torch.
 )
 @contextlib.contextmanager
 def share_groups() -> Iterator[None]:
-    """While it is entered, copies of a backward graph that is partitioned on this thread have its process groups.
+    """While active, copies of a backward graph that is partitioned on this thread have its process groups.
 
     torch compiles a copy of it. Before 2.13 groups that messages of a convolution go through are attributes of the
     graph, which cannot be copied.

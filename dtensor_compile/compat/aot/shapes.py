@@ -114,7 +114,7 @@ _NOTE = patch("torch.fx.experimental.proxy_tensor:_extract_tensor_metadata", "re
 )
 @contextlib.contextmanager
 def sizes_from_expressions() -> Iterator[None]:
-    """While it is entered, torch can trace where any symbolic size came from.
+    """While active, torch can trace where any symbolic size came from.
 
     Sizes that DTensor's sharding propagation computes are not traced, and torch rebuilds their expressions from the
     sizes that are:

@@ -30,7 +30,7 @@ _EXPR = patch("torch.fx.experimental.sym_node:SymNode.expr")
 )
 @contextlib.contextmanager
 def quick_expressions() -> Iterator[None]:
-    """While it is entered, a symbolic size keeps its expression until something in it may be replaced. The expressions
+    """While active, a symbolic size keeps its expression until something in it may be replaced. The expressions
     are torch's.
     """
     stock = vars(SymNode)["expr"].fget

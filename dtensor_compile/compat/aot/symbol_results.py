@@ -140,7 +140,7 @@ class _Kept:
 )
 @contextlib.contextmanager
 def results_computed_once() -> Iterator[None]:
-    """While it is entered, operations on symbolic sizes give what they gave for equal ones before. Results and guards
+    """While active, operations on symbolic sizes give what they gave for equal ones before. Results and guards
     are torch's.
     """
     if sym_node.sym_node_log.isEnabledFor(10) or torch._logging._internal.GET_DTRACE_STRUCTURED:

@@ -254,7 +254,7 @@ TANGENTS = (
 
 @contextlib.contextmanager
 def assumed_tangents(tangents: Tangents) -> Iterator[None]:
-    """While it is entered, AOTAutograd traces backward passes on this thread for the gradients that are assumed.
+    """While active, AOTAutograd traces backward passes on this thread for the gradients that are assumed.
 
     Where nothing is, those of sums not yet added up are for replicas. torch redistributes for that, and takes strided
     shards of the result for an order of shards, for which operators have other rules: eager's gradient is like the

@@ -69,7 +69,7 @@ _BACKWARD = patch("torch._functorch._aot_autograd.subclass_codegen:codegen_backw
 )
 @contextlib.contextmanager
 def native_calls() -> Iterator[None]:
-    """While it is entered, code that AOTAutograd puts around graphs on this thread is the one of this module."""
+    """While active, code that AOTAutograd puts around graphs on this thread is the one of this module."""
     fast = native() is not None
 
     def wrapper(

@@ -113,7 +113,7 @@ def my_rank() -> int:
 
 @contextlib.contextmanager
 def seen_by(rank: int, coordinates: Sequence[tuple[DeviceMesh, tuple[int, ...]]]) -> Iterator[None]:
-    """While it is entered, shapes of local tensors are on this thread what they are on another rank. Nothing may be
+    """While active, shapes of local tensors are on this thread what they are on another rank. Nothing may be
     sent meanwhile.
 
     Args:
@@ -131,7 +131,7 @@ def seen_by(rank: int, coordinates: Sequence[tuple[DeviceMesh, tuple[int, ...]]]
 
 @contextlib.contextmanager
 def _at_coordinate(mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Iterator[None]:
-    """While it is entered, a mesh says that this process is at another place in it."""
+    """While active, a mesh says that this process is at another place in it."""
     own, mesh._coordinate_on_dim = mesh._coordinate_on_dim, coordinate
     try:
         yield
@@ -204,7 +204,7 @@ _NAME = patch("torch.distributed.distributed_c10d:_hash_ranks_to_str", "ranks")
 )
 @contextlib.contextmanager
 def _named_by_members() -> Iterator[None]:
-    """While it is entered, a group that its members make alone is named by them and by how many groups they made
+    """While active, a group that its members make alone is named by them and by how many groups they made
     together.
 
     Stock counts all groups of the process in the name: ranks of which one has made more of them would wait for each

@@ -129,7 +129,7 @@ def _traced_or_compiled() -> bool:
 )
 @contextlib.contextmanager
 def watch_eager_collectives(tell: Callable[[EagerCollective], None], watched: Callable[[], None]) -> Iterator[None]:
-    """While it is entered, `tell` is told of each collective that runs outside of compiled graphs.
+    """While active, `tell` is told of each collective that runs outside of compiled graphs.
 
     Args:
         watched: called at the beginning; it is not where the installed torch lacks what this needs.

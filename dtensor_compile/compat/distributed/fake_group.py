@@ -54,7 +54,7 @@ def groups_of(kind: str, job: Callable[[], dict[str, Any]]) -> dict[Patch, Calla
 )
 @contextlib.contextmanager
 def simulated_job(world: int, rank: int) -> Iterator[None]:
-    """While it is entered, this process is `rank` of a job of `world` ranks that exist in name only.
+    """While active, this process is `rank` of a job of `world` ranks that exist in name only.
 
     The default process group is there, the environment is that of ``torchrun``, and a program that makes process groups
     itself gets such ones, whatever backend it asks for. Values that come from other ranks mean nothing; shapes are

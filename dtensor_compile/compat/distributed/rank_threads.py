@@ -314,7 +314,7 @@ def _run_rank(rank: int, turns: _Turns, function: Callable[[int], Any], results:
 
 @contextlib.contextmanager
 def _process_of_ranks(world: int, states: Sequence[tuple[Any, str, Callable[[], Any]]]) -> Iterator[_Turns]:
-    """While it is entered, threads of this process can be ranks of a job; afterwards the process is as before."""
+    """While active, threads of this process can be ranks of a job; afterwards the process is as before."""
     before = [(module, name, getattr(module, name)) for module, name, _ in states]
     random, environment = torch.get_rng_state(), dict(os.environ)
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]  # not in torch's stubs
@@ -338,7 +338,7 @@ def _process_of_ranks(world: int, states: Sequence[tuple[Any, str, Callable[[], 
 
 @contextlib.contextmanager
 def _threaded_groups(world: int) -> Iterator[None]:
-    """While it is entered, process groups are of threads, and their collectives go by `_Turns`."""
+    """While active, process groups are of threads, and their collectives go by `_Turns`."""
     store = dist.HashStore()
 
     worlds: Any = threaded.ThreadLocalWorld()

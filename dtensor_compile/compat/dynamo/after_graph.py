@@ -119,7 +119,7 @@ _FORMAT = patch("torch._dynamo.variables.misc:StringFormatVariable.create", "cls
 )
 @contextlib.contextmanager
 def handle_loggers(call: MethodCall) -> Iterator[None]:
-    """While it is entered, methods of loggers go to `call`."""
+    """While active, methods of loggers go to `call`."""
     with calls_of_methods(_LOGGER, call):
         yield
 
@@ -133,7 +133,7 @@ def handle_loggers(call: MethodCall) -> Iterator[None]:
 )
 @contextlib.contextmanager
 def format_values_of_now() -> Iterator[None]:
-    """While it is entered, a string in which a tensor is formatted holds the values that the tensor has when it is
+    """While active, a string in which a tensor is formatted holds the values that the tensor has when it is
     formatted.
     """
 

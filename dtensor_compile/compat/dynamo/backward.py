@@ -150,7 +150,7 @@ _VALIDATE = patch("torch._dynamo.output_graph:OutputGraph._validate_outputs_safe
 )
 @contextlib.contextmanager
 def backward_in_the_region() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend trace ``tensor.backward()``.
+    """While active, frames that are compiled for our backend trace ``tensor.backward()``.
 
     And a gradient that it made stays what it is when the program reads it: torch would take it for the one that was
     there before, and lose it at the end of the region.

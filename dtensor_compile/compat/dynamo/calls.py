@@ -213,7 +213,7 @@ _READ = patch(f"torch._dynamo.variables.tensor:TensorVariable.{READ}", "self tx 
 )
 @contextlib.contextmanager
 def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[None]:
-    """While it is entered, members of tensors of `cls` break a graph; `refused` is name -> code of the cause."""
+    """While active, members of tensors of `cls` break a graph; `refused` is name -> code of the cause."""
 
     def ask(stock: Any, self: TensorVariable, tx: Translator, name: str, *args: Any) -> VariableTracker:
         if name in refused and self.python_type() is cls:
@@ -367,7 +367,7 @@ _CHECK = patch("torch._dynamo.output_graph:OutputGraph._check_requires_grad_inte
 )
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
-    """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break
+    """While active, a frame that returns the result of `make_leaf` itself is traced again, with a graph break
     there.
 
     What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient

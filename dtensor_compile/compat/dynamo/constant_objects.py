@@ -118,7 +118,7 @@ _WORLD = patch("torch._dynamo.variables.distributed:WorldMetaClassVariable.var_g
 )
 @contextlib.contextmanager
 def track_world() -> Iterator[None]:
-    """While it is entered, ``torch.distributed.group.WORLD`` has the tracker that any other group has."""
+    """While active, ``torch.distributed.group.WORLD`` has the tracker that any other group has."""
 
     def var_getattr(stock: Any, self: Any, tx: Any, name: str) -> VariableTracker:
         found = stock(self, tx, name)  # with a guard that it is this group

@@ -246,7 +246,7 @@ def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
 )
 @contextlib.contextmanager
 def read_constant_tensors() -> Iterator[None]:
-    """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the
+    """While active, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the
     program.
     """
 

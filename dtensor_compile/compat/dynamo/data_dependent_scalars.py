@@ -93,7 +93,7 @@ _PROXY = patch("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func
 )
 @contextlib.contextmanager
 def numbers_in_the_graph() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend keep numbers that only the data decides in their
+    """While active, frames that are compiled for our backend keep numbers that only the data decides in their
     graph.
     """
     signature = inspect.signature(convert_frame.trace_frame)
@@ -149,7 +149,7 @@ def backward_in_time() -> AbstractContextManager[Any]:
 )
 @contextlib.contextmanager
 def lengths_of_counts() -> Iterator[None]:
-    """While it is entered, and on this thread, ``bincount(minlength=n)`` has n counts for frames of ours that need to
+    """While active, and on this thread, ``bincount(minlength=n)`` has n counts for frames of ours that need to
     know.
 
     torch has a value of last resort for a number without a value; asked for, it becomes a condition that the graph
@@ -187,7 +187,7 @@ def _sends(op: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """While it is entered, what ``holders(tensor)`` notes of constants is forgotten; for good where `op` writes to its
+    """While active, what ``holders(tensor)`` notes of constants is forgotten; for good where `op` writes to its
     arguments.
     """
     found = [holder for x in tree_leaves(given) if isinstance(x, torch.Tensor) and (holder := holders(x)) is not None]
@@ -213,7 +213,7 @@ def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], An
 )
 @contextlib.contextmanager
 def collectives_of_constants() -> Iterator[None]:
-    """While it is entered, no collective is carried out on a thread that traces a frame for our backend."""
+    """While active, no collective is carried out on a thread that traces a frame for our backend."""
 
     def of_fake(x: torch.Tensor) -> Any:
         return x if isinstance(x, FakeTensor) and x.constant is not None else None

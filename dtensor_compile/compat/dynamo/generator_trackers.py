@@ -124,7 +124,7 @@ def handle_generator_methods(methods: Mapping[str, Method]) -> None:
 )
 @contextlib.contextmanager
 def handle_draws(call: MethodCall) -> Iterator[None]:
-    """While it is entered, methods of tensors that are called with a generator go to `call`; None leaves the call to
+    """While active, methods of tensors that are called with a generator go to `call`; None leaves the call to
     torch.
     """
 

@@ -46,7 +46,7 @@ _IS_OF_MODULE = patch("torch._guards:GuardSource.is_unspecialized_nn_module", "s
 )
 @contextlib.contextmanager
 def handle_functions(find: FindCall) -> Iterator[None]:
-    """While it is entered, calls of Python functions and methods in frames for our backend go to what `find` says.
+    """While active, calls of Python functions and methods in frames for our backend go to what `find` says.
 
     The arguments of a method begin with its object.
     """
@@ -78,7 +78,7 @@ def handle_functions(find: FindCall) -> Iterator[None]:
 )
 @contextlib.contextmanager
 def attributes_are_static() -> Iterator[None]:
-    """While it is entered, ints and buffers of modules under ``fully_shard`` are static in frames for our backend.
+    """While active, ints and buffers of modules under ``fully_shard`` are static in frames for our backend.
 
     Dynamo takes the ints of every module for constants, and the sizes of its buffers, whatever ``dynamic`` says; those
     of a module that is marked as sharded it forgets. A head size that is a symbol makes quotients of all sizes that

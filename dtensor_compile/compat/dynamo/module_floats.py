@@ -43,7 +43,7 @@ _WRAP = patch("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "
 )
 @contextlib.contextmanager
 def floats_of_modules_are_numbers() -> Iterator[None]:
-    """While it is entered, a float that a module keeps is a constant of the graph, under a guard, if it has not changed
+    """While active, a float that a module keeps is a constant of the graph, under a guard, if it has not changed
     before.
     """
 

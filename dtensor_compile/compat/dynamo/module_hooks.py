@@ -379,7 +379,7 @@ _REGISTER = patch("torch._dynamo.variables.tensor:TensorVariable._method_registe
 )
 @contextlib.contextmanager
 def hooks_in_the_graph() -> Iterator[None]:
-    """While it is entered, hooks of tensors that frames for our backend compute are traced into the graph.
+    """While active, hooks of tensors that frames for our backend compute are traced into the graph.
 
     torch does so unless compiled autograd is on; then it waits for that to see the hook, which the joint graph has
     taken in. And it takes the gradient of a DTensor to be placed as the tensor is.

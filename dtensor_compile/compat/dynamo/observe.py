@@ -137,7 +137,7 @@ _SIMPLIFIED = patch("torch._dynamo.backends.common:aot_module_simplified", "mod 
 )
 @contextlib.contextmanager
 def watch_dynamo(watcher: Watcher) -> Iterator[None]:
-    """While it is entered, `watcher` is told of every compilation and every graph break in this process."""
+    """While active, `watcher` is told of every compilation and every graph break in this process."""
 
     watching = _Watching(watcher)
     replaced = ((_COMPILE, watching.compile), (_REASONS, watching.reasons), (_BREAK, watching.log_graph_break))
@@ -310,7 +310,7 @@ Graphs = Callable[[torch.fx.Graph], None]
 )
 @contextlib.contextmanager
 def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
-    """While it is entered, `tell` sees every forward and backward graph that another backend than ours gets from
+    """While active, `tell` sees every forward and backward graph that another backend than ours gets from
     AOTAutograd.
 
     From Inductor after its post-grad passes, from other backends as AOTAutograd made it; not changed in either case.

@@ -37,7 +37,7 @@ METHODS = patch(f"{_TENSOR}.tp_methods", optional=True)
 
 @contextmanager
 def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterator[None]:
-    """While it is entered, calls of these methods of tensors go to ``handler(stock, self, tx, ...)`` in place of
+    """While active, calls of these methods of tensors go to ``handler(stock, self, tx, ...)`` in place of
     ``TensorVariable.method_...``.
     """
     table = getattr(TensorVariable, "tp_methods", {})  # as of 2.14 it holds the functions themselves
@@ -55,7 +55,7 @@ MethodCall = Callable[[Translator, Any, str, list[VariableTracker], dict[str, Va
 
 
 def calls_of_methods(row: Patch, call: MethodCall) -> AbstractContextManager[None]:
-    """While it is entered, methods of what a tracker stands for go to `call`.
+    """While active, methods of what a tracker stands for go to `call`.
 
     Args:
         row: ``call_method`` of the class of trackers.

@@ -368,7 +368,7 @@ _WRAP = patch("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "
 )
 @contextlib.contextmanager
 def optimizers_in_the_region() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.
+    """While active, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.
 
     Their schedulers and the scaler of gradients are code like other code then, and a learning rate that has changed
     between calls is a number of the graph.

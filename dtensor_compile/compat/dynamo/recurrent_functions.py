@@ -34,14 +34,14 @@ _FUNCTIONS = {name: patch(f"torch._VF:{name}", optional=True) for name in FUNCTI
 )
 @contextlib.contextmanager
 def taken_into_graphs() -> Iterator[None]:
-    """While it is entered, Dynamo traces through recurrent layers, which it leaves out of graphs otherwise."""
+    """While active, Dynamo traces through recurrent layers, which it leaves out of graphs otherwise."""
     with config.patch(allow_rnn=True):
         yield
 
 
 @contextlib.contextmanager
 def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While it is entered, recurrent layers call these functions in place of torch's."""
+    """While active, recurrent layers call these functions in place of torch's."""
     with patched_values({_FUNCTIONS[name]: function for name, function in functions.items()}):
         yield
 

@@ -49,7 +49,7 @@ def guard_implicit_replication() -> None:
 
 @contextlib.contextmanager
 def implicit_replication() -> Iterator[None]:
-    """While it is entered, operators take plain tensors for replicated DTensors; afterwards as before (torch's own: no
+    """While active, operators take plain tensors for replicated DTensors; afterwards as before (torch's own: no
     more).
     """
     before = implicit_replication_is_allowed()

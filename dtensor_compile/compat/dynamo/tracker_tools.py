@@ -172,7 +172,7 @@ def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTr
 
 @contextmanager
 def _without_guards(context: GuardsContext) -> Iterator[None]:
-    """While it is entered, no guards are installed."""
+    """While active, no guards are installed."""
     if hasattr(context, "skip_guard_install"):
         with context.skip_guard_install():
             yield

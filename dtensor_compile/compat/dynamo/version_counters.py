@@ -56,7 +56,7 @@ _VERSION = patch("torch._dynamo.variables.tensor:TensorVariable.method_attr__ver
 )
 @contextlib.contextmanager
 def versions_preserved_in_the_region() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend know which of their nodes preserve versions."""
+    """While active, frames that are compiled for our backend know which of their nodes preserve versions."""
 
     def enter(stock: Any, self: PreserveVersionContextVariable, tx: Translator) -> VariableTracker:
         _begun(tx).append(next(reversed(tx.output.graph.nodes), None))

@@ -130,7 +130,7 @@ def _with_future(result: Any) -> Any:
 
 @contextlib.contextmanager
 def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
-    """While it is entered, this process seems to have `PER_HOST` GPUs of that kind, whose tensors have no values.
+    """While active, this process seems to have `PER_HOST` GPUs of that kind, whose tensors have no values.
 
     Compiled functions of this process are forgotten at both ends.
 

@@ -30,7 +30,7 @@ _SYMINTS = patch("torch._inductor.codecache:GuardedCache._filter_backed_symints"
 )
 @contextlib.contextmanager
 def meshes_by_layout() -> Iterator[None]:
-    """While it is entered, keys of caches name a device mesh by its layout.
+    """While active, keys of caches name a device mesh by its layout.
 
     Torch pickles the object, and with it Python's hash of its names, which is another one in every process: no program
     with a mesh among its inputs would ever be found.
@@ -61,7 +61,7 @@ GUARDS_LOCAL_SIZES = feature(
 
 @contextlib.contextmanager
 def guards_of_local_sizes() -> Iterator[None]:
-    """While it is entered, caches that this thread asks guard graphs by every symbol of their inputs.
+    """While active, caches that this thread asks guard graphs by every symbol of their inputs.
 
     Torch guards by the SymInts among the inputs, for it takes each symbol for one of them. Of a DTensor the global size
     is an input, and may be an expression (``2*s3``) of a symbol that only the size of the local tensor is: guards on

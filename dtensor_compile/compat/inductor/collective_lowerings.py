@@ -28,7 +28,7 @@ _LOWERINGS = patch("torch._inductor.lowering:lowerings")
 )
 @contextlib.contextmanager
 def masks_are_sent_as_they_are() -> Iterator[None]:
-    """While it is entered, Inductor, on this thread, gathers and broadcasts booleans as booleans.
+    """While active, Inductor, on this thread, gathers and broadcasts booleans as booleans.
 
     It takes collectives for elementwise operators, whose tensors and numbers have one dtype: a boolean beside the size
     of a group became an integer of 64 bits.

@@ -306,7 +306,7 @@ def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., An
 
 
 def fresh_caches() -> AbstractContextManager[None]:
-    """While it is entered, Inductor's caches on disk are an empty folder, so that compile times compare."""
+    """While active, Inductor's caches on disk are an empty folder, so that compile times compare."""
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()

@@ -46,7 +46,7 @@ _CALL = patch("torch._dynamo.codegen:PyCodegen.make_call_generated_code", "self 
 )
 @contextlib.contextmanager
 def inputs_in_one_walk() -> Iterator[None]:
-    """While it is entered, code that Dynamo writes for our backend reads inputs of graphs in one walk."""
+    """While active, code that Dynamo writes for our backend reads inputs of graphs in one walk."""
 
     def call_graph(stock: Any, self: PyCodegen, name: str) -> None:
         if not self.tx.export and native() is not None:

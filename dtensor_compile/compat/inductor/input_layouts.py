@@ -36,7 +36,7 @@ _ASSERTS = patch("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_i
 )
 @contextlib.contextmanager
 def inputs_checked_at_once() -> Iterator[None]:
-    """While it is entered, code that Inductor writes on this thread checks inputs of constant sizes and strides in one
+    """While active, code that Inductor writes on this thread checks inputs of constant sizes and strides in one
     call.
     """
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen

@@ -68,7 +68,7 @@ _AGAIN = (
 )
 @contextlib.contextmanager
 def waits_are_kept() -> Iterator[None]:
-    """While it is entered, kernels that Inductor schedules on this thread depend on the last write to what they read.
+    """While active, kernels that Inductor schedules on this thread depend on the last write to what they read.
 
     A collective and its wait write to a buffer that was there before, and what reads it afterwards names the write.
     Before 2.14 Inductor loses that name where it brings the loops of two kernels into one shape in order to fuse them,

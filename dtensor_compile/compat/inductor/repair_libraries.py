@@ -36,7 +36,7 @@ _PROBE = patch("torch._inductor.cpu_vec_isa:VecISA._probe_load", "self output_pa
 )
 @contextlib.contextmanager
 def rebuild_damaged_libraries() -> Iterator[None]:
-    """While it is entered, what this thread loads from Inductor's cache is built again where it is no whole library.
+    """While active, what this thread loads from Inductor's cache is built again where it is no whole library.
 
     That holds for kernels, and for the small library by which Inductor finds out whether vector instructions can be
     used."""

@@ -53,7 +53,7 @@ def _target(gpu: Gpu) -> Any:
 
 @contextlib.contextmanager
 def driver_for(gpu: Gpu) -> Iterator[None]:
-    """While it is entered, Triton's driver is one of a device of that kind, which compiles and runs nothing.
+    """While active, Triton's driver is one of a device of that kind, which compiles and runs nothing.
 
     Raises:
         OfflineError: Triton is not installed.
