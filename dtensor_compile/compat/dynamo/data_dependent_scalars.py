@@ -131,7 +131,7 @@ def numbers_in_the_graph() -> Iterator[None]:
 def backward_in_time() -> AbstractContextManager[Any]:
     """Reports an error in compiling a backward while the frame can still be traced another way.
 
-    torch compiles a backward with symbolic sizes together with its forward, but raises its error when the backward runs.
+    torch compiles a backward with symbolic sizes together with its forward, but raises its error when it runs.
     """
     tx = getattr(tls, "current_tx", None)
     if tx is None or tx.one_graph or not _has_numbers(tx.output.shape_env):

@@ -114,7 +114,7 @@ def _gradient_like(value: torch.Tensor, facts: Facts) -> torch.Tensor:
     return DTensor.from_local(local, mesh, facts, run_check=False, shape=value.shape, stride=value.stride())
 
 
-# ---- functions called by the graph -------------------------------------------------------------------------------------------
+# ---- functions called by the graph ---------------------------------------------------------------------------------
 
 
 def _open() -> BackwardHook:
@@ -130,7 +130,7 @@ def _spread(tensors: Sequence[Any], where: Sequence[int], count: int) -> tuple[A
     return tuple(arguments)
 
 
-# ---- traced instead of torch's loops over hooks -------------------------------------------------------
+# ---- traced instead of torch's loops over hooks --------------------------------------------------------------------
 
 
 def _run_hooks(module: Any, hooks: Sequence[Any], grad_inputs: Any, grad_outputs: Any) -> Any:

@@ -1,9 +1,8 @@
 """``torch.autograd._unsafe_preserve_version_counter`` inside a region that is traced for our backend.
 
-torch:  writes the version before into the graph and sets it there, on values that AOTAutograd made functional: inputs
-keep nothing of it
-        (and a DTensor has no such operator, which is an error)
-here:   notes which nodes ran in the context manager, and for which tensors; see `fixups.preserved_versions`
+torch:  writes the version before into the graph and sets it there, on functionalized values: inputs are not affected
+        (and DTensor has no such operator, which is an error)
+here:   records the nodes that ran in the context manager, and its tensors; see `fixups.preserved_versions`
 """
 
 from __future__ import annotations
