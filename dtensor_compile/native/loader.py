@@ -77,9 +77,7 @@ def native() -> Any:
     except (OSError, ImportError, AttributeError, TypeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _refused.append(str(reason))
-        log.warning(
-            "calls cost what they cost under torch: the C++ part of dtensor_compile could not be built (%s)", reason
-        )
+        log.warning("calls are as slow as under torch: the C++ part of dtensor_compile could not be built (%s)", reason)
         return None
     return module
 
@@ -92,7 +90,7 @@ def without_native() -> list[Decision]:
     """The decision that calls are as slow as under torch, if the C++ module is missing."""
     if native() is not None:
         return []
-    why = _refused[0] if _refused else "DTENSOR_COMPILE_NATIVE=0, or a release of torch before 2.13"
+    why = _refused[0] if _refused else "DTENSOR_COMPILE_NATIVE=0, or a torch release before 2.13"
     reason = f"guards, arguments and results of DTensors are handled in Python, as under torch: {why}"
     return [Decision("native_calls", "", reason, left_alone=True)]
 
