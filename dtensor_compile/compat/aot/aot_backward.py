@@ -65,7 +65,7 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
 
 
 @needs(
-    "gradients of results that the loss does not use, or that come placed otherwise than expected",
+    "gradients of unused results, and gradients with unexpected placements",
     *BUILD,
     *TANGENTS,
     without="torch raises an error in the backward pass",

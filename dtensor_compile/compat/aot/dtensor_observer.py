@@ -28,7 +28,7 @@ _TO_LOCAL = patch("torch.distributed.tensor._api:_ToTorchTensor.forward", "ctx i
 
 
 @needs(
-    "what local tensors are globally, between redistributions",
+    "specs of local tensors between redistributions",
     _BEGIN,
     _UNWRAP,
     _FLATTEN,

@@ -22,7 +22,7 @@ _UNLIFT = tuple(
 
 
 @needs(
-    "operators with effects inside of DTensor operators",
+    "effectful operators inside of DTensor operators",
     *_UNLIFT,
     without="they are an error of the compilation",
     upstream="#184111 made the operators effectful; #190908, the same for while_loop",

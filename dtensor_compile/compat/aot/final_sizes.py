@@ -46,7 +46,7 @@ _CREATE = patch("torch._functorch._aot_autograd.graph_capture:_create_graph", "f
 
 
 @needs(
-    "results whose sizes become numbers in the backward pass",
+    "results whose sizes are specialized in the backward pass",
     _UNWRAP,
     _CREATE,
     without="such a graph returns too few results",

@@ -46,7 +46,7 @@ def bind_shard_sizes() -> Iterator[None]:
 
 
 @needs(
-    "random numbers in regions that are computed again",
+    "random numbers in recomputed regions",
     _RANDOM,
     *([hook("torch._functorch.partitioners:is_opaque_node", "node")] if OPAQUE else []),
     without="such regions with a mesh are an error",

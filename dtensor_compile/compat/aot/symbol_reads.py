@@ -21,7 +21,7 @@ _EXPR = patch("torch.fx.experimental.sym_node:SymNode.expr")
 
 
 @needs(
-    "expressions of sizes that are read quickly",
+    "fast reads of symbolic expressions",
     _EXPR,
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv.replace"),
     without="programs of symbolic sizes compile more slowly",

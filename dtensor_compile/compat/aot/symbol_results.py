@@ -123,7 +123,7 @@ class _Kept:
 
 
 @needs(
-    "operations on symbolic sizes that are computed once",
+    "memoized operations on symbolic sizes",
     *_BINARY.values(),
     _SIZE,
     _WRAP_INT,

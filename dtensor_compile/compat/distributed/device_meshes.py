@@ -193,7 +193,7 @@ _NAME = patch("torch.distributed.distributed_c10d:_hash_ranks_to_str", "ranks")
 
 
 @needs(
-    "groups that the ranks of a mesh make alone",
+    "groups that only their members make",
     _NAME,
     without="ranks could deadlock if one has made more groups than another",
     essential=True,

@@ -44,7 +44,7 @@ def groups_of(kind: str, job: Callable[[], dict[str, Any]]) -> dict[Patch, Calla
 
 
 @needs(
-    "a job whose other ranks are not there",
+    "a simulated job with one real rank",
     *INIT,
     *NEW,
     without="reports need a job of real ranks",

@@ -22,7 +22,7 @@ _DIST = patch("torch.distributed.tensor._tp_conv:dist")
 
 
 @needs(
-    "messages of convolutions over sharded images, which are waited for",
+    "messages of convolutions over sharded images",
     _DIST,
     without="the columns at the edges of shards are wrong",
     essential=True,

@@ -123,7 +123,7 @@ def handle_loggers(call: MethodCall) -> Iterator[None]:
 
 
 @needs(
-    "texts of values that change later",
+    "formatted values that change later",
     _FORMAT,
     without="texts can have later values, as in torch",
     upstream="#182638, #186500",

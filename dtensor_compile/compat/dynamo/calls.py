@@ -74,7 +74,7 @@ class CallVariable(VariableTracker):
     def reconstruct(self, codegen: Any) -> None:
         self.stock.reconstruct(codegen)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
 
 def handle_calls(call: Call) -> Retrack:
@@ -323,7 +323,7 @@ def call_site(tx: Translator) -> tuple[Any, ...]:
 # ---- leaves made in the program ------------------------------------------------------------------------------------
 
 
-_LEAVES = "leaves that a program makes"
+_LEAVES = "leaf tensors made by the program"
 _RequiresGradRestartAnalysis = if_there("torch._dynamo.exc:RequiresGradRestartAnalysis")
 
 

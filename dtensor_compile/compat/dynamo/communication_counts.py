@@ -152,7 +152,7 @@ class CommModeVariable(ContextVariable):
             graph_break("comm-mode", f"CommDebugMode.{name}")
         return read_attribute(super(), tx, name)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]

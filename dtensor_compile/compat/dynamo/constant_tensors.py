@@ -238,7 +238,7 @@ def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs(
-    "item() of tensors that are constants",
+    "item() of constant tensors",
     CALL_METHOD,
     without="it breaks the graph, as in torch",
     upstream="not reported: torch breaks the graph on purpose",

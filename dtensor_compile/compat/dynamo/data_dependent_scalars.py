@@ -85,7 +85,7 @@ _PROXY = patch("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func
 
 
 @needs(
-    "numbers that only the data decides",
+    "data-dependent scalars in the graph",
     _TRACE,
     METHODS,
     patch("torch._dynamo.variables.tensor:TensorVariable.method_item", "self tx args kwargs", "self tx"),
@@ -199,7 +199,7 @@ def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], An
 
 
 @needs(
-    "collectives of constants, which are sent when the program runs",
+    "collectives of constants",
     _DISPATCH,
     _PROXY,
     hook("torch.fx.experimental.proxy_tensor:get_proxy_slot", "obj tracer default transform"),

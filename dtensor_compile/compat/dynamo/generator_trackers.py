@@ -88,7 +88,7 @@ class GeneratorVariable(UserDefinedObjectVariable):
             return LambdaVariable(lambda *args, **kwargs: self.call_method(tx, name, list(args), kwargs))
         return read_attribute(super(), tx, name)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -116,7 +116,7 @@ def handle_generator_methods(methods: Mapping[str, Method]) -> None:
 
 
 @needs(
-    "random numbers of a generator that is given",
+    "random numbers from an explicit generator",
     CALL_METHOD,
     without="they break the graph",
     upstream="#88576",

@@ -38,7 +38,7 @@ _IS_OF_MODULE = patch("torch._guards:GuardSource.is_unspecialized_nn_module", "s
 
 
 @needs(
-    "functions of torch's with traced forms of ours",
+    "functions of torch that are traced in our form",
     _CALL,
     without="some programs break the graph",
     upstream="not reported: an extension point, substitute_in_graph applies to all backends",

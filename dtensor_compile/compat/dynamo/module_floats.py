@@ -31,7 +31,7 @@ _WRAP = patch("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "
 
 
 @needs(
-    "floats of modules that are numbers under dynamic=True",
+    "constant floats of modules under dynamic=True",
     _WRAP,
     hook("torch._dynamo.config:automatic_dynamic_shapes"),
     hook("torch._dynamo.config:assume_static_by_default"),

@@ -108,4 +108,4 @@ class MemberVariable(OpaqueVariable):
     def str_impl(self, tx: Translator) -> VariableTracker:
         return self.text(tx, "__str__")
 
-    tp_getattro_impl, tp_repr_impl, tp_str_impl = var_getattr, repr_impl, str_impl  # as of 2.14
+    tp_getattro_impl, tp_repr_impl, tp_str_impl = var_getattr, repr_impl, str_impl  # since 2.14

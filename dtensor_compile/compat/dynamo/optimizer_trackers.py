@@ -83,7 +83,7 @@ class TracedOptimizerVariable(OptimizerVariable):
             return read_attribute(super(OptimizerVariable, self), tx, name)
         return read_attribute(super(), tx, name)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]

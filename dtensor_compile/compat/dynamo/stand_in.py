@@ -80,7 +80,7 @@ class StandInVariable(VariableTracker):
     def richcompare_impl(self, tx: Translator, other: VariableTracker, op: str) -> VariableTracker:
         return _object_richcompare(self, tx, other, op)
 
-    tp_richcompare_impl = richcompare_impl  # as of 2.14
+    tp_richcompare_impl = richcompare_impl  # since 2.14
 
     def hash_impl(self, tx: Translator) -> tuple[int, bool]:
         return hash(id(self)), True
@@ -90,7 +90,7 @@ class StandInVariable(VariableTracker):
         codegen.foreach(self.fields.values())
         codegen.extend_output(create_call_function(len(self.fields), False))
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
 
 #: The class of the futures of works.

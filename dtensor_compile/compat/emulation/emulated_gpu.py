@@ -66,7 +66,7 @@ _RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_
 _VERIFY = patch("torch.distributed:_verify_params_across_processes")
 _APPLY = patch("torch.nn:Module._apply", "self fn recurse")
 _GPU = feature(
-    "a GPU that is not there",
+    "an emulated GPU",
     *CUDA_ROWS,
     *INDUCTOR_ROWS,
     _GUARD_SET,
@@ -84,7 +84,7 @@ _GPU = feature(
     without="programs are analyzed on a CPU",
     essential=True,
     upstream="#171425, #148977, #184976",
-    remove_when="torch can trace and compile for a GPU that is not there",
+    remove_when="torch can trace and compile for an emulated GPU",
 )
 
 

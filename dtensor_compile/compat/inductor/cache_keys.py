@@ -22,7 +22,7 @@ _SYMINTS = patch("torch._inductor.codecache:GuardedCache._filter_backed_symints"
 
 
 @needs(
-    "graphs kept in caches from process to process",
+    "graphs cached across processes",
     _REDUCE,
     without="programs with a mesh are recompiled in each process",
     upstream="#183999, #173526",

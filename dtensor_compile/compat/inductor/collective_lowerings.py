@@ -20,7 +20,7 @@ _LOWERINGS = patch("torch._inductor.lowering:lowerings")
 
 
 @needs(
-    "masks that are sent as they are",
+    "boolean masks in collectives",
     _LOWERINGS,
     without="masks are gathered as 64-bit integers, and kernels that select by them fail to compile",
     upstream="not reported: the result is right, and eight times as large",

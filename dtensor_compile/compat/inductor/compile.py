@@ -37,7 +37,7 @@ EAGER_NUMBERS: Mapping[str, Any] = {"emulate_precision_casts": True, "fallback_r
 log = logging.getLogger("dtensor_compile")
 
 _PASSES = feature(
-    "passes of ours inside of Inductor",
+    "our passes inside of Inductor",
     hook("torch._inductor.config:joint_custom_pre_pass"),
     hook("torch._inductor.config:joint_custom_post_pass"),
     hook("torch._inductor.config:post_grad_custom_pre_pass"),
@@ -48,7 +48,7 @@ _PASSES = feature(
     essential=True,
 )
 _CACHEABLE = feature(
-    "functions of ours in graphs that caches keep",
+    "our functions in cached graphs",
     hook("torch._inductor.config:unsafe_marked_cacheable_functions"),
     without="graphs that call them are recompiled in each process",
 )
@@ -61,7 +61,7 @@ _DRAWS = feature(
 #: Since 2.13, Inductor itself makes each random operator depend on the one before it.
 _TIES_DRAWS = if_there("torch._inductor.fx_passes.post_grad:_chain_random_ops_for_ordering") is not None
 _REFUSALS = feature(
-    "why a graph is not kept in caches, in the report",
+    "reasons why a graph is not cached, in the report",
     hook("torch._functorch._aot_autograd.autograd_cache:BypassAOTAutogradCache"),
     hook("torch._functorch._aot_autograd.autograd_cache:check_cacheable", "gm"),
     without="the report lacks the reason",

@@ -17,7 +17,7 @@ from dtensor_compile.compat.patches import feature, hook, needs, patch
 Nodes = list[Any]
 
 ORDER = feature(
-    "an order of Inductor's kernels in which collectives run beside compute",
+    "an order of Inductor's kernels that overlaps collectives with compute",
     hook("torch._inductor.custom_graph_pass:CustomSchedulerPass"),
     hook("torch._inductor.config:_pre_fusion_custom_pass"),
     hook("torch._inductor.config:_post_fusion_custom_pass"),
@@ -38,7 +38,7 @@ ORDER = feature(
 )
 
 TIES = feature(
-    "random numbers in the order of the program, beside some that nothing reads",
+    "random numbers in the order of the program, with unused ones among them",
     hook("torch._inductor.config:_pre_fusion_custom_pass"),
     hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
     hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),

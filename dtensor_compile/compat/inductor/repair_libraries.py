@@ -25,7 +25,7 @@ _PROBE = patch("torch._inductor.cpu_vec_isa:VecISA._probe_load", "self output_pa
 
 
 @needs(
-    "damaged libraries in Inductor's cache built again",
+    "rebuilt libraries in Inductor's cache",
     _LOAD,
     _LOAD_LIBRARY,
     _CHECK,
