@@ -1,4 +1,4 @@
-"""Which torch releases are supported, and the error for all others."""
+"""The supported torch releases, and the error for all others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 from dtensor_compile.errors import UnsupportedTorchError
 
-#: Minor releases that are allowed, the primary one first; ``docs/releases.md`` has what each of them gave.
+#: Supported minor releases, the primary one first; ``docs/releases.md`` has the test results of each.
 SUPPORTED = ("2.13", "2.14", "2.11")
 
-#: Of these, the ones that an import warns of, and why.
+#: The partly supported ones, with the reason that the warning on import gives.
 IN_PART = {
     "2.11": "the C++ part is not used there, which makes calls slower, and some programs break the graph that do not "
     "on 2.13; each feature "
@@ -39,10 +39,10 @@ def _how_far_it_is(minor: str) -> str:
 
 
 def check_release(version: str = torch.__version__) -> None:
-    """Raises `UnsupportedTorchError`, with how far it is from the supported releases and their names, unless `version`
-    is one of them.
+    """Checks that the package supports a torch release; warns if it does so in part.
 
-    Warns where one is supported in part.
+    Raises:
+        UnsupportedTorchError: `version` is not supported; says whether it is newer or older, and names those that are.
     """
     minor = minor_release(version)
     if minor in IN_PART:
