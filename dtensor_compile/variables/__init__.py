@@ -1,12 +1,12 @@
-"""Dynamo variable trackers for meshes, groups and placements, in place only while Dynamo traces for our backend.
+"""Dynamo variable trackers for meshes, groups and placements, active only while Dynamo traces for our backend.
 
-How a value reaches one. torch treats meshes and process groups as *opaque references* (inputs of the graph) and
-placements as *opaque values* (constants), and makes every tracker of them in one factory. While our backend traces,
-that factory asks `ENTRIES` first (`compat.dynamo.tracing` says how the scope is kept). The trackers extend torch's own,
-so that all that works with those works with these, and differ in three things: members follow a table (`members`), an
-object that a member or a node returns has a source, and what torch leaves unguarded is guarded.
+torch treats meshes and process groups as *opaque references* (inputs of the graph) and placements as *opaque values*
+(constants), and creates all of their trackers in one factory. While our backend traces, that factory consults
+`ENTRIES` first (`compat.dynamo.tracing` documents the scope). Our trackers extend torch's, so that what works with
+those works with these, and differ in three respects: members follow a table (`member_rules`), an object that a member
+or a node returns has a source, and state that torch leaves unguarded is guarded.
 
-DTensors and backward hooks have no tracker of ours: torch's serve, and the meshes and placements of DTensors come here.
+DTensors and backward hooks have no trackers of ours: they use torch's, with our trackers for meshes and placements.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ ENTRIES = Entries(
 
 
 def install_trackers(backend: Backend, objects: Objects = (), contexts: Contexts = ()) -> None:
-    """From now on the trackers are in place whenever Dynamo traces for `backend`.
+    """Activates the trackers whenever Dynamo traces for `backend`.
 
     Args:
-        objects, contexts: those of an extension, as in `compat.dynamo.tracing.Entries`, behind the others.
+        objects, contexts: those of an extension, as in `compat.dynamo.tracing.Entries`; they come after the others.
     """
     extended = dataclasses.replace(
         ENTRIES, objects=(*ENTRIES.objects, *objects), contexts=(*ENTRIES.contexts, *contexts)

@@ -1,4 +1,4 @@
-"""Calls of what communicates, functions of ``torch.distributed`` and methods of groups, traced as calls of the twin."""
+"""Communicating functions of ``torch.distributed`` and methods of groups, traced as calls of their twins."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from dtensor_compile.variables.group_methods import METHODS
 
 
 def refuse(name: str, code: str) -> NoReturn:
-    """The graph break for a call that is not traced."""
+    """Breaks the graph at a call that is not traced."""
     graph_break(code, name, f"backend='dtensor' does not trace this call of {name}. {cause(code).why}")
 
 
 class DistributedFunctionVariable(UserFunctionVariable):
-    """A function of torch.distributed: itself, whose calls are those of its twin."""
+    """A function of torch.distributed whose calls are traced as calls of its twin."""
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
@@ -50,7 +50,7 @@ def call_method_twin(
     args: Sequence[VariableTracker],
     kwargs: Mapping[str, VariableTracker],
 ) -> VariableTracker:
-    """Calls the twin of method `name` of a process group; one that is given C++ options breaks the graph."""
+    """Calls the twin of method `name` of a process group; breaks the graph if C++ options are passed."""
     if any(isinstance(argument.realize(), RefusingVariable) for argument in (*args, *kwargs.values())):
         refuse(f"ProcessGroup.{name}", "raw-object")
     arguments = _bind(tx, f"ProcessGroup.{name}", METHODS[name], [group, *args], kwargs)
@@ -60,7 +60,7 @@ def call_method_twin(
 def _bind(
     tx: Translator, name: str, function: Any, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
 ) -> dict[str, VariableTracker]:
-    """Arguments by name. Reductions are C++ objects: twins take their names."""
+    """Arguments by name, with reductions (C++ objects) replaced by their names, which twins take."""
     try:
         arguments = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except TypeError as error:
@@ -76,7 +76,7 @@ def _bind(
 def checked_local_tensor(
     tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
 ) -> tuple[list[VariableTracker], dict[str, VariableTracker]]:
-    """Arguments of ``DTensor.from_local`` with ``run_check=True`` -> those without it, once `check_local_tensor` is
+    """Arguments of ``DTensor.from_local(..., run_check=True)`` without ``run_check``, after `check_local_tensor` was
     traced.
     """
     named = dict(zip(("local_tensor", "device_mesh", "placements"), args)) | dict(kwargs)
@@ -95,10 +95,10 @@ def _is_none(argument: VariableTracker | None) -> bool:
 
 
 def retrack(function: Any) -> Retrack:
-    """What makes the tracker of a function that has a twin.
+    """Returns the factory of the tracker for a function that has a twin.
 
     Raises:
-        KeyError: it has none.
+        KeyError: the function has no twin.
     """
     TWINS[function]
     return lambda stock: DistributedFunctionVariable(function, source=stock.source)

@@ -1,12 +1,12 @@
-"""The functions of ``torch.distributed`` that communicate.
+"""Traceable twins of the communicating functions of ``torch.distributed``.
 
-Each function has a twin: a Python function with the same arguments that Dynamo traces in its place. It finds out what
+A twin is a Python function with the same arguments that Dynamo traces in place of torch's function. It resolves what
 the call means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/c10d.py``. In the
-graph an operation is complete as soon as it is called; that it starts early and is waited for late is the business of
-the lowering. So the `Work` of an asynchronous call has nothing left to do.
+graph an operation is complete as soon as it is called, so that the `Work` of an asynchronous call has nothing left to
+do; the lowering makes it start early and wait late.
 
-`TWINS` are those of functions; ``group_methods.py`` has those of methods of process groups, and
-``collective_calls.py`` what calls them.
+`TWINS` has the twins of functions, ``group_methods.py`` those of methods of process groups; ``collective_calls.py``
+calls them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Group = Any
 
 
 def _member_group(group: Group) -> Group:
-    """The group that is meant; None where this rank is not in it: there eager's collectives do nothing."""
+    """The group of the call; None if this rank is not in it, where eager's collectives do nothing."""
     group = dist.group.WORLD if group is None else group
     if group is None:  # as eager
         raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
@@ -37,7 +37,7 @@ def _member_group(group: Group) -> Group:
 
 
 def _peer(group: Group, rank: int | None, group_rank: int | None, name: str, default: int | None = None) -> int:
-    """A rank of the group, given as such or as a rank of the job."""
+    """Rank within the group, from either a global rank or a group rank."""
     if rank is not None and group_rank is not None:
         raise ValueError(f"Can't specify both group_{name} and {name}")
     if group_rank is not None:
@@ -65,8 +65,8 @@ def _put(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Non
 def _copy_over(output: torch.Tensor, own: torch.Tensor, value: torch.Tensor) -> None:
     """Writes `value`, the reduced form of `own`, as the backend does.
 
-    NCCL writes past autograd. gloo reduces a copy of the input and then copies this rank's part of it with autograd
-    looking on: the gradient of the output is that of `own`.
+    NCCL writes without autograd. gloo reduces a copy of the input and then copies this rank's part of it under
+    autograd, so that the gradient of the output is that of `own`.
     """
     if output.device.type != "cpu":
         ops.overwrite_(output, value)
@@ -81,10 +81,10 @@ def _done(results: list[torch.Tensor], async_op: bool) -> Work | None:
 
 
 def complete_work(results: list[torch.Tensor], source: int | None = None) -> Work:
-    """The work of an operation that is complete, as `Work` has it.
+    """Returns the `Work` of a complete operation.
 
-    Twins in other modules call this: Dynamo replaces a class that it finds in the globals of one module, and takes it
-    for another when it comes to it in those of a second one.
+    Twins in other modules call this function, since Dynamo replaces a class that it finds in the globals of one module
+    and mistakes it for another one in the globals of a second module.
     """
     return Work(results, source)
 
@@ -247,8 +247,8 @@ def barrier(group=None, async_op=False, device_ids=None, timeout=None):
 
 
 def check_local_tensor(local, mesh, placements, check_sizes):
-    """What ``DTensor.from_local`` does with ``run_check=True``: compares metadata, takes replicas from the first rank,
-    in place.
+    """Does what ``DTensor.from_local`` does with ``run_check=True``, in place: compares metadata, copies replicas from
+    the first rank.
     """
     if not mesh._is_current_rank_part_of_mesh():
         return local

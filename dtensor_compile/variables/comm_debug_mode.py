@@ -1,9 +1,9 @@
-"""``CommDebugMode`` in a program: the counts are eager's.
+"""``CommDebugMode`` in a program, with the counts of eager.
 
-They are constants of the compiled code: what eager sends in the scope follows from what the code is guarded on. The
+The counts are constants of the compiled code: what eager sends in the scope follows from the guards of the code. The
 graph may send less, since equal redistributions are shared and inverse ones cancel; what it sends is in
-``dtensor_compile.record()``. The mode does not follow modules here: all counts are those of "Global", and what needs
-more (``generate_comm_debug_tracing_table``) breaks the graph.
+``dtensor_compile.record()``. The mode does not follow modules here: all counts are those of "Global", and methods that need more
+(``generate_comm_debug_tracing_table``) break the graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtensor_compile.ops.redistribute import redistribute_op
 
 _c10d = torch.ops.c10d
 
-#: Operator of ours -> what eager runs in its place; None for one that stands for more than one collective.
+#: Operator of ours -> the one that eager runs; None for an operator that stands for more than one collective.
 CommModeVariable.ours = {
     op.overloadpacket: eager
     for op, eager in {
@@ -40,7 +40,7 @@ CommModeVariable.ours = {
     }.items()
 }
 
-#: Classes of objects that the program is given, with what makes their tracker.
+#: Classes of objects passed to the program, with the factory of their tracker.
 TYPES = {CommDebugMode: CommModeVariable.track}
 #: Classes whose construction is handled here.
 OBJECTS: tuple[tuple[Any, Retrack], ...] = ((CommDebugMode, handle_construction(CommModeVariable.make)),)

@@ -1,21 +1,21 @@
 """Data-parallel wrappers: FSDP2 (``fully_shard``), both forms of ``replicate``, and ``DistributedDataParallel``.
 
-torch implements them with hooks around forwards and gradients, which cannot be traced. What the hooks mean can: while
-the forward of a wrapped module is traced, its parameters are functions of themselves (``ops/unshard.py``), gathered
-before they are used and with a gradient that is reduced. The hooks themselves never run, and the module, its parameters
-and its state are between calls what eager expects: compiled and eager calls mix. The gradients of DTensor parameters
-are DTensors with their placements.
+torch implements them with hooks around forwards and gradients, which cannot be traced. Their meaning can: while the
+forward of a wrapped module is traced, its parameters are functions of themselves (``ops/unshard.py``) that are gathered
+before use and whose gradients are reduced. The hooks themselves never run. Between calls, the module, its parameters
+and its state are as eager expects, so that compiled and eager calls mix. The gradients of DTensor parameters are
+DTensors with their placements.
 
-Here are DDP and ``replicate``; ``fsdp_forwards.py`` has FSDP2. `HANDLERS` says which functions are replaced, by which
-of ours. What becomes of a setting:
+This module has DDP and ``replicate``; ``fsdp_forwards.py`` has FSDP2. `HANDLERS` maps each replaced function to its
+replacement. Settings in a compiled region:
 
 | setting                                                | in a compiled region                                       |
 |--------------------------------------------------------|------------------------------------------------------------|
 | meshes of one and two dims, shards of any dim, with TP | same                                                       |
 | dp_mesh_dims                                           | same                                                       |
 | mixed precision, gradient_divide_factor, force_sum     | same                                                       |
-| reshard_after_forward                                  | True, or a number: gathered again in backward; False: kept |
-| what one fully_shard wraps                             | gathered together, reduced together, by dtype              |
+| reshard_after_forward                                  | True, or a number: regathered in backward; False: kept     |
+| parameters of one fully_shard                          | gathered together, reduced together, by dtype              |
 | set_requires_gradient_sync, set_requires_all_reduce    | same: held where eager does, and reduced with the next     |
 | prefetching, streams, symmetric memory, async unshard  | nothing: the graph is scheduled as a whole                 |
 | DDP: bucket_cap_mb                                     | same                                                       |
@@ -25,14 +25,14 @@ of ours. What becomes of a setting:
 | DDP: communication hooks, hooks of parameters          | torch's reducer averages after the graph, as hooks expect  |
 | obstacles of ``compat/distributed/{fsdp,ddp}.py``      | graph break ``data-parallel-setting``; runs in eager       |
 
-Three things differ. A parameter that a forward does not use gets no gradient, where DDP would raise an error in the
-next forward. ``torch.autograd.grad`` gives averaged gradients of a DDP module, where eager leaves them as they are (DDP
-does not support it). After its forward, a module has its sharded parameters, where eager leaves those of the root whole
-until the backward.
+There are three differences. A parameter that a forward does not use gets no gradient, whereas DDP raises an error in
+the next forward. ``torch.autograd.grad`` returns averaged gradients of a DDP module, whereas eager returns local ones
+(DDP does not support it). After its forward, a module has its sharded parameters, whereas eager keeps those of the root
+unsharded until the backward.
 
-``torch.compile(module)`` compiles what is inside of the hooks of `module`, as for any module with hooks: a sharded root
-itself then gathers and reduces in eager, and what is inside is one graph. Where a function that calls the module is
-compiled (or ``torch._dynamo.config.wrap_top_frame`` is set), the root is part of it, too.
+``torch.compile(module)`` compiles the code inside the hooks of `module`, as for any module with hooks: a sharded root
+then gathers and reduces its own parameters in eager, and the code inside is one graph. If a function that calls the
+module is compiled (or ``torch._dynamo.config.wrap_top_frame`` is set), the root is part of the graph, too.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _same_replicate_gradients = fact_guard("DDP_REDUCER", lambda state: ddp.needs_re
 
 
 def _broadcast_buffers(tensors, group):
-    """Takes the buffers of the first rank; those of one dtype and device in one message, as torch does it."""
+    """Copies the buffers of the first rank; those of one dtype and device in one message, as torch does it."""
     together = {}
     for tensor in tensors:
         together.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -98,10 +98,10 @@ def _set_param_sync(module, value):
 
 
 def _average(tx: Translator, owner: ddp.DDP, module: VariableTracker, in_sync: bool) -> None:
-    """From here on the parameters of `module` have averaged gradients; once per frame, however often it is called.
+    """Averages the gradients of the parameters of `module` from here on; once per frame, even if it is called often.
 
-    Where gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer does
-    it: it is told, when the graph has run, to average what autograd accumulates.
+    If gradients of earlier passes may wait to be averaged, or a hook has to see all of them, torch's reducer averages
+    what autograd accumulates; it is set up for that after the graph has run.
     """
     if ddp.needs_reducer(owner) or not in_sync:
         call_after_graph(tx, functools.partial(ddp.arm_reducer, weakref.ref(owner)), [])
@@ -134,14 +134,14 @@ def _moved(tx: Translator, owner: ddp.DDP, args: VariableTracker, kwargs: Variab
 
 
 def _flag(tx: Translator, module: VariableTracker, name: str) -> bool:
-    """An attribute of a module as the program has it at this point, under a guard."""
+    """Attribute of a module as the program has it at this point, guarded."""
     return attribute(tx, module, name).as_python_constant()
 
 
 def _ddp_pre_forward(
     tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``module._pre_forward(*args, **kwargs)`` -> ``(args, kwargs)``; from here on gradients are averaged."""
+    """``module._pre_forward(*args, **kwargs)`` -> ``(args, kwargs)``; averages gradients from here on."""
     variable, *args = args
     owner, packed = real_value(tx, variable), (tuple_of(*args), dict_of(kwargs))
     if ddp.passes_through(owner):
@@ -166,8 +166,8 @@ def _ddp_pre_forward(
 def _ddp_run_forward(
     tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``module._run_ddp_forward(*args, **kwargs)``: what it notes for the optimizer of DDP graphs is of no use in one
-    graph.
+    """``module._run_ddp_forward(*args, **kwargs)``, without its notes for the DDP optimizer, which one graph does not
+    need.
     """
     variable, *args = args
     return attribute(tx, variable, "module").call_function(tx, args, kwargs)
@@ -190,7 +190,7 @@ def _ddp_post_forward(
 def _replicate_pre_forward(
     tx: Translator, hook: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``hook(module, args, kwargs)`` -> ``(args, kwargs)``; from here on gradients are averaged."""
+    """``hook(module, args, kwargs)`` -> ``(args, kwargs)``; averages gradients from here on."""
     subject, module, *packed = args
     state = real_value(tx, subject)
     owner = ddp.prepare_replicate(state)
@@ -214,7 +214,7 @@ def _replicate_post_forward(
     return output
 
 
-#: Functions of the wrappers, and what their calls become.
+#: Functions of the wrappers, and the handlers of their calls.
 HANDLERS: Mapping[Callable[..., Any], Call] = {
     ddp.PRE_FORWARD: _ddp_pre_forward,
     ddp.RUN_FORWARD: _ddp_run_forward,

@@ -1,7 +1,7 @@
-"""Lists of tensors as one flat tensor and back, as code for gradients in buckets does it.
+"""Lists of tensors flattened into one tensor and back, as in code for gradient buckets.
 
-torch's functions for it are written in C++ and cannot be traced where a size is symbolic; the twins do the same in
-tensor operators."""
+torch's functions for it are written in C++ and cannot be traced if a size is symbolic; the twins use tensor operators.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dtensor_compile.compat.dynamo.tracker_tools import Translator, UserFunction
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements of `tensors`, one tensor after the other."""
+    """Concatenation of the elements of `tensors`, one-dimensional."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Parts of `flat` with the shapes of `tensors`, as views."""
+    """Views of consecutive parts of `flat`, with the shapes of `tensors`."""
     parts, start = [], 0
     for tensor in tensors:
         parts.append(flat.narrow(0, start, tensor.numel()).view(tensor.shape))

@@ -1,11 +1,10 @@
 """``DeviceMesh``.
 
 torch guards a mesh by its ranks, layout, device type, dim names and thread. Shape, coordinates and slices follow from
-those, for the process that compiles. Slices and flattened meshes are made while tracing, once, and are constants of the
-compiled code: each would be a new object on each call of the eager program, equal to the others. Members that make
-process groups are called once per place of the program (``factories.py``). ``mesh.mesh`` is a tensor of constants.
-``with mesh:`` makes it the current one for what is
-traced inside.
+those, for the process that compiles. Slices and flattened meshes are created once, while tracing, and are constants of
+the compiled code; each call of the eager program would create a new, equal object. Members that create process groups
+are called once per place of the program (``mesh_constructors.py``). ``mesh.mesh`` is a tensor of constants. ``with
+mesh:`` makes it the current mesh of the code traced inside.
 """
 
 from __future__ import annotations

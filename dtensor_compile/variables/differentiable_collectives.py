@@ -1,7 +1,7 @@
 """``torch.distributed.nn.functional``: collectives with gradients.
 
 torch's functions raise under ``torch.compile``. Their twins are ``torch.autograd.Function`` objects over the operators
-of ``ops/c10d.py``, with the gradients of torch's: what a collective sends one way, its gradient sends back.
+of ``ops/c10d.py``, with torch's gradients: the gradient of a collective communicates in the opposite direction.
 
     all_reduce <-> all_reduce     all_gather <-> sum of all_to_all     broadcast <-> reduce     gather <-> scatter
 """
@@ -31,7 +31,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """Stacked. The gradient is a sum over ranks; torch adds in this order where the backend has no reduce-scatter."""
+    """Returns a stack. The gradient is a sum over ranks, in the order that torch uses without reduce-scatter."""
 
     @staticmethod
     def forward(ctx, tensor, size, group, scatters):
@@ -84,7 +84,7 @@ class Reduce(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Stacked; zeros where this rank is not the destination."""
+    """Returns a stack; zeros if this rank is not the destination."""
 
     @staticmethod
     def forward(ctx, tensor, size, peer, group, is_peer):

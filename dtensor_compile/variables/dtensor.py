@@ -1,8 +1,7 @@
-"""DTensors: torch's own tracker serves. What it does not know: methods that do not return tensors, and specs of
-results.
+"""DTensors, with torch's own tracker. This module adds methods that do not return tensors, and specs of results.
 
-The spec of an input has a source and is traced like any Python object. The spec of a result is known while tracing, as
-far as its sizes are not symbolic: mesh and placements follow from the guards on the inputs.
+The spec of an input has a source and is traced like any Python object. The spec of a result is known while tracing
+unless its sizes are symbolic: mesh and placements follow from the guards on the inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 )
 from dtensor_compile.variables.member_rules import causes_of, table
 
-#: What becomes of the members that a DTensor has and a tensor has not.
+#: Rules of the members that a DTensor has and a tensor does not.
 MEMBERS = table(
     inline="""
         from_local to_local full_tensor redistribute device_mesh placements _local_tensor _spec _op_dispatcher
@@ -40,12 +39,12 @@ MEMBERS = table(
 
 
 def refuse_members() -> AbstractContextManager[None]:
-    """The context in which the members that `MEMBERS` refuses break a graph."""
+    """Context in which the members that `MEMBERS` refuses break the graph."""
     return refuse_tensor_members(DTensor, causes_of(MEMBERS))
 
 
 def track_spec(tx: Translator, spec: Spec) -> VariableTracker:
-    """A tracker for the spec of an intermediate DTensor: a constant of the compiled code, with the real mesh in it."""
+    """Tracker for the spec of an intermediate DTensor: a constant of the compiled code, containing the real mesh."""
     meta = spec.tensor_meta
     if meta is not None and any(isinstance(size, torch.SymInt) for size in (*meta.shape, *meta.stride)):
         graph_break("symbolic-spec", f"{spec}")

@@ -1,4 +1,4 @@
-"""Forwards of modules that FSDP2 wraps (``fully_shard``): parameters are gathered before, and are shards after."""
+"""Forwards of modules wrapped by FSDP2 (``fully_shard``): parameters are unsharded before, and sharded after."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _places(module: torch.nn.Module, sharded: fsdp.Sharded) -> list[tuple[str, s
 
 
 def _of_state(tx: Translator, subject: VariableTracker, path: Sequence[str | int]) -> VariableTracker:
-    """What is found from a state along a path; `subject` is the state, or a hook of modules in a list."""
+    """Tracker of the object at a path from a state; `subject` is the state, or a hook of modules in a list."""
     return member(tx, subject, (*fsdp.path_to_state(real_value(tx, subject)), *path))
 
 
@@ -74,7 +74,7 @@ def _unsharded(
 def _fsdp_pre_forward(
     tx: Translator, hook: VariableTracker, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
 ) -> VariableTracker:
-    """``hook(module, args, kwargs)`` -> ``(args, kwargs)``; from here on the module has whole parameters."""
+    """``hook(module, args, kwargs)`` -> ``(args, kwargs)``; the module has unsharded parameters from here on."""
     *owner, module, inputs, named_inputs = args
     subject = owner[0] if owner else hook
     state = fsdp.state_of(real_value(tx, subject))
@@ -132,13 +132,13 @@ def _fsdp_post_forward(
 def _setter(
     tx: Translator, method: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``model.set_requires_gradient_sync(...)`` and the others: what follows is another graph, by the state as it is
-    then.
+    """``model.set_requires_gradient_sync(...)`` and other setters: breaks the graph, since the next graph depends on
+    the new state.
     """
-    graph_break("data-parallel-setting", "fully_shard or replicate: the setting changes inside of what is compiled")
+    graph_break("data-parallel-setting", "fully_shard or replicate: the setting changes inside the compiled region")
 
 
-#: Functions of the wrapper, and what their calls become.
+#: Functions of the wrapper, and the handlers of their calls.
 HANDLERS: Mapping[Callable[..., Any], Call] = {
     fsdp.PRE_FORWARD: _fsdp_pre_forward,
     fsdp.POST_FORWARD: _fsdp_post_forward,

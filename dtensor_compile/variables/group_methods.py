@@ -1,4 +1,4 @@
-"""Methods of process groups that communicate: twins of them, as ``collectives.py`` has for functions.
+"""Twins of the communicating methods of process groups (``collectives.py`` has those of functions).
 
 Ranks are ranks of the group.
 """
@@ -134,7 +134,7 @@ def _list(tensors: Any) -> Any:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-#: By name, the twin of a method.
+#: Name of a method -> its twin.
 METHODS: Mapping[str, Any] = {
     "allreduce": pg_allreduce,
     "broadcast": pg_broadcast,

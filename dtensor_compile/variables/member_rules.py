@@ -1,22 +1,21 @@
-"""Tables that say what becomes of each member of an object, and of each function of a module; trackers that follow
-them.
+"""Tables of rules for the members of an object and the functions of a module, and trackers that follow them.
 
-An object that a guard holds fixed has members that are fixed too. A table has a row per name, with one of these rules:
+If a guard fixes an object, its members are fixed too. A table has a row per name, with one of these rules:
 
 - `BAKE`: read or called with the real object while tracing; the result is a constant of the graph. Right for members
-  whose result follows from what is guarded, and that change nothing.
-- `ASK`: as `BAKE`, and guarded by its answer: what it says may change between calls of the program.
+  without side effects whose result follows from what is guarded.
+- `ASK`: as `BAKE`, with a guard on the answer, which may change between calls of the program.
 - `READ`: data with a source, under guards of its own.
 - `INLINE`: traced like any other Python code.
 - `OPERATOR`: a call becomes operators of the graph, through a twin (``collectives.py``).
-- `MAKE`: makes meshes or groups; called once per place of the program (``factories.py``).
+- `MAKE`: creates meshes or groups; called once per place of the program (``mesh_constructors.py``).
 - `BREAK`: not traceable; an ordinary graph break with a cause (``causes.py``).
 
-`TableVariable` looks a member up in the table of its class. What no table names breaks a graph when it is called, and
-is read under a guard when it is data.
+`TableVariable` looks up a member in the table of its class. A method that is in no table breaks the graph when called;
+data that is in no table is read under a guard.
 
-Whatever a member returns that is itself a mesh, a group or a placement gets a tracker with a source
-(`SourcedVariable.track`), so that guards, graph inputs and returned values work for it as they do for an input.
+A mesh, group or placement that a member returns gets a tracker with a source (`SourcedVariable.track`), so that guards,
+graph inputs and returned values work for it as they do for an input.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 
 
 class MemberRule(enum.Enum):
-    """What becomes of a member of an object."""
+    """How a member of an object is traced."""
 
     BAKE = enum.auto()
     ASK = enum.auto()
@@ -72,7 +71,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if self.rule is MemberRule.BREAK:
-            cause(self.cause)  # raises where there is no such cause
+            cause(self.cause)  # raises if there is no such cause
 
 
 Table = Mapping[str, Row]
@@ -89,7 +88,7 @@ def table(
     make: str = "",
     breaks: Mapping[str, str] | None = None,
 ) -> Table:
-    """A table from lists of names, separated by white space; `breaks` has one list per code of a cause."""
+    """Builds a table from whitespace-separated names per rule; `breaks` has such names per code of a cause."""
     rules = {
         MemberRule.BAKE: bake,
         MemberRule.ASK: ask,
@@ -104,7 +103,7 @@ def table(
 
 
 def causes_of(rows: Table) -> Mapping[str, str]:
-    """Name -> code of the cause, of the rows that break a graph."""
+    """Code of the cause by name, for the rows that break a graph."""
     return {name: row.cause for name, row in rows.items() if row.rule is MemberRule.BREAK}
 
 
@@ -112,11 +111,11 @@ class TableVariable(MemberVariable):
     """An opaque object whose members follow a table.
 
     Class attributes:
-        kind: what a message calls such an object.
+        kind: name of such an object in messages.
         members: row per member.
         outside: row of all other members.
-        functions: what is called with the object in place of the method of that name, which the class need not have
-            (``copy.copy`` asks for ``__copy__``).
+        functions: functions called with the object in place of methods, by name of the method, which the class may lack
+            (``copy.copy`` looks up ``__copy__``).
     """
 
     kind: ClassVar[str]
@@ -152,7 +151,7 @@ class TableVariable(MemberVariable):
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
         if name == "__deepcopy__":
-            args = []  # what was copied already is of no concern here
+            args = []  # the memo of deepcopy, which is not needed here
         rule = self.rule(name)
         if rule is MemberRule.BAKE:
             return self._call_real(tx, name, args, kwargs)
@@ -167,13 +166,13 @@ class TableVariable(MemberVariable):
     def operate(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
-        """A call of a member that becomes operators."""
+        """Traces a call of a member that becomes operators."""
         self.refuse(name)
 
     def make(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
-        """A call of a member that makes meshes or groups."""
+        """Traces a call of a member that creates meshes or groups."""
         self.refuse(name)
 
     def _inline(self, tx: Translator, name: str) -> VariableTracker:
@@ -198,7 +197,7 @@ class TableVariable(MemberVariable):
             graph_break(
                 "member-argument",
                 f"{self}.{name}({', '.join(map(str, [*args, *kwargs.values()]))})",
-                f"backend='dtensor' evaluates {type(self.as_python_constant()).__name__}.{name} while it traces, and "
+                f"backend='dtensor' evaluates {type(self.as_python_constant()).__name__}.{name} while tracing, and "
                 "needs the values of its arguments then.",
             )
         try:
@@ -208,12 +207,12 @@ class TableVariable(MemberVariable):
         return build(tx, result)
 
     def real_function(self, name: str) -> Callable[..., Any]:
-        """What a call of member `name` calls, with the real arguments."""
+        """The function that a call of member `name` runs, with real arguments."""
         real = self.as_python_constant()
         return functools.partial(self.functions[name], real) if name in self.functions else getattr(real, name)
 
     def refuse(self, name: str) -> NoReturn:
-        """The graph break for a member that is not traced."""
+        """Breaks the graph at a member that is not traced."""
         cls = type(self.as_python_constant()).__name__
         code = self.members.get(name, _UNKNOWN).cause or _UNKNOWN.cause
         explanation = f"backend='dtensor' does not trace the member '{name}' of {cls}. {cause(code).why}"
@@ -221,8 +220,8 @@ class TableVariable(MemberVariable):
 
 
 class OpaqueClass(OpaqueClassVariable):
-    """The class of such objects, as torch tracks it; its methods in C++ are those of the object that they are called
-    with.
+    """The class of such objects, as torch tracks it. Calls of its C++ methods are calls of methods of their first
+    argument.
     """
 
     @classmethod
@@ -239,20 +238,20 @@ class OpaqueClass(OpaqueClassVariable):
             )
         return read_attribute(super(), tx, name)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
 
 class SourcedVariable(TableVariable):
-    """An opaque object with an identity (a mesh, a group): always tracked with a source, and once per frame."""
+    """An opaque object with an identity (a mesh, a group), always tracked with a source, once per frame."""
 
     @classmethod
     def track(
         cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]
     ) -> VariableTracker:
-        """Makes the tracker; called in place of torch's factory.
+        """Creates the tracker; called in place of torch's factory.
 
-        An object without a source was computed by a node of the graph or by a member. While the guards hold it is
-        always this one, so that the tracker of an input serves where it is one, and a constant where it is not.
+        An object without a source was computed by a node of the graph or by a member. While the guards hold, it is
+        always this object, so that it is tracked as the input that it is, or else as a constant.
         """
         variable = cls(proxy, value, source=source, **options)
         real = variable.as_python_constant()
@@ -264,4 +263,4 @@ class SourcedVariable(TableVariable):
 
     @classmethod
     def guard(cls, source: Source) -> None:
-        """Installs what torch's own guards on `source` leave open."""
+        """Installs guards for state that torch's own guards on `source` leave open."""

@@ -1,13 +1,11 @@
-"""What makes meshes, groups and DTensors inside the compiled program.
+"""Construction of meshes, groups and DTensors inside the compiled program.
 
-A mesh or a group is made once, while tracing: the arguments are constants, every rank traces the same program, so all
-ranks make the same groups in the same order. What was made at a place of the program is kept and serves again when that
-place is traced again
-with the same arguments (tracing may start over, and may start over on one rank only). The compiled code is guarded on
-it: it holds as
-long as the job's groups do.
+A mesh or a group is created once, while tracing: the arguments are constants and every rank traces the same program, so
+that all ranks create the same groups in the same order. The result is kept per place of the program and reused when
+that place is traced again with the same arguments (tracing may restart, and may restart on one rank only). The compiled code
+is guarded on it, so that it is valid as long as the groups of the job exist.
 
-A DTensor is made by nodes of the graph: a local tensor, and a spec whose parts are known while tracing.
+A DTensor is created by nodes of the graph, from a local tensor and a spec whose parts are known while tracing.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def real_argument(argument: VariableTracker) -> Any:
     """The value of an argument: a constant, a mesh, a group, a placement, a tensor of constants, or a list of those.
 
     Raises:
-        NotImplementedError: the value is only known when the program runs.
+        NotImplementedError: the value is only known at run time.
     """
     if argument.is_tensor():
         return constant_value(argument)
@@ -78,12 +76,12 @@ def real_argument(argument: VariableTracker) -> Any:
 def real_arguments(
     args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """`real_argument` of all of them."""
+    """`real_argument` of all arguments."""
     return [real_argument(arg) for arg in args], {name: real_argument(arg) for name, arg in kwargs.items()}
 
 
 def _frozen(value: Any) -> Any:
-    """A hashable stand-in for an argument, equal where the arguments are."""
+    """Hashable stand-in for an argument; stand-ins are equal if the arguments are."""
     if isinstance(value, torch.Tensor):
         return ("tensor", str(value.dtype), _frozen(value.tolist()))
     if isinstance(value, (list, tuple, range)):
@@ -95,9 +93,8 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-#: What was made at a place of the program, and what it was made from (whose addresses are in the key), by default
-#: group, function,
-#: arguments, place, and how often the place was met before.
+#: Key -> (result, the objects whose addresses are in the key). The key is, by default, the group, function, arguments,
+#: place in the program, and number of earlier calls at this place.
 _made: dict[Any, tuple[Any, Any]] = {}
 
 
@@ -115,7 +112,7 @@ def _leaves(thing: Any) -> list[Any]:
     return [thing] if isinstance(thing, (DeviceMesh, dist.ProcessGroup)) else []
 
 
-#: Groups end with ``destroy_process_group``; compiled code that has one in it ends with them.
+#: ``destroy_process_group`` ends the life of groups, and of compiled code that contains them.
 _alive = fact_guard("ALIVE", _is_alive)
 
 
@@ -127,10 +124,11 @@ def make_once(
     kwargs: dict[str, Any],
     owner: DeviceMesh | None = None,
 ) -> VariableTracker:
-    """Calls ``function(*args, **kwargs)``, which makes meshes or groups, unless this place of the program did so
+    """Calls ``function(*args, **kwargs)``, which creates meshes or groups, unless this place of the program did so
     before.
 
-    `owner` is the mesh whose method it is.
+    Args:
+        owner: the mesh whose method `function` is.
     """
     key = (id(world()), name, owner, _frozen(list(args)), _frozen(kwargs), *call_site(tx))
     if key not in _made or not _is_alive(_made[key][0]):
@@ -149,14 +147,14 @@ def _refuse(name: str, what: str) -> NoReturn:
     graph_break(
         "maker-argument",
         f"{name}: {what}",
-        f"backend='dtensor' calls {name} once, while it traces, and needs the values of its arguments then.",
+        f"backend='dtensor' calls {name} once, while tracing, and needs the values of its arguments then.",
     )
 
 
 def make(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """A call of a function, or of ``DeviceMesh`` itself, that makes meshes or groups."""
+    """Traces a call of a function, or of ``DeviceMesh`` itself, that creates meshes or groups."""
     function = stock.as_python_constant()
     try:
         real_args, real_kwargs = real_arguments(args, kwargs)
@@ -171,11 +169,11 @@ def make(
 def local_sizes(
     global_shape: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Shape and offsets of the local tensor, as torch computes them, in integers: what is traced where sizes are
-    symbolic.
+    """Shape and offsets of the local tensor, as torch computes them, in integer arithmetic that can be traced with
+    symbolic sizes.
 
-    Shards of one dim nest from left to right, so that their offsets add up. An empty shard begins where the tensor
-    ends."""
+    Shards of one dim nest from left to right, so that their offsets add up. An empty shard begins at the end of the
+    tensor."""
     if not mesh._is_current_rank_part_of_mesh():
         return (0,), ()
     sizes, offsets = list(global_shape), [0] * len(global_shape)
@@ -193,7 +191,7 @@ def local_sizes(
 def _compute_sizes(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``compute_local_shape_and_global_offset``: a constant where its arguments are, else `local_sizes`."""
+    """``compute_local_shape_and_global_offset``: a constant if its arguments are, otherwise `local_sizes`."""
     named = dict(zip(("global_shape", "mesh", "placements", "skip_offset"), args)) | kwargs
     try:
         if not named["global_shape"].is_python_constant():
@@ -210,14 +208,14 @@ def _compute_sizes(
 
 # ---- the current mesh ----------------------------------------------------------------------------------------------
 
-#: A program that asks for the current mesh depends on the one that is current where it is called.
+#: A program that asks for the current mesh depends on the one that is current at the call.
 _same_current_mesh = fact_guard("CURRENT_MESH", lambda env: list(env.mesh_stack[-1:]))
-#: How many ``with mesh:`` of the program that is being traced are open.
+#: Open ``with mesh:`` blocks of the program that is being traced.
 _open: list[DeviceMesh] = []
 
 
 def enter_mesh(mesh: DeviceMesh) -> Callable[[], None]:
-    """Makes the mesh the current one while the body of ``with mesh:`` is traced; returns what ends that."""
+    """Makes the mesh the current one while the body of ``with mesh:`` is traced; returns the function that ends it."""
     MESH_ENV.mesh_stack.append(mesh)
     _open.append(mesh)
 
@@ -229,7 +227,7 @@ def enter_mesh(mesh: DeviceMesh) -> Callable[[], None]:
 
 
 def track_current_mesh(tx: Translator) -> VariableTracker:
-    """The mesh of the innermost ``with mesh:``, in the compiled program or around its call."""
+    """Tracker of the mesh of the innermost ``with mesh:``, in the compiled program or around its call."""
     if not _open:
         _same_current_mesh(constant_source(tx, "mesh_env", MESH_ENV))
     try:
@@ -248,15 +246,15 @@ def wrap_local(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> DTensor:
-    """``DTensor(local, spec, requires_grad=False)`` in public terms: no gradient flows from it to its local tensor."""
+    """``DTensor(local, spec, requires_grad=False)`` in public terms: passes no gradient to its local tensor."""
     return DTensor.from_local(
         local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )
 
 
 def wrap_made(local: torch.Tensor, mesh: DeviceMesh, *spec: Any) -> DTensor:
-    """`wrap_local` of what torch made as a part of a DTensor, and not the program: passes are told what it is
-    globally.
+    """`wrap_local` for what torch, not the program, created as a part of a DTensor; gives passes its global
+    metadata.
     """
     made = wrap_local(local, mesh, *spec)
     mark(local, local_and_spec(made)[1])
@@ -264,7 +262,7 @@ def wrap_made(local: torch.Tensor, mesh: DeviceMesh, *spec: Any) -> DTensor:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """A tensor that requires a gradient because another does, and passes none on: what a new leaf is to the rest of a
+    """Identity that requires a gradient because `like` does, and passes no gradient on, as a new leaf to the rest of a
     graph.
     """
 
@@ -278,7 +276,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`tensor` as a new leaf; `like` requires a gradient, and gets none from here."""
+    """`tensor` as a new leaf that requires a gradient, as `like` does, and passes none to `like`."""
     return _WithoutGradient.apply(tensor, like)
 
 
@@ -305,7 +303,7 @@ def _construct(
 def _distribute(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``distribute_tensor``: of a tensor that requires a gradient it makes a new leaf."""
+    """``distribute_tensor``: makes a new leaf of a tensor that requires a gradient."""
     tensor = args[0] if args else kwargs.get("tensor")
     if tensor is None or not tensor.is_tensor():
         return stock.call_function(tx, args, kwargs)
@@ -327,7 +325,7 @@ def _distribute(
 def _from_local(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``DTensor.from_local``, which torch traces as one node: without a mesh it takes the one that is current here."""
+    """``DTensor.from_local``, which torch traces as one node; the default mesh is the current one."""
     given = args[1] if len(args) > 1 else kwargs.get("device_mesh")
     if given is None or given.is_constant_none():
         mesh = track_current_mesh(tx)
@@ -341,8 +339,8 @@ def _from_local(
 
 
 def _check_placements(tx: Translator, placements: VariableTracker | None) -> None:
-    """Raises in the program where torch refuses placements that wait for several reductions, with what to do
-    instead.
+    """Raises in the program, with advice, where torch refuses placements that are partial with several kinds of
+    reductions.
     """
     if placements is None or placements.is_constant_none():
         return
@@ -350,14 +348,14 @@ def _check_placements(tx: Translator, placements: VariableTracker | None) -> Non
         check_commuting(real_argument(placements), "a DTensor")
     except PlacementError as error:
         raise_in_program(tx, error)
-    except NotImplementedError:  # torch sees them when the program runs
+    except NotImplementedError:  # torch sees them at run time
         return
 
 
 def _copy(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``copy.copy``, which looks for ``__copy__`` on the class."""
+    """``copy.copy``, which looks up ``__copy__`` on the class."""
     if len(args) == 1 and isinstance(args[0].realize(), MemberVariable):
         return args[0].realize().call_method(tx, "__copy__", [], {})
     return stock.call_function(tx, args, kwargs)
@@ -380,5 +378,5 @@ OBJECTS: tuple[tuple[Any, Retrack], ...] = (
 
 
 def keep_leaves() -> AbstractContextManager[None]:
-    """The context in which a leaf that `_distribute` makes does not leave the graph."""
+    """Context in which a leaf that `_distribute` creates does not leave the graph."""
     return keep_leaves_inside(leaf_like)

@@ -1,8 +1,8 @@
-"""Optimizers: ``step()`` and ``zero_grad()`` belong to the region that they are in.
+"""Optimizers: ``step()`` and ``zero_grad()`` become part of the region that contains them.
 
 torch ends a graph before and after each step, because its own regions end at ``backward()`` anyway. Ours do not.
-`OBJECTS` are the functions that mean something else under our backend: the break around a step, the fused steps, what
-makes the state of a `GradScaler`.
+`OBJECTS` has the functions that are traced differently under our backend: the graph break around a step, the fused
+steps, and the functions that create the state of a `GradScaler`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Placements: ``Shard``, ``Replicate``, ``Partial`` and their kin, instances and classes.
 
-A placement is a value: torch guards it by equality, so whatever a member says follows from the guard. Methods that move
-data (``_split_tensor``) are traced like other code.
+A placement is a value: torch guards it by equality, so that results of its members follow from the guard. Methods that
+move data (``_split_tensor``) are traced like other code.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class PlacementVariable(TableVariable):
         breaks={"object-state": "__setattr__ __delattr__ __dict__"},
     )
     outside = Row(MemberRule.INLINE)
-    #: A placement has nothing in it that a deep copy would share.
+    #: A placement contains nothing that a deep copy would have to copy.
     functions = {"__copy__": copy.copy, "__deepcopy__": copy.copy}
 
     @classmethod
     def track(
         cls, tx: Translator, proxy: Any, value: Any, source: Source | None, options: Mapping[str, Any]
     ) -> VariableTracker:
-        """Makes the tracker; called in place of torch's factory. A placement made in the program is a constant of the
-        code.
+        """Creates the tracker; called in place of torch's factory. A placement created in the program is a constant of
+        the code.
         """
         if source is None:
             return cls(proxy, value, source=constant_source(tx, cls.kind, value), **options)
@@ -51,7 +51,7 @@ class PlacementVariable(TableVariable):
 
 
 class PlacementClassVariable(OpaqueClass):
-    """The class of placements, whose instances may be made with sizes that are symbolic."""
+    """The class of placements, whose instances may be created with symbolic sizes."""
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
@@ -63,9 +63,9 @@ class PlacementClassVariable(OpaqueClass):
             graph_break(
                 "placement-argument",
                 f"{self.value.__name__}({', '.join(map(str, [*args, *kwargs.values()]))})",
-                "backend='dtensor' makes placements while it traces, and needs the values of their arguments then.",
+                "backend='dtensor' creates placements while tracing, and needs the values of their arguments then.",
             )
         try:
             return super().call_function(tx, fixed_args, fixed_kwargs)
-        except TypeError as error:  # of the class: wrong arguments
+        except TypeError as error:  # raised by the class: wrong arguments
             raise_in_program(tx, error)

@@ -1,9 +1,8 @@
-"""``print``, ``warnings`` and ``logging``: said by Python when the graph has run, in the order of the program.
+"""``print``, ``warnings`` and ``logging``: run by Python after the graph, in the order of the program.
 
-The arguments are what they were at the call: tensors are copied there (without their history: of a plain tensor
-``grad_fn`` is not
-printed), meshes, groups and placements do not change. A record of a logger and a warning name the line of the program,
-as in eager.
+The arguments have their values at the call: tensors are copied there (without autograd history, so that ``grad_fn`` of
+a plain tensor is not printed); meshes, groups and placements do not change. Log records and warnings name the line of
+the program, as in eager.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 
 @dataclass(frozen=True, eq=False)
 class Say:
-    """A call with positional and keyword arguments, as one function of positional ones.
+    """A call with positional and keyword arguments, as a function of positional arguments only.
 
     Attributes:
         function: called as ``function(place, *args, **kwargs)``.
         place: the line of the program.
-        names: of the last arguments.
+        names: names of the last arguments.
     """
 
     function: Callable[..., None]
@@ -61,7 +60,7 @@ class Say:
 def _say(
     tx: Translator, what: str, function: Callable[..., None], arguments: Arguments, up: int = 0
 ) -> VariableTracker:
-    """Calls ``function(place, *args, **kwargs)`` when the graph has run. (``file=`` of ``print`` is found again
+    """Calls ``function(place, *args, **kwargs)`` after the graph has run. (``file=`` of ``print`` is looked up
     then.)
     """
     args, kwargs = arguments
@@ -74,7 +73,7 @@ def _say(
         graph_break(
             "message-argument",
             f"{what}({', '.join(map(str, [*args, *kwargs.values()]))})",
-            f"backend='dtensor' calls {what} when the graph has run, and can hold back tensors, constants, meshes, "
+            f"backend='dtensor' calls {what} after the graph has run, and can defer tensors, constants, meshes, "
             "groups, placements, and lists of those, outside of checkpointed regions.",
         )
     call_after_graph(tx, Say(function, place(tx, up), tuple(kwargs)), values)
@@ -132,7 +131,7 @@ def _handle_warn(
     return _say(tx, "warnings.warn", _warn, ([named.pop("message")], named), up=level - 1)
 
 
-#: Methods of loggers and functions of ``logging``, with their level; ``log`` has it as its first argument.
+#: Methods of loggers and functions of ``logging``, with their level; the level of ``log`` is its first argument.
 _LEVELS: Mapping[str, int | None] = {
     "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "warn": logging.WARNING,
     "error": logging.ERROR, "critical": logging.CRITICAL, "fatal": logging.CRITICAL, "log": None,
@@ -140,7 +139,7 @@ _LEVELS: Mapping[str, int | None] = {
 
 
 def _levelled(tx: Translator, name: str, args: Sequence[VariableTracker]) -> list[VariableTracker]:
-    """The arguments with the level first."""
+    """The arguments, with the level first."""
     level = _LEVELS[name]
     return list(args) if level is None else [build(tx, level), *args]
 
@@ -154,7 +153,7 @@ def _handle_logger(
     if name not in _LEVELS or not kwargs.keys() <= {"extra", "stacklevel"} or is_ignored(getattr(real, name)):
         return None
     if getattr(type(real), name) is not getattr(logging.Logger, name):
-        return None  # a class of the user's, with a method of its own
+        return None  # a user-defined subclass that overrides the method
     up = constant_argument(kwargs.pop("stacklevel")) - 1 if "stacklevel" in kwargs else 0
     function = _LogTo(real)
     return _say(tx, f"{real.name}.{name}", function, (_levelled(tx, name, args), kwargs), up)
@@ -162,7 +161,7 @@ def _handle_logger(
 
 @dataclass(frozen=True, eq=False)
 class _LogTo:
-    """`_log` to one logger."""
+    """`_log` bound to one logger."""
 
     logger: logging.Logger
 
@@ -170,7 +169,7 @@ class _LogTo:
         _log(at, self.logger, *args, **kwargs)
 
 
-#: Methods of loggers whose answer decides what the program does: constants, under a guard.
+#: Methods of loggers that the program may branch on: constants, under a guard.
 _QUESTIONS = frozenset({"isEnabledFor", "getEffectiveLevel", "hasHandlers"})
 
 

@@ -14,11 +14,11 @@ from dtensor_compile.variables.member_rules import SourcedVariable, table
 
 
 def group_facts(group: dist.ProcessGroup) -> tuple[Any, ...]:
-    """All that a graph may hold of a group: its name, the rank of this process in it, and its ranks in order."""
+    """All facts of a group that a graph may contain: its name, the rank of this process in it, its ranks in order."""
     return group.group_name, group.rank(), dist.get_process_group_ranks(group)
 
 
-#: torch guards the type of a group only, but rank, size and name are constants of the graph.
+#: torch guards only the type of a group, whereas its rank, size and name are constants of the graph.
 _same_group = fact_guard("PROCESS_GROUP_MATCH", group_facts)
 
 

@@ -1,10 +1,10 @@
-"""Random numbers from a generator of the program, and what the program does to torch's own.
+"""Random numbers from a generator of the program, and changes of torch's own generator by the program.
 
-A generator is a value of the graph: its state goes in as a tensor, every draw makes the next one, and when the graph
-has run the generator gets the last. What it gives, and what it is left with, is eager's. torch's own generator, from
-which all other draws are, has effects that stay in the order of the program.
+A generator is a value of the graph: its state is an input tensor, every draw computes the next state, and after the
+graph has run the generator is set to the last one. Its numbers and its final state are those of eager. Draws from
+torch's own generator, including all others, are effects that stay in the order of the program.
 
-DTensors on a CPU draw from torch's generator in eager, whatever they are given; so they do here.
+DTensors on a CPU draw from torch's generator in eager, whatever generator is passed; so they do here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Arguments = tuple[list[VariableTracker], dict[str, VariableTracker]]
 def _draw(
     tx: Translator, generator: GeneratorVariable, x: VariableTracker, name: str, numbers: Sequence[float]
 ) -> VariableTracker:
-    """What an operator gives; the generator moves on."""
+    """Result of a drawing operator; advances the generator."""
     values, state = emit_call(tx, ops.draw, generator.read(tx), x, name, tuple(map(float, numbers))).items
     generator.write(tx, state)
     return values
@@ -55,7 +55,7 @@ def _numbers(name: str, args: Sequence[VariableTracker], kwargs: dict[str, Varia
     """Arguments of a method that fills a tensor, in order.
 
     Raises:
-        NotImplementedError: one of them is only known when the program runs.
+        NotImplementedError: one of them is only known at run time.
     """
     if name == "random_":  # random_(to), random_(from, to)
         return [constant_argument(arg) for arg in (*args, *(kwargs[key] for key in ("from", "to") if key in kwargs))]
@@ -81,14 +81,14 @@ def _draw_method(
 
 
 def _take_generator(kwargs: dict[str, VariableTracker]) -> tuple[GeneratorVariable | None, dict[str, VariableTracker]]:
-    """The generator among the arguments (None where there is none), and the others."""
+    """The generator among the arguments (None if there is none), and the other arguments."""
     rest = dict(kwargs)
     generator = rest.pop("generator").realize() if "generator" in rest else None
     return (generator, rest) if isinstance(generator, GeneratorVariable) else (None, kwargs)
 
 
 def _ignores_generators(tensor: VariableTracker) -> bool:
-    """Whether eager ignores a generator here."""
+    """Whether eager ignores a generator for this tensor."""
     if tensor.python_type() is not DTensor:
         return False
     if _example(tensor).device.type != "cpu":
@@ -123,7 +123,7 @@ def _multinomial(
     return _draw(tx, generator, named["input"], "multinomial", numbers)
 
 
-#: Functions of a tensor, by the name of the method that is the same.
+#: Functions of a tensor, by the name of the in-place method that they correspond to.
 _OUT_OF_PLACE: dict[str, Callable[..., VariableTracker | None]] = {
     "bernoulli": _bernoulli,
     "poisson": _poisson,
@@ -151,9 +151,9 @@ def _handle_function(name: str) -> Retrack:
 
 
 def _handle_factory(split: Callable[[Translator, Arguments], tuple[str, Sequence[float], Arguments]]) -> Retrack:
-    """``torch.rand(..., generator=g)``: an empty tensor, and what fills it.
+    """``torch.rand(..., generator=g)``: an empty tensor and the method that fills it.
 
-    `split` says what fills it, with which numbers, and the arguments of ``torch.empty``.
+    `split` returns the name of that method, its numbers, and the arguments of ``torch.empty``.
     """
 
     def call(
@@ -199,7 +199,7 @@ def _seed_generator(
 
 
 def _seed(seed: int) -> int:
-    """Negative seeds count from the end of what 64 bits hold, and an operator takes signed ones."""
+    """Seed as a signed 64-bit integer, as operators take it; negative seeds wrap around."""
     return (int(seed) + 2**63) % 2**64 - 2**63
 
 
@@ -241,7 +241,7 @@ def _make_generator(
 
 
 def _default(method: Callable[..., VariableTracker]) -> Retrack:
-    """A function that does to torch's generator what `method` does to one of the program."""
+    """Handler of a function that does to torch's generator what `method` does to one of the program."""
 
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -256,8 +256,8 @@ def _default(method: Callable[..., VariableTracker]) -> Retrack:
 
 
 def _trunc_normal(x: torch.Tensor, mean: float, std: float, a: float, b: float) -> torch.Tensor:
-    """``nn.init.trunc_normal_`` with the loop, which draws until all values are within bounds, inside of an
-    operator.
+    """``nn.init.trunc_normal_`` as an operator that contains its loop, which draws until all values are within
+    bounds.
     """
     with torch.no_grad():
         if not isinstance(x, DTensor):
@@ -295,7 +295,7 @@ def _overwrite(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 # ---- the tables ----------------------------------------------------------------------------------------------------
 
-#: Classes of objects that the program is given, with what makes their tracker.
+#: Classes of objects passed to the program, with the factory of their tracker.
 TYPES = {torch.Generator: GeneratorVariable.track}
 
 #: Functions whose calls are handled here.

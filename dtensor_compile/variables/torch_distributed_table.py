@@ -1,8 +1,7 @@
-"""What becomes of the names of ``torch.distributed`` and its subpackages: a table per module, and the entries it leads
-to.
+"""Rules for the names of ``torch.distributed`` and its subpackages: a table per module, and the resulting entries.
 
-A row says what a call does while tracing (`members.MemberRule`). Names of rule `INLINE` are left to torch, which traces
-them like other Python, and have no entry. A name that the installed release does not have has none either.
+A row has the rule for a call while tracing (`member_rules.MemberRule`). Names with rule `INLINE` are left to torch,
+which traces them like other Python, and have no entry; nor have names that the installed release lacks.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ EXPERIMENTAL = table(
 
 DEBUG = table(inline="CommDebugMode", breaks={"looks-at-execution": "visualize_sharding"})
 
-#: Module -> its table. (A submodule of ``torch.distributed`` whose names are the package's shares the table.)
+#: Module -> its table. (A submodule of ``torch.distributed`` with the same names as the package shares its table.)
 TABLES: Mapping[types.ModuleType, Table] = {
     dist: DISTRIBUTED,
     dist.distributed_c10d: DISTRIBUTED,
@@ -131,7 +130,7 @@ TABLES: Mapping[types.ModuleType, Table] = {
 
 
 def _value(tx: Translator, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    """The result of a call as a constant of the code; what it raises is the program's."""
+    """The result of a call as a constant of the code; exceptions are raised in the program."""
     try:
         result = function(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - whatever it raises, the program sees it
@@ -142,7 +141,7 @@ def _value(tx: Translator, function: Callable[..., Any], args: list[Any], kwargs
 
 
 def _bake(function: Callable[..., Any]) -> Retrack:
-    """Calls whose result follows from their arguments; where those are no constants they break the graph."""
+    """Handler of calls whose result follows from their arguments; breaks the graph if those are no constants."""
 
     def bake(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -158,15 +157,15 @@ def _bake(function: Callable[..., Any]) -> Retrack:
 
 @dataclass(frozen=True)
 class _Question:
-    """A function whose answer is guarded. (What torch guards on functions themselves it takes for settled once they
-    passed.)
+    """A function with a guarded answer, wrapped because torch skips guards on functions themselves once they have
+    passed.
     """
 
     function: Callable[..., Any]
 
 
 def _ask(function: Callable[..., Any]) -> Retrack:
-    """Questions about the process, guarded by their answer."""
+    """Handler of queries about the process; guards the answer."""
     question = _Question(function)
     same_answer = fact_guard(function.__name__.upper(), lambda asked: asked.function())
 
@@ -213,7 +212,7 @@ def _entries() -> Iterator[tuple[Any, Retrack]]:
                 yield vars(module)[name], retrack
 
 
-#: Enumerations of C++: Python has no bytecode that makes a value of one.
+#: C++ enumerations: Python has no bytecode that creates a value of one.
 _ENUMS = (dist.DebugLevel, dist.BuiltinCommHookType, dist.ProcessGroup.BackendType, dist.ReduceOp.RedOpType)
 
 
@@ -229,7 +228,7 @@ def _read_reduction(tx: Translator, name: str) -> VariableTracker:
 # ---- objects of C++ that come in -----------------------------------------------------------------------------------
 
 _RAW_NAMES = [name for name, row in DISTRIBUTED.items() if row.cause == "raw-object"]
-#: Classes whose objects act when their methods are called.
+#: Classes whose methods have side effects.
 RAW_CLASSES = tuple(cls for name in ("Work", *_RAW_NAMES) if isinstance(cls := getattr(dist, name, None), type))
 
 
@@ -238,7 +237,7 @@ def _refuse_methods(cls: type) -> TrackGiven:
     return refuse_methods(names, lambda name: collective_calls.refuse(f"{cls.__name__}.{name}", "raw-object"))
 
 
-#: Methods that are called as functions of their class; ``contextlib.ExitStack`` does so, too.
+#: Methods that are called as functions of their class, as ``contextlib.ExitStack`` does.
 _UNBOUND = (
     (dist.ProcessGroup, "unbox", "raw-object"),
     (dist.Work, "unbox", "raw-object"),

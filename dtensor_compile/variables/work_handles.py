@@ -1,7 +1,7 @@
-"""``torch.distributed.Work`` and its future: what an asynchronous call returns.
+"""``torch.distributed.Work`` and its future: results of asynchronous calls.
 
-In the graph the call is complete, so that all of their methods have their answer. Objects that the program returns, or
-that live across a graph break, are of the classes below and answer the same.
+In the graph the call is complete, so that all of their methods return at once. Objects that the program returns, or
+that live across a graph break, are of the classes below and behave the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtensor_compile.variables.member_rules import causes_of, table
 
 
 class Future(CFuture):
-    """A future whose value is there."""
+    """A future that has its value."""
 
     FIELDS = ("_value",)
 
@@ -47,11 +47,11 @@ class Future(CFuture):
 
 
 class Work(dist.Work):
-    """The work of a call that is complete.
+    """The work of a complete call.
 
     Args:
-        results: the tensors that it filled.
-        source: the rank of the group that a message came from; None where it is no message that was received.
+        results: the tensors that the call filled.
+        source: the group rank of the sender; None unless the call received a message.
     """
 
     FIELDS = ("_results", "_source")
@@ -99,7 +99,7 @@ class Work(dist.Work):
         raise RuntimeError("Work::getFutureResult not implemented.")
 
 
-#: What becomes of the members of a work.
+#: Rules of the members of a work.
 WORK = table(
     inline="""
         wait is_completed is_success exception synchronize block_current_stream result source_rank get_future

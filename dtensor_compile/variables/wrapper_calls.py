@@ -1,4 +1,4 @@
-"""What the data-parallel wrappers have in common: tensors in their inputs, and how functions of ours are traced."""
+"""Utilities shared by the data-parallel wrappers: tensors in their inputs, and tracing of our own functions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 
 
 def _for_tensors(change, value):
-    """`value` with ``change(tensor)`` in place of every tensor in it, for the containers that torch's wrappers look
-    into.
-    """
+    """`value` with each tensor replaced by ``change(tensor)``, in containers that torch's wrappers search."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -43,21 +41,21 @@ def move(value, device):
 
 
 def trace_function(tx: Translator, function: Callable[..., Any], *args: Any) -> VariableTracker:
-    """Traces a function of ours; arguments are trackers or constants."""
+    """Traces a function of this package; arguments are trackers or constants."""
     variables = [arg if isinstance(arg, VariableTracker) else build(tx, arg) for arg in args]
     return UserFunctionVariable(function).call_function(tx, variables, {})
 
 
 def refuse_setting(why: str | None, what: str) -> None:
-    """Breaks the graph at a wrapper (`what`) with a setting that is not traced; None is no reason to."""
+    """Breaks the graph at a wrapper (`what`) if `why` names a setting that is not traced; None is no reason."""
     if why is not None:
         graph_break("data-parallel-setting", f"{what}: {why}")
 
 
 def gathering_name(tx: Translator, owner: Any, module: torch.nn.Module) -> str:
-    """Name of what one forward of a wrapped module gathers: that of `owner`, and how often `module` was called before.
+    """Name of the gather of one forward of a wrapped module: that of `owner`, and the number of earlier calls.
 
-    Modules that were wrapped in one list have one owner, and are gathered together.
+    Modules wrapped in one list have one owner, and are gathered together.
     """
     numbers, calls = notes(tx, "owners"), notes(tx, "calls")
     number = numbers.setdefault(id(owner), len(numbers))
