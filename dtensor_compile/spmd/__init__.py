@@ -1,13 +1,14 @@
-"""Partition-spec annotations on plain torch: what torch_xla's SPMD users write, compiled to DTensor placements.
+"""Partition-spec annotations on plain torch programs, with torch_xla's SPMD interface, compiled to DTensor placements.
 
-- ``mesh``: a grid of devices with named axes; ``partition_spec``: which axes cut which dim; ``op_sharding``: what that
-  means, device by device.
-- ``loader``: specs for many tensors, and data loaders; ``nd_linear``: linear layers that keep the dims of their input.
-- ``manual``: regions that work on what each device has; ``barrier``: a module's backward stays apart.
-- ``annotate``: `mark_sharding` and its family; ``shard_module``: storage as marked; ``propagate``: what follows for
-  other tensors.
-- ``spread`` and ``rewrite``: annotations in a graph (``dtensor_graph``: how they change it; ``function_rules``: calls
-  that are changed first); ``other_ranks``: what holds on all ranks; ``recurrent``: layers of many steps.
+- ``logical_mesh``: a grid of devices with named axes; ``partition_spec``: which axes shard which dim; ``op_sharding``:
+  the shard of each device.
+- ``sharding_spec``: specs for many tensors, and data loaders; ``nd_linear``: linear layers that keep the dims of their
+  input.
+- ``manual``: regions over local tensors; ``barrier``: separates the backward of a module from its neighbours'.
+- ``annotate``: `mark_sharding` and its family; ``shard_module``: storage as marked; ``propagate``: shardings of other
+  tensors.
+- ``spread`` and ``rewrite``: annotations in a graph (``dtensor_graph``: edits of the graph; ``function_rules``: calls
+  that are changed first); ``other_ranks``: errors on any rank; ``recurrent``: recurrent layers.
 """
 
 from dtensor_compile.spmd.annotate import (

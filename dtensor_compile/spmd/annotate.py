@@ -1,7 +1,7 @@
-"""`mark_sharding` and its family: which tensors lie where, said in partition specs.
+"""`mark_sharding` and its family: shardings of tensors, given as partition specs.
 
-A mark is a note on a plain tensor, which every rank has whole. The program means what it means without marks, in eager
-and under other backends; ``backend="dtensor"`` shards its computation as the marks say (`spmd.spread`), and
+A mark is metadata on a plain tensor that every rank has in full. Marks do not change the meaning of the program, in
+eager and under other backends; ``backend="dtensor"`` shards its computation as the marks say (`spmd.spread`), and
 `spmd.shard_module` the storage of parameters as well. In a compiled function a mark is a constraint on the value from
 there on; it does not break the graph.
 
@@ -36,23 +36,23 @@ from dtensor_compile.spmd.partition_spec import PartitionSpec, axes_to_placement
 from dtensor_compile.spmd.propagate import SpreadMark
 
 _NOTE = "_dtensor_compile_mark"
-#: Texts of the meshes that something was marked on: programs with marks mix plain tensors, which are equal on all
+#: Texts of the meshes of all marks in this process: programs with marks mix plain tensors, which are equal on all
 #: ranks, with DTensors.
 _marked_meshes: set[str] = set()
-#: Whether the program that is being traced may do so without a mark.
+#: Whether the program that is being traced may mix them without a mark.
 _allowed_outside: ContextVar[bool | None] = ContextVar("_allowed_outside", default=None)
 
 
 @dataclass(frozen=True)
 class MarkOn:
-    """A mark and the mesh that it speaks of."""
+    """A mark and its mesh."""
 
     mesh: Mesh
     mark: SpreadMark
 
 
 def mark_of(t: Any) -> MarkOn | None:
-    """What `mark_sharding` noted on a tensor."""
+    """The mark of a tensor, set by `mark_sharding`; None if it has none."""
     return getattr(t, _NOTE, None) if isinstance(t, torch.Tensor) else None
 
 
@@ -60,7 +60,7 @@ _guard_mark = fact_guard("MARK", mark_of)
 
 
 def guard_marks(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """The code that is being compiled holds for inputs with these marks, if anything was marked in this process."""
+    """Guards the code that is being compiled on the marks of its inputs, if anything was marked in this process."""
     if not _marked_meshes:
         return
     placed = []
@@ -70,12 +70,12 @@ def guard_marks(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None
                 _guard_mark(node.meta["grapharg"].source)
             elif mark_of(value) is not None:
                 placed.append(node)
-    if placed:  # on DTensors marks say no more than that plain tensors may stand beside them: one is enough for that
+    if placed:  # on DTensors marks only allow plain tensors beside them, for which one mark is enough
         _guard_mark(placed[0].meta["grapharg"].source)
 
 
 def note(t: torch.Tensor, mesh: Mesh, mark: SpreadMark) -> None:
-    """Puts a mark on a tensor; on a DTensor it says that plain tensors beside it are equal on all ranks."""
+    """Marks a tensor; on a DTensor a mark means that plain tensors beside it are equal on all ranks."""
     setattr(t, _NOTE, MarkOn(mesh, mark))
 
 
@@ -86,7 +86,7 @@ def anything_is_marked() -> bool:
 
 @contextlib.contextmanager
 def plain_tensors_are_replicated() -> Iterator[None]:
-    """For the time of tracing: operators take plain tensors beside DTensors, if anything was marked in this process.
+    """While tracing, operators accept plain tensors beside DTensors, if anything was marked in this process.
 
     Only the captured graph shows whether the program has marks: see `plain_tensors_are_as_outside`.
     """
@@ -102,10 +102,9 @@ def plain_tensors_are_replicated() -> Iterator[None]:
 
 
 def plain_tensors_are_as_outside() -> None:
-    """For the rest of a trace of a program without marks: operators refuse plain tensors beside DTensors where eager
-    does.
+    """For the rest of a trace of a program without marks: operators refuse plain tensors beside DTensors if eager does.
 
-    The compiled code holds for calls where eager takes them too.
+    The compiled code is guarded on whether eager accepts them.
     """
     allowed = _allowed_outside.get()
     if allowed is not None:
@@ -116,17 +115,17 @@ def plain_tensors_are_as_outside() -> None:
 def mark_sharding(
     t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec, *, open_dims: Sequence[int] = (), priority: int = 0
 ) -> torch.Tensor:
-    """Says which mesh axes cut which dim of a tensor; returns the tensor. Sends nothing.
+    """Sets the mesh axes that shard each dim of a tensor; returns the tensor. No communication.
 
     Args:
         t: a plain tensor that is equal on all ranks; in a compiled function any tensor.
         partition_spec: see `spmd.partition_spec`.
-        open_dims: dims that the propagation may cut further. Not in a compiled function.
-        priority: marks of a smaller number spread first. Not in a compiled function.
+        open_dims: dims that the propagation may shard further. Not in a compiled function.
+        priority: marks with a smaller number spread first. Not in a compiled function.
 
     Raises:
-        PlacementError: the spec breaks a rule or does not fit the tensor; outside of a compiled function: `t` is a
-            DTensor, whose placements are what they are.
+        PlacementError: the spec is invalid or does not fit the tensor; outside of a compiled function: `t` is a
+            DTensor, whose placements are fixed.
         MeshError: there is no torch mesh for `mesh`.
     """
     axes = mesh.axes(partition_spec, t.dim())
@@ -134,20 +133,20 @@ def mark_sharding(
         return constrain(t, mesh_text_in_program(mesh, t), axes, False)
     if isinstance(t, DTensor):
         raise PlacementError(
-            f"a DTensor {tuple(t.placements)} is placed already: use redistribute, or mark the plain tensor"
+            f"a DTensor already has placements ({tuple(t.placements)}): use redistribute, or mark the plain tensor"
         )
     for dim in open_dims:
         if not 0 <= dim < t.dim():
-            raise PlacementError(f"open dim {dim}: the tensor has the dims 0 to {t.dim() - 1}")
+            raise PlacementError(f"open dim {dim}: the tensor has dims 0 to {t.dim() - 1}")
     _use(mesh, t)
     note(t, mesh, SpreadMark(axes, tuple(open_dims), priority))
     return t
 
 
 def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
-    """In a compiled function: the value is cut along mesh axes on its way forward, and its gradient on its way back.
+    """In a compiled function: constrains the sharding of the value in the forward, and of its gradient in the backward.
 
-    Use the result. Outside of a compiled function it is the value itself, with a mark.
+    Use the result. Outside of a compiled function it is the tensor itself, marked.
     """
     axes = mesh.axes(partition_spec, t.dim())
     made = constrain(t, mesh_text_in_program(mesh, t), axes, True)
@@ -157,7 +156,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
-    """Takes the mark off a tensor, and returns it."""
+    """Removes the mark of a tensor, and returns the tensor."""
     if hasattr(t, _NOTE):
         delattr(t, _NOTE)
     return t
@@ -166,7 +165,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
 def wrap_as_sharded_tensor(
     t: torch.Tensor, mesh: Mesh | None = None, partition_spec: PartitionSpec | None = None
 ) -> DTensor:
-    """The tensor as a DTensor: cut as the spec says, else as it is marked, else replicated over `mesh` or the global
+    """The tensor as a DTensor: sharded by the spec, or else by its mark, or else replicated over `mesh` or the global
     mesh.
 
     Raises:
@@ -189,24 +188,24 @@ def wrap_as_sharded_tensor(
 
 
 def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
-    """The whole value of a DTensor as a plain tensor, on every rank; other tensors as they are."""
+    """The full value of a DTensor as a plain tensor, on every rank; other tensors unchanged."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def wrap_if_sharded(x: Any) -> Any:
-    """`wrap_as_sharded_tensor` of what is marked; anything else as it is."""
+    """`wrap_as_sharded_tensor` of a marked tensor; anything else unchanged."""
     return wrap_as_sharded_tensor(x) if mark_of(x) is not None else x
 
 
 def shard_as(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, placed alike: in a compiled function as the propagation finds, otherwise as the first. Use the
-    results.
+    """The tensors with equal placements: in a compiled function those that the propagation finds, otherwise those of
+    the first. Use the results.
 
     Raises:
-        PlacementError: they differ in shape.
+        PlacementError: their shapes differ.
     """
     if len({tuple(t.shape) for t in tensors}) > 1:
-        raise PlacementError(f"shard_as takes tensors of one shape, not {[list(t.shape) for t in tensors]}")
+        raise PlacementError(f"shard_as needs tensors of one shape, not {[list(t.shape) for t in tensors]}")
     return agree(*tensors)
 
 
@@ -217,11 +216,9 @@ def _use(mesh: Mesh, t: torch.Tensor) -> DeviceMesh:
 
 
 def mesh_text_in_program(mesh: Mesh, t: torch.Tensor) -> str:
-    """The text of a mesh for a call of this package in a program, compiled or not."""
+    """Text of a mesh for a call of this package in a program, compiled or not."""
     if not torch.compiler.is_compiling():
         _use(mesh, t)
     if not mesh.text:
-        raise MeshError(
-            "a mesh is used in a compiled function for the first time: call mesh.to_device_mesh() before it"
-        )
+        raise MeshError("the first use of a mesh is in a compiled function: call mesh.to_device_mesh() before it")
     return mesh.text

@@ -1,8 +1,8 @@
-"""`apply_backward_optimization_barrier`: the backward of a module stays apart from its neighbours'.
+"""`apply_backward_optimization_barrier`: keeps the backward of a module separate from that of its neighbours.
 
-The gradients that enter the module's backward, and those that leave it, pass through one operator that compilers do not
-look into: kernels on its two sides are not fused, and nothing that needs its results runs before all of its arguments
-are there. The forward, and all numbers, are unchanged; each gradient at the border is copied once.
+The gradients that enter the module's backward, and those that leave it, pass through one operator that is opaque to
+compilers: kernels on its two sides are not fused, and nothing that needs its results runs before all of its arguments
+are computed. The forward, and all numbers, are unchanged; each gradient at the border is copied once.
 
     before   ... mul(mul(g, a), b) ...                                one kernel
     after    ... mul(backward_barrier([mul(g, a)])[0], b) ...         two
@@ -33,7 +33,7 @@ _library._register_fake("backward_barrier", lambda xs: [torch.empty_like(x) for 
 
 
 class _Border(torch.autograd.Function):
-    """The tensors themselves; their gradients behind a barrier."""
+    """Identity on tensors, with a barrier for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -53,7 +53,7 @@ class _Border(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def border(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, and a barrier for their gradients."""
+    """Returns the tensors, with a barrier for their gradients."""
     return _Border.apply(*tensors)
 
 
@@ -68,8 +68,8 @@ def _with_border(values: Any) -> Any:
 
 
 def apply_backward_optimization_barrier(module: nn.Module) -> nn.Module:
-    """Puts a barrier around the backward of a module; returns the module. Its forward takes and returns tensors in any
-    nesting.
+    """Puts a barrier around the backward of a module; returns the module. Its forward may take and return nested
+    containers of tensors.
     """
     module.register_forward_pre_hook(lambda _, args, kwargs: _with_border((args, kwargs)), with_kwargs=True)
     module.register_forward_hook(lambda _, args, result: _with_border(result))

@@ -1,13 +1,12 @@
-"""Annotations inside of a compiled function: calls that Dynamo leaves whole in its graph.
+"""Annotations inside of a compiled function: calls that Dynamo keeps as single nodes of its graph.
 
-A constraint is one node of text and integers, as a redistribution is: the tensor, the mesh in text form, the axes that
-cut each dim.
+Like a redistribution, a constraint is one node of text and integers: the tensor, the text of the mesh, the axes that
+shard each dim.
 
     constrain(x, "cpu[dp=2:2,tp=2:1]@4", ((0,), ()), False)        x is S(0)R from here on
 
-A plain tensor means the same value on all ranks, and stays that: to Dynamo, to eager and to other backends the call is
-the identity. `spmd.spread` gives it its meaning: there the tensor becomes a DTensor, and the constraint a
-redistribution."""
+A plain tensor has the same value on all ranks, before and after: to Dynamo, eager and other backends the call is the
+identity. `spmd.spread` implements it: there the tensor becomes a DTensor, and the constraint a redistribution."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from dtensor_compile.spmd.partition_spec import Axes, axes_to_placements
 
 
 class _PlacedBothWays(torch.autograd.Function):
-    """The placements for the tensor on its way forward, and for its gradient on its way back."""
+    """Redistributes the tensor in the forward, and its gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
@@ -40,10 +39,10 @@ class _PlacedBothWays(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def constrain(x: torch.Tensor, mesh_text: str, axes: Axes, gradients: bool) -> torch.Tensor:
-    """`x` cut along `axes` of a mesh (per tensor dim), with `gradients` also its gradient.
+    """`x` sharded along `axes` of a mesh (per tensor dim), with `gradients` also its gradient.
 
     Raises:
-        ManualRegionError: `x` is of a manual region, along one of these axes.
+        ManualRegionError: `x` is in a manual region along one of these axes.
     """
     if not isinstance(x, DTensor):
         return x.view_as(x)
@@ -52,7 +51,7 @@ def constrain(x: torch.Tensor, mesh_text: str, axes: Axes, gradients: bool) -> t
     for dim, placement in enumerate(placements):
         if dim not in here and not placement.is_replicate():
             raise ManualRegionError(
-                f"mesh axis {axis_name(mesh, dim)!r} is manual here: a mark in the region cuts along other axes alone"
+                f"mesh axis {axis_name(mesh, dim)!r} is manual here: a mark in the region can only use other axes"
             )
     where = x.device_mesh, tuple([placements[i] for i in here])
     return _PlacedBothWays.apply(x, *where) if gradients else x.redistribute(*where)
@@ -60,7 +59,7 @@ def constrain(x: torch.Tensor, mesh_text: str, axes: Axes, gradients: bool) -> t
 
 @torch.compiler.allow_in_graph
 def agree(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, all placed as the first DTensor among them."""
+    """Returns the tensors, all with the placements of the first DTensor among them."""
     first = next((x for x in tensors if isinstance(x, DTensor)), None)
     if first is None:
         return tuple(x.view_as(x) for x in tensors)
@@ -68,43 +67,43 @@ def agree(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def as_dtensor(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A plain tensor, equal on all ranks, as a replicated DTensor; a DTensor as it is."""
+    """A plain tensor, equal on all ranks, as a replicated DTensor; a DTensor unchanged."""
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def replicated(x: torch.Tensor, mesh_text: str, dims: Sequence[int] | None = None) -> DTensor:
-    """`as_dtensor` as a node of a graph, over the whole mesh or these dims of it (in a region that is manual along the
-    others).
+    """`as_dtensor` as a node of a graph, over the whole mesh, or over these dims of it in a region that is manual along
+    the others.
     """
     mesh = device_mesh_of(mesh_text)
     return as_dtensor(x, mesh if dims is None else sub_mesh(mesh, dims))
 
 
 def whole(x: DTensor) -> torch.Tensor:
-    """The whole value as a plain tensor; its gradient comes in whole."""
+    """The full value as a plain tensor; its gradient is a full tensor, too."""
     return x.redistribute(x.device_mesh, [Replicate()] * x.device_mesh.ndim).to_local()
 
 
 def whole_copy(x: DTensor) -> torch.Tensor:
-    """`whole` in memory of its own: what the program may write to."""
+    """`whole` in memory of its own, which the program may write to."""
     return whole(x).clone()
 
 
 def ones_of(x: DTensor) -> torch.Tensor:
-    """Ones of the global shape and strides of `x`: what random numbers of the whole tensor are drawn on, which sends
-    nothing.
+    """Ones with the global shape and strides of `x`, on which random numbers of the full tensor are drawn without
+    communication.
     """
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
 
 
 def write_whole(x: DTensor, value: torch.Tensor) -> DTensor:
-    """`x` with the plain, whole `value` written to it."""
+    """`x` with the plain, full `value` written to it."""
     return x.copy_(as_dtensor(value, x.device_mesh))
 
 
 def update_statistics(x: DTensor, mean: torch.Tensor, var: torch.Tensor, momentum: float) -> None:
-    """What ``batch_norm`` writes to plain running statistics, for `x` of shape (batch, channels, ...): sums of shards
-    are sent alone.
+    """Updates plain running statistics as ``batch_norm`` does, for `x` of shape (batch, channels, ...); only sums of
+    shards are sent.
     """
     x, dims = x.detach(), [dim for dim in range(x.dim()) if dim != 1]
     n = x.numel() // x.shape[1]
@@ -121,12 +120,12 @@ def mean_loss(
     ignore_index: int,
     label_smoothing: float | None,
 ) -> torch.Tensor:
-    """``cross_entropy`` or, where `label_smoothing` is None, ``nll_loss`` of class indices with ``reduction="mean"``,
-    on shards.
+    """``cross_entropy`` or, if `label_smoothing` is None, ``nll_loss`` of class indices with ``reduction="mean"``, on
+    shards.
 
-    The sum of the losses over the sum of the weights of the targets that count, each of all ranks. DTensor has the
-    average of the means of the ranks before torch 2.14, which is another number where ranks have other targets that
-    count; as of 2.14 it gathers `input`."""
+    The sum of the losses over the sum of the weights of the targets that are not ignored, both over all ranks. Before
+    torch 2.14, DTensor averages the means of the ranks, which is a different number if their numbers of targets differ;
+    since 2.14 it gathers `input`."""
     mesh = next((x.device_mesh for x in (input, target) if isinstance(x, DTensor)), None)
     if weight is not None and mesh is not None:
         weight = as_dtensor(weight, mesh)
@@ -139,7 +138,7 @@ def mean_loss(
     counts = target != ignore_index
     weights = counts.to(
         torch.promote_types(total.dtype, torch.float32)
-    )  # half precision does not count beyond some hundred
+    )  # bfloat16 cannot count beyond 256
     if weight is not None:
         weights = weights * F.embedding(torch.where(counts, target, 0), weight.unsqueeze(1)).squeeze(-1)
     return (total / weights.sum()).to(total.dtype)

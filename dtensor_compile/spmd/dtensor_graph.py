@@ -1,4 +1,4 @@
-"""A Dynamo graph whose nodes are computed over fake DTensors, and what may be put between them."""
+"""A Dynamo graph whose nodes are computed over fake DTensors, and edits of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dtensor_compile.spmd.in_place import function_name, written_argument
 
 
 class DTensorGraph:
-    """A graph on a mesh, with the values that its nodes have.
+    """A graph on a mesh, with the values of its nodes.
 
     Attributes:
         values: of the nodes that were computed.
         was_plain: nodes whose values were plain tensors in the program.
-        decisions: what was decided so far.
+        decisions: decisions so far.
         mesh_shape, text: of the mesh.
     """
 
@@ -35,16 +35,16 @@ class DTensorGraph:
         self.was_plain = {node for node in self.graph.nodes if not isinstance(node.meta.get("example_value"), DTensor)}
 
     def compute(self, node: torch.fx.Node) -> None:
-        """Computes the value of a node; makes its arguments fit before."""
+        """Computes the value of a node, after converting its arguments if needed."""
         raise NotImplementedError
 
     def is_cut(self, node: torch.fx.Node | None) -> bool:
-        """Whether the value of a node is a DTensor that is not the same on every rank."""
+        """Whether the value of a node is a DTensor that differs between ranks."""
         value = self.values.get(node) if node is not None else None
         return isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
 
     def take_whole(self, node: torch.fx.Node, reason: str) -> None:
-        """The arguments of a node whole and plain: so it computes on every rank what the program says."""
+        """Passes full, plain tensors to a node, so that every rank computes what the program says."""
         gathered, written = 0, written_argument(node)
         for used in node.all_input_nodes:
             value = self.values[used]
@@ -53,13 +53,13 @@ class DTensorGraph:
                     0 if all(p.is_replicate() for p in value.placements) else int(value.numel()) * value.element_size()
                 )
                 self.replace_argument(node, used, whole_copy if used is written else whole)
-        why = f"{function_name(node)} runs on whole tensors, {gathered:,} bytes gathered: {reason}"
+        why = f"{function_name(node)} runs on full tensors, {gathered:,} bytes gathered: {reason}"
         self.decisions.append(Decision("replicate_fallback", source_line(node), why))
 
     def replace_argument(
         self, node: torch.fx.Node, used: torch.fx.Node, function: Callable[..., Any], *args: Any
     ) -> torch.fx.Node:
-        """What a function makes of an argument of a node, given to the node in place of the argument."""
+        """Replaces an argument of a node by the result of a function of that argument; returns the new node."""
         with self.graph.inserting_before(node):
             made = self.graph.call_function(function, (used, *args))
         made.meta = inherited(used, ("grapharg",))
@@ -68,7 +68,7 @@ class DTensorGraph:
         return made
 
     def write_back(self, node: torch.fx.Node, written: torch.fx.Node, copy: torch.fx.Node) -> None:
-        """What a node has written to a whole copy, to the DTensor that it is a copy of."""
+        """Writes what a node has written to a full copy back to the DTensor that was copied."""
         with self.graph.inserting_after(node):
             back = self.graph.call_function(write_whole, (written, copy))
         back.meta = inherited(written, ("grapharg",))
@@ -80,7 +80,7 @@ class DTensorGraph:
     def insert(
         self, behind: torch.fx.Node, like: torch.fx.Node, function: Callable[..., Any], *args: Any
     ) -> torch.fx.Node:
-        """A call behind a node; it takes the place of its first argument, `like`, for all that use that."""
+        """Inserts a call behind a node, and replaces its first argument, `like`, by it in all users of `like`."""
         with self.graph.inserting_after(behind):
             node = self.graph.call_function(function, (like, *args))
         node.meta = inherited(like, ("grapharg",))
@@ -91,8 +91,8 @@ class DTensorGraph:
         return node
 
     def over_mesh(self, placements: Sequence[Placement], here: Sequence[int]) -> list[Placement]:
-        """Placements over these dims of the mesh, as placements over the mesh: the other dims are manual, and nothing
-        is cut there.
+        """Extends placements over these dims of the mesh to the whole mesh. The other dims are manual, and replicated
+        here.
         """
         made: list[Placement] = [Replicate()] * len(self.mesh_shape)
         for dim, placement in zip(here, placements):

@@ -1,5 +1,5 @@
-"""Factors of operators, asked of DTensor once for each operator, shapes and mesh axis size: layers of a model share
-them.
+"""Factors of operators, computed by DTensor once for each operator, shapes and mesh axis size, since layers of a model
+share them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dtensor_compile.spmd.recurrent import batch_factor, recurrent_op
 
 
 class FactorCache:
-    """``cache(operator, size)``: the factors that an axis of `size` devices can cut.
+    """``cache(operator, size)``: the factors that an axis of `size` devices can shard.
 
     Args:
-        mesh: the mesh whose axes cut; each of its sizes is asked about over one of its dims.
+        mesh: the mesh with the axes; factors of each size are computed over one of its dims.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -46,7 +46,7 @@ class FactorCache:
 
 
 def _facts(value: Any) -> Any:
-    """What the rule of an operator can depend on, hashable."""
+    """Hashable summary of a value: everything that the rule of an operator can depend on."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (list, tuple)):

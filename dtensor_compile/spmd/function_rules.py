@@ -1,4 +1,4 @@
-"""Functions whose arguments or calls are changed before they run on DTensors, for their results to be the program's."""
+"""Functions whose arguments or calls are changed before they run on DTensors, to get the results of the program."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dtensor_compile.spmd.logical_mesh import dims_in
 from dtensor_compile.spmd.partition_spec import placements_to_axes
 from dtensor_compile.spmd.recurrent import recurrent_layer
 
-#: Functions of (input, p, training, inplace) that multiply by random numbers of the input's shape.
+#: Functions of (input, p, training, inplace) that multiply by random numbers with the input's shape.
 _DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_", "feature_dropout"})
 
 
 def prepare(this: DTensorGraph, node: torch.fx.Node) -> None:
-    """Changes a node that calls one of these functions, if need be."""
+    """Changes a node that calls one of these functions, if needed."""
     if function_name(node).startswith("conv"):
         _cut_batch_alone(this, node)
     elif node.target is torch.nn.functional.batch_norm:
@@ -35,19 +35,19 @@ def prepare(this: DTensorGraph, node: torch.fx.Node) -> None:
 
 
 def draw_whole(this: DTensorGraph, node: torch.fx.Node) -> Any:
-    """A node that draws random numbers for a DTensor, drawing those of the whole tensor."""
+    """Makes a node that draws random numbers for a DTensor draw them for the full tensor."""
     name, x = function_name(node), node.args[0] if node.args else None
     if name in _DROPOUTS and isinstance(x, torch.fx.Node) and isinstance(this.values[x], DTensor):
         return _multiply_by_draws(this, node, x)
     if name.endswith("_like") and isinstance(x, torch.fx.Node):
         this.replace_argument(node, x, ones_of)
     else:
-        this.take_whole(node, "random numbers are drawn for the whole tensor, as the plain program does")
+        this.take_whole(node, "random numbers are drawn for the full tensor, as in the plain program")
     return run_node(this.gm, node, this.values)
 
 
 def _multiply_by_draws(this: DTensorGraph, node: torch.fx.Node, x: torch.fx.Node) -> Any:
-    """``dropout(x)`` as ``x * dropout(ones)``: the ones are whole and plain, and cut without a collective."""
+    """``dropout(x)`` as ``x * dropout(ones)``: the ones are full and plain, and are sharded without a collective."""
     with this.graph.inserting_before(node):
         draws = this.graph.create_node(node.op, node.target, node.args, node.kwargs)
     draws.meta = {key: item for key, item in node.meta.items() if key != "grapharg"}
@@ -59,14 +59,14 @@ def _multiply_by_draws(this: DTensorGraph, node: torch.fx.Node, x: torch.fx.Node
 
 
 def _cut_batch_alone(this: DTensorGraph, node: torch.fx.Node) -> None:
-    """The arguments of a convolution, cut along the batch or not at all."""
+    """Makes the arguments of a convolution sharded along the batch or not at all."""
     tensors = [used for used in node.all_input_nodes if isinstance(this.values[used], torch.Tensor)]
     if not any(isinstance(this.values[used], DTensor) for used in tensors):
         return
     gathered, ndim = 0, max(this.values[used].dim() for used in tensors)
     for used in tensors:
         value = this.values[used]
-        batched = used is tensors[0] and value.dim() == ndim  # else its first dim is the channels
+        batched = used is tensors[0] and value.dim() == ndim  # otherwise its first dim is the channels
         if not isinstance(value, DTensor):
             this.replace_argument(node, used, replicated, this.text)
             continue
@@ -80,7 +80,7 @@ def _cut_batch_alone(this: DTensorGraph, node: torch.fx.Node) -> None:
 
 
 def _tell_recurrent(this: DTensorGraph, node: torch.fx.Node) -> None:
-    """A decision with the bytes that a recurrent layer takes from other shards than those of the batch."""
+    """Adds a decision with the bytes gathered by a recurrent layer whose inputs are sharded along other dims."""
     gathered = 0
     for used in node.all_input_nodes:
         value = this.values[used]
@@ -98,8 +98,8 @@ def _tell_gathered(this: DTensorGraph, node: torch.fx.Node, name: str, gathered:
 
 
 def _keep_statistics(this: DTensorGraph, node: torch.fx.Node) -> None:
-    """A batch norm whose running statistics are written by a call of their own: DTensor writes to shards that it
-    made of them.
+    """Updates the running statistics of a batch norm in a separate call, since DTensor would write to temporary shards
+    of them.
     """
     given = inspect.signature(torch.nn.functional.batch_norm).bind(*node.args, **node.kwargs)
     given.apply_defaults()
@@ -115,8 +115,8 @@ def _keep_statistics(this: DTensorGraph, node: torch.fx.Node) -> None:
 
 
 def _count_targets(this: DTensorGraph, node: torch.fx.Node) -> None:
-    """The mean of losses of class indices as their sum over that of the weights that count, where a rank has some
-    of them alone.
+    """Computes the mean loss of class indices as a sum over the sum of weights, if each rank has only some of the
+    targets.
     """
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     given.apply_defaults()

@@ -1,9 +1,9 @@
-"""`HybridMesh`: a mesh whose axes run over a fast network inside of a granule and a slow one between granules.
+"""`HybridMesh`: a mesh whose axes use a fast network inside of a granule and a slow one between granules.
 
-A granule is what the fast network connects: a host, an NVLink domain, a slice of a torus. Each axis i of the mesh has
-``dcn_mesh_shape[i] * ici_mesh_shape[i]`` devices: the outer part counts granules, the inner part devices within one.
-Inside of a granule whose devices have coordinates, mesh axes are laid onto torus axes (`topology.torus`); without
-coordinates all devices are equally near, and they are taken in order. Granules stay in order of their number.
+A granule is a group of devices connected by the fast network: a host, an NVLink domain, a slice of a torus. Each axis i
+of the mesh has ``dcn_mesh_shape[i] * ici_mesh_shape[i]`` devices: the outer part counts granules, the inner part
+devices within one. If the devices of a granule have coordinates, mesh axes are mapped to torus axes (`topology.torus`);
+otherwise all devices are equally near, and are taken in order. Granules are ordered by their number.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _TORUS_AXES = ("x", "y", "z", "core")
 
 
 class HybridMesh(Mesh):
-    """See the module.
+    """A mesh over granules of devices; see the module docstring.
 
     Args:
         ici_mesh_shape: sizes of the axes inside of a granule; their product is the number of its devices.
-        dcn_mesh_shape: sizes of the axes between granules; None where there is one granule.
+        dcn_mesh_shape: sizes of the axes between granules; None if there is one granule.
         axis_names: names of the axes.
         device_attributes: one mapping per device with ``name`` (its number, or text that ends in it, as ``"TPU:3"``),
-            ``slice_index`` (its granule; 0 where it is not given), and for a torus ``coords`` and ``core_on_chip``.
+            ``slice_index`` (its granule; default 0), and for a torus ``coords`` and ``core_on_chip``.
             None reads hosts from the launcher's environment (`topology.devices`, which also finds NVLink domains); all
             ranks have to call then.
-        allow_split_physical_axes: two mesh axes may share one torus axis.
-        cluster: whose links the table of `explain` counts with.
+        allow_split_physical_axes: whether two mesh axes may share one torus axis.
+        cluster: the cluster whose links the table of `explain` uses.
 
     Raises:
-        MeshError: the shapes do not fit each other or the devices, granules differ, coordinates are missing or there
-            twice.
+        MeshError: the shapes do not fit each other or the devices, granules differ, coordinates are missing or
+            duplicated.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HybridMesh(Mesh):
                 f"ici_mesh_shape {self.ici_mesh_shape} and dcn_mesh_shape {self.dcn_mesh_shape} differ in length"
             )
         if cluster not in CLUSTERS:
-            raise MeshError(f"no cluster {cluster!r}; known are {', '.join(CLUSTERS)}")
+            raise MeshError(f"unknown cluster {cluster!r}; known clusters: {', '.join(CLUSTERS)}")
         self._cluster: Cluster = CLUSTERS[cluster]
         self._torus: tuple[int, ...] = ()
         self._assignment: Assignment = ()
@@ -81,7 +81,7 @@ class HybridMesh(Mesh):
     def _inside(self, granule: Sequence[Mapping[str, Any]], split: bool) -> np.ndarray:
         if math.prod(self.ici_mesh_shape) != len(granule):
             want = math.prod(self.ici_mesh_shape)
-            raise MeshError(f"ici_mesh_shape {self.ici_mesh_shape} counts {want} devices, a granule has {len(granule)}")
+            raise MeshError(f"ici_mesh_shape {self.ici_mesh_shape} has {want} devices, a granule has {len(granule)}")
         if not any("coords" in device for device in granule):
             return np.array(sorted(map(_number, granule))).reshape(self.ici_mesh_shape)
         devices = _physical(granule)
@@ -90,9 +90,9 @@ class HybridMesh(Mesh):
         return lay_out(devices, self._assignment)
 
     def explain(self, size: int = 64 << 20) -> Table:
-        """A table for ``rich``: over which links each axis runs, and what an all-reduce of `size` bytes along it takes.
+        """A ``rich`` table of the links that each axis uses, and the time of an all-reduce of `size` bytes along it.
 
-        Two levels, one after the other, as libraries do them: reduce-scatter and all-gather inside of a granule, an
+        Two levels, one after the other, as in libraries: reduce-scatter and all-gather inside of a granule, an
         all-reduce of the shards between granules. Seconds are those of `topology.links` (latency and bandwidth), for
         the cluster's links."""
         table = Table("mesh axis", "size", "inside", "over", "between", "all-reduce", title=f"{self!r}, {size:,} bytes")
@@ -126,7 +126,7 @@ class HybridMesh(Mesh):
 def _number(device: Mapping[str, Any]) -> int:
     match = re.search(r"(\d+)$", str(device.get("name", "")))
     if match is None:
-        raise MeshError(f"a device needs a name that ends in its number, as 'TPU:3': {dict(device)}")
+        raise MeshError(f"the name of a device must end in its number, as in 'TPU:3': {dict(device)}")
     return int(match[1])
 
 
@@ -138,7 +138,7 @@ def _granules(devices: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, An
         granules.setdefault(int(device.get("slice_index", 0)), []).append(device)
     sizes = {index: len(granule) for index, granule in sorted(granules.items())}
     if len(set(sizes.values())) > 1:
-        raise MeshError(f"granules have to be of equal size; devices by granule: {sizes}")
+        raise MeshError(f"granules must have equal sizes; devices by granule: {sizes}")
     return [granules[index] for index in sizes]
 
 
@@ -146,7 +146,7 @@ def _physical(granule: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Device numbers in the shape of the torus that their coordinates span: x, y, z, core."""
     missing = [device for device in granule if "coords" not in device]
     if missing:
-        raise MeshError(f"some devices of a granule have coords and some have not: {dict(missing[0])}")
+        raise MeshError(f"some devices of a granule have coords and others do not: {dict(missing[0])}")
     places = {}
     for device in granule:
         place = (*(int(c) for c in device["coords"]), int(device.get("core_on_chip", 0)))

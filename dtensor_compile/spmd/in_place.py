@@ -1,11 +1,11 @@
-"""What a Dynamo graph writes in place, and who else sees it.
+"""In-place writes in a Dynamo graph, and their visibility through other views.
 
-A redistribution is a copy. Where a program writes to a tensor and reads what it wrote through another view of the same
-memory, a copy in between would lose the write. Such values stay plain and whole, and so do inputs that are written to,
-as the caller sees them:
+A redistribution is a copy. If a program writes to a tensor and reads the result through another view of the same
+memory, a copy in between would lose the write. Such values stay plain and full; so do inputs that are written to, since
+the caller sees them:
 
-    h = x * 2; v = h.view(-1); h.add_(1); return v          h stays whole: v is seen after the write
-    h = x * 2; h.add_(1); return h                          h may be cut: nobody else has it
+    h = x * 2; v = h.view(-1); h.add_(1); return v          h stays full: v is seen after the write
+    h = x * 2; h.add_(1); return h                          h may be sharded: it has no other view
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtensor_compile.compat.dtensor.record import checkpointed
 from dtensor_compile.compat.dtensor.specs import local_and_spec, storage_of
 from dtensor_compile.fixups.aliased_inputs import writes_in_place
 
-#: Functions that write to inputs (running statistics) besides the first, whose names do not say it.
+#: Functions that write to inputs besides the first (running statistics), whose names do not show it.
 _KEEP_STATISTICS = frozenset({"batch_norm", "instance_norm"})
 
 
@@ -27,7 +27,7 @@ def function_name(node: torch.fx.Node) -> str:
 
 
 def written_argument(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The tensor that a node writes to in place; None where it writes to none."""
+    """The tensor that a node writes to in place; None if there is none."""
     if not writes_in_place(node):
         return None
     target = node.kwargs.get("out", node.args[0] if node.args else node.kwargs.get("input"))
@@ -35,7 +35,7 @@ def written_argument(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def stay_whole(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """The nodes whose values must not be copied (module docstring): of each memory the first that has it."""
+    """The nodes whose values must not be copied (module docstring): the first node of each shared memory."""
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     memory = {node: memory_of(node) for node in nodes}
@@ -63,13 +63,13 @@ def stay_whole(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _itself(node: torch.fx.Node) -> torch.fx.Node:
-    """The node that made the very tensor which an operator in place returns."""
+    """The node that created the tensor object that an in-place operator returns."""
     written = written_argument(node)
     return node if written is None else _itself(written)
 
 
 def memory_of(node: torch.fx.Node) -> int | None:
-    """What tells whether two nodes have their values in the same memory; None for what is no tensor."""
+    """Identifies the memory of a node's value, to compare nodes; None if the value is not a tensor."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor):
         return None

@@ -1,21 +1,20 @@
-"""Manual regions: a part of the program that works on what each device has, while the compiler shards the rest.
+"""Manual regions: parts of a program that work on local tensors, while the compiler shards the rest.
 
-    local = enable_manual_sharding(x, ("dp", None))            # x cut along dp: now this rank's rows, a plain tensor
-    local = my_kernel(local)                                   # may use collectives of its own
-    y = disable_manual_sharding(local, ("dp", None), x.shape)  # a tensor of the global shape again: in eager whole on
-    every rank,
-                                                               # in a compiled program as the compiler shards it
+    local = enable_manual_sharding(x, ("dp", None))            # x sharded along dp: this rank's rows, a plain tensor
+    local = my_kernel(local)                                   # may contain collectives
+    y = disable_manual_sharding(local, ("dp", None), x.shape)  # a tensor of the global shape again: in eager full on
+                                                               # every rank, else as the compiler shards it
 
     @manual_region(in_specs=(("dp", None),), out_specs=("dp", None))
     def region(local): ...                                     # the same as a function of global tensors
 
-With `axes` only those mesh axes are manual: inside, a tensor is a DTensor over the other axes, with the shape that one
-device group of the manual axes has, and the compiler goes on sharding it. Regions nest: an inner one takes further axes
-of such a tensor.
+With `axes` only those mesh axes are manual: inside, a tensor is a DTensor over the other axes, with the shape of its
+shard along the manual axes, and the compiler goes on sharding it. Regions nest: an inner one takes further axes of such
+a tensor.
 
-Gradients. A tensor that a region takes whole along an axis gets gradients from every device of it, which are summed; a
-result that is said to be equal along an axis gives each device its share, 1/size, of the gradient. Together they give
-the gradient of the global program, wherever the region's own collectives differentiate right.
+Gradients: a tensor that is replicated along an axis in a region gets gradients from every device of the axis, which are
+summed; a result that is declared equal along an axis passes each device its share, 1/size, of the gradient. Together
+they are the gradient of the global program, if the region's own collectives are differentiated correctly.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ Indices = tuple[int, ...]
 def enable_manual_sharding(
     t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None, axes: Sequence[str | int] | None = None
 ) -> torch.Tensor:
-    """What this device has of `t`, cut as the spec says; see the module.
+    """The local tensor of `t` on this device, sharded by the spec; see the module docstring.
 
     Args:
         t: a tensor of global shape; in a region over other axes, one of that region.
-        partition_spec: may name manual axes and, behind them, others.
-        mesh: the global mesh if not given.
-        axes: the axes that become manual; all of them if not given.
+        partition_spec: may name manual axes and, after them, others.
+        mesh: defaults to the global mesh.
+        axes: the axes that become manual; defaults to all.
 
     Raises:
-        ManualRegionError: an axis does not divide the dim it cuts, or a manual axis cuts behind one that is not.
-        MeshError, PlacementError: no mesh, an unknown axis, a spec that breaks a rule.
+        ManualRegionError: an axis does not divide the dim that it shards, or a manual axis comes after one that is not.
+        MeshError, PlacementError: no mesh, an unknown axis, an invalid spec.
     """
     mesh, cut, manual = _arguments(partition_spec, mesh, axes, t.dim())
     for dim, entry in enumerate(cut):
@@ -76,10 +75,11 @@ def disable_manual_sharding(
     mesh: Mesh | None = None,
     axes: Sequence[str | int] | None = None,
 ) -> torch.Tensor:
-    """The global tensor of which each device has `t`: the other way round, with the same `mesh` and `axes`.
+    """The global tensor of which each device has shard `t`; inverse of `enable_manual_sharding` with the same `mesh`
+    and `axes`.
 
     Raises:
-        ManualRegionError: the pieces do not make up `full_shape`, or an axis is not manual here.
+        ManualRegionError: the shards do not make up `full_shape`, or an axis is not manual here.
         MeshError, PlacementError: as for `enable_manual_sharding`.
     """
     mesh, cut, manual = _arguments(partition_spec, mesh, axes, t.dim())
@@ -98,10 +98,10 @@ def manual_region(
     mesh: Mesh | None = None,
     axes: Sequence[str | int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: a function of what each device has, as a function of global tensors.
+    """Decorator that makes a function of local tensors a function of global tensors.
 
     Args:
-        in_specs: the spec of each positional argument; None for what is passed on as it is.
+        in_specs: the spec of each positional argument; None passes the argument on unchanged.
         out_specs: the spec of the result, or a list of specs for a tuple of results.
     """
 
@@ -136,7 +136,7 @@ def _arguments(
 ) -> tuple[Mesh, Axes, Indices]:
     mesh = mesh if mesh is not None else get_global_mesh()
     if mesh is None:
-        raise MeshError("a manual region needs a mesh: give one, or call set_global_mesh first")
+        raise MeshError("a manual region needs a mesh: pass one, or call set_global_mesh first")
     every = tuple(range(len(mesh.mesh_shape)))
     manual = every if axes is None else tuple(sorted([entry[0] for entry in mesh.axes(tuple(axes))]))
     return mesh, mesh.axes(spec, ndim), manual
@@ -146,7 +146,7 @@ def _arguments(
 
 
 class _Share(torch.autograd.Function):
-    """The value itself; a part of its gradient."""
+    """Identity, whose gradient is scaled to this device's share."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: float) -> torch.Tensor:
@@ -160,13 +160,13 @@ class _Share(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def to_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.Tensor:
-    """What this device has of `t` along the manual axes; a DTensor over the others, where there are others."""
+    """The local tensor of `t` along the manual axes; a DTensor over the other axes, if there are any."""
     mesh = device_mesh_of(text)
     here = [i for i in range(mesh.ndim)] if not isinstance(t, DTensor) else dims_in(mesh, t.device_mesh)
     for i in manual:
         if i not in here:
             raise ManualRegionError(
-                f"mesh axis {axis_name(mesh, i)!r} is manual already: a region inside of one takes other axes"
+                f"mesh axis {axis_name(mesh, i)!r} is manual already: a nested region must use other axes"
             )
     own = as_dtensor(t, sub_mesh(mesh, here)).redistribute(placements=_placements(axes, mesh, here))
     rest = [i for i in here if i not in manual]
@@ -181,22 +181,22 @@ def to_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.
 
 @torch.compiler.allow_in_graph
 def from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> torch.Tensor:
-    """The tensor over the manual axes, and over those that `t` is a DTensor over already; plain and whole where that is
-    all axes.
+    """The DTensor over the manual axes and those that `t` is already a DTensor over; plain and full if those are all
+    axes.
     """
     placed = placed_from_manual(t, text, axes, manual)
     return whole(placed) if placed.device_mesh.ndim == device_mesh_of(text).ndim else placed
 
 
 def placed_from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) -> DTensor:
-    """`from_manual`, a DTensor in any case: what stands in a graph in its place."""
+    """`from_manual`, but always a DTensor: replaces it in a graph."""
     mesh = device_mesh_of(text)
     rest = dims_in(mesh, t.device_mesh) if isinstance(t, DTensor) else []
     for i in manual:
         if i in rest:
             raise ManualRegionError(
-                f"mesh axis {axis_name(mesh, i)!r} is not manual here: close a region along the axes that it was "
-                "opened with"
+                f"mesh axis {axis_name(mesh, i)!r} is not manual here: close a region along the axes with which it was "
+                "opened"
             )
     here = sorted({*manual, *rest})
     placed = dict(zip(here, _placements(axes, mesh, here)))
@@ -210,13 +210,13 @@ def placed_from_manual(t: torch.Tensor, text: str, axes: Axes, manual: Indices) 
 
 
 def _of_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """The DTensor of that global shape: axes that are not manual may cut it unevenly."""
+    """The DTensor of that global shape; axes that are not manual may shard it unevenly."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
 
 
 def _pieces(entry: Sequence[int], manual: Indices, mesh_shape: Sequence[int]) -> int:
-    """In how many pieces the manual ones of these axes cut a dim."""
+    """Number of pieces into which the manual axes among these split a dim."""
     return math.prod([mesh_shape[axis] for axis in entry if axis in manual])
 
 
@@ -225,12 +225,12 @@ def _placements(axes: Axes, mesh: DeviceMesh, here: Sequence[int]) -> list[Place
     unknown = [i for i, p in enumerate(placements) if not isinstance(p, Replicate) and i not in here]
     if unknown:
         raise ManualRegionError(
-            f"mesh axis {axis_name(mesh, unknown[0])!r} is manual already: inside, a tensor is not cut along it"
+            f"mesh axis {axis_name(mesh, unknown[0])!r} is manual already: inside, a tensor is not sharded along it"
         )
     return [placements[i] for i in here]
 
 
 def _rest_of(axes: Axes, manual: Indices, mesh: DeviceMesh, rest: Sequence[int]) -> list[Placement]:
-    """How the axes that are not manual cut what the manual ones have left."""
+    """Placements along the axes that are not manual, of what the manual axes have left."""
     left = tuple(tuple(axis for axis in entry if axis not in manual) for entry in axes)
     return [axes_to_placements(left, tuple(mesh.shape))[i] for i in rest]

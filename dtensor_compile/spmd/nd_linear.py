@@ -1,14 +1,14 @@
-"""A linear layer that keeps the dims of its input through the graph.
+"""A linear layer that keeps the dims of its input in the graph.
 
-``torch.nn.functional.linear`` folds the leading dims of its input into one, for a matrix product: a shard of the second
-dim becomes a strided shard of the folded one. Here the layer is one operator over all dims, with a rule of its own; the
-fold happens in its kernel, on the local tensor. (DTensor of torch 2.13 follows the strided shard through a product:
-then both send the same.)
+``torch.nn.functional.linear`` folds the leading dims of its input into one, for a matmul: a shard of the second dim
+becomes a strided shard of the folded one. Here the layer is one operator over all dims, with a sharding rule of its
+own; the fold happens in its kernel, on the local tensor. (DTensor of torch 2.13 propagates the strided shard through a
+matmul: then both send the same.)
 
-    y[..., o] = sum_i x[..., i] w[o, i]            any leading dim, o and i may be cut; i owes a sum
-    w'[o, i]  = sum_... y'[..., o] x[..., i]       the gradient of w: a cut leading dim owes a sum
+    y[..., o] = sum_i x[..., i] w[o, i]            any leading dim, o and i may be sharded; y is partial along i
+    w'[o, i]  = sum_... y'[..., o] x[..., i]       gradient of w: partial along sharded leading dims
 
-`with_nd_linear` gives a module with such layers that shares its parameters and buffers with the one it was given.
+`with_nd_linear` returns a module with such layers that shares parameters and buffers with the original.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _weight(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """All dims but the last as one; that may have no elements on some ranks."""
+    """All dims but the last folded into one; the tensor may be empty on some ranks."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -78,10 +78,10 @@ def _weight_rule(g: Any, x: Any) -> Choices:
 
 
 class NDLinear(nn.Linear):
-    """``nn.Linear`` with the operator of this module."""
+    """``nn.Linear`` over the operator of this module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of shape (..., in_features) to (..., out_features)."""
+        """Maps `x` of shape (..., in_features) to (..., out_features)."""
         w, b = self.weight, self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -91,7 +91,7 @@ class NDLinear(nn.Linear):
 
 
 def with_nd_linear(module: nn.Module) -> nn.Module:
-    """A copy of a module whose linear layers are `NDLinear`; parameters and buffers are those of the module itself."""
+    """A copy of a module with `NDLinear` for its linear layers; shares parameters and buffers with the original."""
     shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
     made = copy.deepcopy(module, shared)
     for layer in made.modules():

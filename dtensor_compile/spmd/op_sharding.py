@@ -1,16 +1,16 @@
-"""What a partition spec means, device by device: tile assignment, groups of devices with equal data, and the shard of
+"""Device-by-device meaning of a partition spec: tile assignment, groups of devices with equal data, and the shard of
 each device.
 
 The devices of a mesh, in the order of its axes, are transposed so that the axes of the spec come first, in the order in
-which the spec names them, and the axes it does not name come last. Then
+which the spec names them, and other axes come last. Then
 
-    tile_assignment      one dim per cut tensor dim, followed by the axes that are not named
+    tile_assignment      one dim per sharded tensor dim, followed by the axes that are not named
     replication_groups   one row per tile: the devices that hold it
-    group_assignment     the indices of those rows, one dim per tensor dim (1 where it is whole)
+    group_assignment     the indices of those rows, one dim per tensor dim (1 if it is not sharded)
 
-`ShardingType` is REPLICATED where every dim is whole, TILED where all dims are cut and all axes are used, PARTIAL
-otherwise, with the numbers of torch_xla. A mesh with more axes than the tensor has dims is PARTIAL also where every dim
-is whole, as it is there."""
+`ShardingType` is REPLICATED if no dim is sharded, TILED if all dims are sharded and all axes are used, PARTIAL
+otherwise, with the numbers of torch_xla. On a mesh with more axes than the tensor has dims an unsharded tensor is
+PARTIAL too, as in torch_xla."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dtensor_compile.spmd.partition_spec import Axes
 
 
 class ShardingType(enum.IntEnum):
-    """How a tensor lies on a mesh; the values are torch_xla's."""
+    """Kind of sharding of a tensor on a mesh; the values are torch_xla's."""
 
     REPLICATED = 0
     MAXIMAL = 1
@@ -41,15 +41,15 @@ class ShardingType(enum.IntEnum):
 
 @dataclass(frozen=True)
 class IotaTiles:
-    """A tiling as XLA writes it short (its "V2" form): which places of the mesh hold which tile.
+    """A tiling in XLA's compact ("V2") form: a permutation of positions in the mesh.
 
         numpy.arange(n).reshape(reshape_dims).transpose(transpose_perm).reshape(tile_assignment_dims)
 
     Attributes:
-        tile_assignment_dims: pieces per tensor dim, and behind them the number of copies where there are several.
+        tile_assignment_dims: pieces per tensor dim, followed by the number of copies if there are several.
         reshape_dims: shape of the mesh.
-        transpose_perm: mesh axes in the order in which the spec names them, the others behind.
-        subgroup_types: ``[0]`` (replicated) where the last tile dim counts copies.
+        transpose_perm: mesh axes in the order in which the spec names them, followed by the others.
+        subgroup_types: ``[0]`` (replicated) if the last tile dim counts copies.
     """
 
     tile_assignment_dims: list[int]
@@ -60,13 +60,14 @@ class IotaTiles:
 
 @dataclass(frozen=True)
 class OpSharding:
-    """
+    """Sharding of a tensor over the devices of a mesh, in XLA's terms.
+
     Attributes:
         tile_assignment, group_assignment, replication_groups: nested lists of device ids and of group numbers; see the
-            module. The latter two are empty where no device is left over.
+            module docstring. The latter two are empty if no device holds a copy.
         sharding_type: see `ShardingType`.
         tile_dims: pieces per tensor dim.
-        v2: the same as `IotaTiles`, in places of the mesh's list of device ids; None where every dim is whole.
+        v2: the same as `IotaTiles`, in positions of the mesh's list of device ids; None if no dim is sharded.
     """
 
     tile_assignment: list[Any]
@@ -77,7 +78,7 @@ class OpSharding:
     v2: IotaTiles | None = None
 
     def __str__(self) -> str:
-        """As XLA writes a sharding: ``{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}``."""
+        """Text of the sharding as in XLA: ``{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}``."""
         if self.sharding_type in (
             ShardingType.REPLICATED,
             ShardingType.MAXIMAL,
@@ -95,9 +96,7 @@ class OpSharding:
 
 
 def op_sharding(device_ids: np.ndarray, axes: Axes) -> OpSharding:
-    """The sharding of a tensor cut along `axes` (per tensor dim) over the devices of a mesh, `device_ids` in the shape
-    of the mesh.
-    """
+    """The sharding of a tensor along `axes` (per tensor dim), with `device_ids` in the shape of the mesh."""
     shape = device_ids.shape
     used = [axis for entry in axes for axis in entry]
     unused = [axis for axis in range(device_ids.ndim) if axis not in used]
@@ -119,7 +118,7 @@ def op_sharding(device_ids: np.ndarray, axes: Axes) -> OpSharding:
 
 @dataclass(frozen=True)
 class DeviceShard:
-    """What one device holds: ``[begin, end)`` of each tensor dim, and the how-manyth copy of it that is."""
+    """The shard of one device: ``[begin, end)`` of each tensor dim, and its index among the copies of that shard."""
 
     device: int
     index: tuple[tuple[int, int], ...]
@@ -131,8 +130,8 @@ class DeviceShard:
 
 
 def device_shards(device_ids: np.ndarray, axes: Axes, shape: Sequence[int]) -> list[DeviceShard]:
-    """The shard of every device, in order of id. Pieces are of ``ceil(size / pieces)``, the last ones smaller or empty;
-    where several axes cut a dim, each cuts what the one before it made (as DTensor does)."""
+    """The shard of every device, in order of id. Pieces have ``ceil(size / pieces)`` elements, the last ones fewer or
+    none; if several axes shard a dim, each splits the pieces of the one before it (as DTensor does)."""
     copies: dict[tuple[int, ...], int] = {}
     shards = {}
     for coordinate in np.ndindex(*device_ids.shape):
@@ -157,7 +156,7 @@ _TILES = re.compile(r"\{devices=\[(?P<dims>[0-9,]+)\](?P<devices>[0-9,]+)(?P<res
 
 
 def grid_of(text: str) -> list[Any]:
-    """The devices of a sharding in XLA's text, in the shape of its tiles: nested lists.
+    """The devices of a sharding in XLA's text, as nested lists in the shape of its tiles.
 
     Raises:
         PlacementError: the text is not of the form ``{devices=[2,4]0,1,...}``.

@@ -1,10 +1,10 @@
-"""Whether an operator runs on the shards of every rank: asked on each rank for all of them, so that all decide alike.
+"""Whether an operator runs on the shards of every rank, evaluated on each rank for all ranks, so that all decide alike.
 
-Where shards are uneven, some ranks hold other shapes, maybe nothing at all, and an operator may run on one rank and
-raise on another (the largest of no numbers). A rank that saw its own shard alone would fall back to whole tensors
-alone, and send what nobody receives.
+If shards are uneven, local shapes differ between ranks and may be empty, and an operator may run on one rank and raise
+on another (the maximum of an empty tensor). A rank that only considered its own shard would fall back to full tensors
+alone, and start a collective that no other rank joins.
 
-    amax(x: S(0) of 3 rows, 4 ranks)      runs on ranks 0 to 2, raises on rank 3: whole on all of them
+    amax(x: S(0) of 3 rows, 4 ranks)      runs on ranks 0 to 2, raises on rank 3: full tensors on all of them
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtensor_compile.ir.mesh import MeshLayout, mesh_layout
 from dtensor_compile.ops.expand import local_shape
 from dtensor_compile.spmd.in_place import function_name
 
-#: Functions that have no result for no numbers. Not all of them say so of a tensor that has no values either.
+#: Functions that have no result for an empty tensor. Not all of them raise for a tensor without values.
 _NEED_NUMBERS = frozenset(
     {
         "amax",
@@ -45,9 +45,8 @@ _NEED_NUMBERS = frozenset(
 def fails_on_some_rank(
     gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]
 ) -> Exception | None:
-    """What a node raises on the first rank on which it does, for these fake values of the nodes before it, whose shapes
-    differ from rank to rank; None where it runs on all of them, where ranks hold the same shapes, and where sizes are
-    symbolic."""
+    """The exception of a node on the first rank on which it raises, given fake values of the nodes before it, whose
+    shapes differ between ranks; None if it runs on all ranks, if ranks have equal shapes, or if sizes are symbolic."""
     placed = {used: values[used] for used in node.all_input_nodes if isinstance(values.get(used), DTensor)}
     if not all(isinstance(size, int) for value in placed.values() for size in value.shape):
         return None
@@ -59,7 +58,7 @@ def fails_on_some_rank(
     if len(seen) < 2:
         return None
     if function_name(node) in _NEED_NUMBERS and any(0 in shape for shapes in seen for shape in shapes):
-        return ValueError(f"{function_name(node)} of no numbers, which a rank has")
+        return ValueError(f"{function_name(node)} of an empty tensor on some rank")
     for shapes, rank in seen.items():
         there = {used: _of_shape(value, shape) for (used, value), shape in zip(placed.items(), shapes)}
         where = [(value.device_mesh, layouts[used].coordinate(rank) or ()) for used, value in placed.items()]

@@ -1,14 +1,14 @@
-"""Partition specs: which mesh axes cut which dim of a tensor, as torch_xla writes them.
+"""Partition specs, as in torch_xla: the mesh axes that shard each dim of a tensor.
 
     partition spec    one entry per tensor dim: None, an axis (index or name), or a tuple of axes in the order in which
-                      they cut
-    (None, "tp")      on a mesh (dp, tp): dim 0 whole, dim 1 in |tp| pieces
-    (("tp", "dp"),)   dim 0 first in |tp| pieces, each of them in |dp| pieces
+                      they split it
+    (None, "tp")      on a mesh (dp, tp): dim 0 is not sharded, dim 1 has |tp| pieces
+    (("tp", "dp"),)   dim 0 has |tp| pieces, each split into |dp| pieces
 
-A spec and the placements of a DTensor say the same from two sides: a spec names mesh axes per tensor dim, placements
-name a tensor dim per mesh dim. Axes that cut one dim in another order than that of the mesh are strided shards: with
-the mesh (dp, tp) the second spec is ``_S(0,|tp|)S(0)``, since dp cuts what tp has cut already. The split factor of an
-axis is the number of pieces made by the axes that cut the same dim before it and stand behind it in the mesh.
+A spec names mesh axes per tensor dim, placements of a DTensor name a tensor dim per mesh dim. Axes that shard one dim
+in an order other than that of the mesh are strided shards: with the mesh (dp, tp) the second spec is
+``_S(0,|tp|)S(0)``, since dp splits what tp has split already. The split factor of an axis is the number of pieces made
+by the axes that come before it in the entry and after it in the mesh.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dtensor_compile.errors import PlacementError
 
 Axis = int | str
 PartitionSpec = tuple["Axis | tuple[Axis, ...] | None", ...]
-#: A partition spec whose axes are indices: per tensor dim the axes that cut it, in order.
+#: A partition spec with indices of axes: per tensor dim the axes that shard it, in order.
 Axes = tuple[tuple[int, ...], ...]
 
 
 def spec_axes(
     spec: object, mesh_shape: Sequence[int], axis_names: Sequence[str] | None, what: str = "a partition spec"
 ) -> Axes:
-    """The axes of each entry as indices; an empty tuple for a dim that is whole.
+    """The axes of each entry as indices; an empty tuple for a dim that is not sharded.
 
     Raises:
-        PlacementError: it is no tuple, an entry is nested twice or of another type, an axis is unknown, out of range or
-            used twice.
+        PlacementError: the spec is not a tuple, an entry is nested twice or of another type, an axis is unknown, out of
+            range or used twice.
     """
     if not isinstance(spec, (tuple, list)):
         raise PlacementError(
@@ -44,7 +44,7 @@ def spec_axes(
         if used.count(axis) > 1:
             name = axis_names[axis] if axis_names else axis
             raise PlacementError(
-                f"{what} {tuple(spec)!r} uses mesh axis {name!r} twice: an axis cuts one dim of a tensor, once"
+                f"{what} {tuple(spec)!r} uses mesh axis {name!r} twice: an axis can shard only one dim of a tensor"
             )
     return axes
 
@@ -54,7 +54,7 @@ def _entry_axes(entry: object, ndim: int, names: Sequence[str] | None, spec: obj
         return ()
     parts = entry if isinstance(entry, (tuple, list)) else (entry,)
     if isinstance(entry, (tuple, list)) and len(entry) == 0:
-        raise PlacementError(f"{what} {spec!r} has an empty entry: write None for a dim that is whole")
+        raise PlacementError(f"{what} {spec!r} has an empty entry: write None for a dim that is not sharded")
     axes = []
     for part in parts:
         if isinstance(part, (tuple, list)):
@@ -68,14 +68,14 @@ def _entry_axes(entry: object, ndim: int, names: Sequence[str] | None, spec: obj
                     if names
                     else "the mesh has no axis_names: use indices"
                 )
-                raise PlacementError(f"{what} {spec!r} names the mesh axis {part!r}, which is not there; {have}")
+                raise PlacementError(f"{what} {spec!r} names an unknown mesh axis {part!r}; {have}")
             axes.append(list(names).index(part))
         elif isinstance(part, bool) or not isinstance(part, int):
             raise PlacementError(
                 f"{what} {spec!r} has the entry {part!r}: an entry is None, an axis, or a tuple of axes"
             )
         elif not 0 <= part < ndim:
-            raise PlacementError(f"{what} {spec!r} uses mesh axis {part}, but the mesh has the axes 0 to {ndim - 1}")
+            raise PlacementError(f"{what} {spec!r} uses mesh axis {part}, but the mesh has axes 0 to {ndim - 1}")
         else:
             axes.append(part)
     return tuple(axes)
@@ -86,12 +86,12 @@ def check_rank(spec: Sequence[object], tensor_ndim: int) -> None:
     if len(spec) != tensor_ndim:
         raise PlacementError(
             f"the partition spec {tuple(spec)!r} has {len(spec)} entries, the tensor has {tensor_ndim} dims: write one "
-            "entry per dim, None for a dim that is whole"
+            "entry per dim, None for a dim that is not sharded"
         )
 
 
 def axes_to_placements(axes: Axes, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
-    """The placements, one per mesh dim, that mean the same as `axes` (of `spec_axes`)."""
+    """Placements, one per mesh dim, equivalent to `axes` (of `spec_axes`)."""
     placements: list[Placement] = [Replicate()] * len(mesh_shape)
     for dim, entry in enumerate(axes):
         for position, axis in enumerate(entry):
@@ -101,11 +101,11 @@ def axes_to_placements(axes: Axes, mesh_shape: Sequence[int]) -> tuple[Placement
 
 
 def placements_to_axes(placements: Sequence[Placement], mesh_shape: Sequence[int], ndim: int) -> Axes:
-    """The other way round; `ndim` is the number of dims of the tensor.
+    """Inverse of `axes_to_placements`; `ndim` is the number of dims of the tensor.
 
     Raises:
-        PlacementError: a placement is partial (no spec says that), more of them than mesh dims, a shard of a dim that
-            is not there, or a split factor that no order of the axes has.
+        PlacementError: a placement is partial (which no spec can express), there are more of them than mesh dims, a
+            sharded dim does not exist, or no order of the axes has that split factor.
     """
     if len(placements) != len(mesh_shape):
         raise PlacementError(
@@ -131,12 +131,12 @@ def placements_to_axes(placements: Sequence[Placement], mesh_shape: Sequence[int
 
 
 def _position(entry: Sequence[int], factor: int, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> int:
-    """Behind how many of the axes of `entry` an axis cuts that stands before them in the mesh and has that split
-    factor.
+    """Position in `entry` at which an axis with that split factor is inserted, before axes of `entry` that come later
+    in the mesh.
     """
     for position in range(len(entry) + 1):
         if math.prod([mesh_shape[axis] for axis in entry[:position]]) == factor:
             return position
     raise PlacementError(
-        f"no order of mesh axes has the placements {tuple(placements)} on a mesh of shape {tuple(mesh_shape)}"
+        f"no order of mesh axes corresponds to placements {tuple(placements)} on a mesh of shape {tuple(mesh_shape)}"
     )

@@ -1,25 +1,25 @@
-"""Placements of all tensors of a program from those of a few, to a fixed point.
+"""Propagates placements from a few tensors of a program to all of them, to a fixed point.
 
-Comes in: the operators of a program over tensors of global shape (`compat.dtensor.record`), and the mesh axes that cut
-some of the tensors. Goes out: the mesh axes that cut each dim of every tensor.
+Input: the operators of a program over tensors of global shape (`compat.dtensor.record`), and the mesh axes that shard
+some of the tensors. Output: the mesh axes that shard each dim of every tensor.
 
-What makes it right: a sharding says where data is and not what it is. Any choice computes the same numbers, as each
-operator gets its arguments where its rule wants them; a good choice moves less. So nothing here can make a wrong
-result, and what the user has said is never changed.
+Correctness: a sharding determines where data is, not what it is. Any choice computes the same numbers, as each operator
+gets its arguments with the placements that its rule requires; a good choice communicates less. No result here can be
+wrong, and shardings set by the user are never changed.
 
-How. A factor of an operator (`compat.dtensor.factors`) is one loop with the dims that it runs over. An axis that cuts
-one of these dims is given to the others, from arguments to results and back, until nothing changes:
+Method: a factor of an operator (`compat.dtensor.factors`) is one loop with the dims that it runs over. An axis that
+shards one of these dims is passed on to the others, from arguments to results and back, until nothing changes:
 
-1. by the user's order: what is marked with priority 0 spreads before anything that is marked with 1;
-2. then operators that pass an axis on for free, before those that owe a sum for it;
-3. then by cost: where an axis could cut two factors of one operator, it cuts that which holds more bytes.
+1. by the user's order: marks with priority 0 spread before those with priority 1;
+2. then operators that pass an axis on for free, before those whose result becomes partial;
+3. then by cost: if an axis could shard two factors of one operator, it shards the one with more bytes.
 
-A *closed* dim takes no axis but those it has (the dims of what the user marked, unless they are named as open); other
-dims are open. An axis cuts a tensor once, and only a dim that it divides.
+A *closed* dim takes no further axes (the dims of tensors that the user marked, unless listed as open); other dims are
+open. An axis shards only one dim of a tensor, and only one that it divides.
 
     w1: (tp, -)   marked         x: (dp, -, -)   marked
     h = linear(x, w1)            h: (dp, -, tp)  from both
-    g = linear(x, w3)            g: (dp, -, tp)  as h * silu(g) is cut     w3: (tp, -)  from g
+    g = linear(x, w3)            g: (dp, -, tp)  as h * silu(g) is sharded     w3: (tp, -)  from g
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from dtensor_compile.compat.dtensor.factors import Factor, tensor_leaves
 from dtensor_compile.compat.dtensor.record import Operator, RecordedProgram
 from dtensor_compile.spmd.partition_spec import Axes
 
-#: The factors of an operator that can be cut by an axis of that many devices.
+#: The factors of an operator that an axis of that many devices can shard.
 Factors = Callable[[Operator, int], Sequence[Factor]]
 
 
 @dataclass
 class Sharding:
-    """The mesh axes of one tensor, per dim, while they are found.
+    """The mesh axes of one tensor, per dim, during propagation.
 
     Attributes:
         shape: global shape.
-        cuts: per dim the axes that cut it, in order.
-        closed: per dim, whether it takes no more.
-        level: per axis, at which of the user's priorities it came.
+        cuts: per dim the axes that shard it, in order.
+        closed: per dim, whether it takes no further axes.
+        level: per axis, the priority of the mark from which it came.
     """
 
     shape: tuple[int, ...]
@@ -66,10 +66,10 @@ class Sharding:
 
 @dataclass(frozen=True)
 class SpreadMark:
-    """What the user said of a tensor.
+    """The sharding of a tensor as marked by the user.
 
     Attributes:
-        axes: per dim the axes that cut it.
+        axes: per dim the axes that shard it.
         open_dims: dims that may take more axes.
         priority: 0 spreads first.
     """
@@ -81,7 +81,7 @@ class SpreadMark:
 
 @dataclass(frozen=True)
 class _Use:
-    """An operator with its tensors, as the propagation sees it."""
+    """An operator with its tensors, for the propagation."""
 
     inputs: tuple[Sharding, ...]
     outputs: tuple[Sharding, ...]
@@ -98,7 +98,7 @@ def propagate(
     mesh_shape: Sequence[int],
     factors: Factors,
 ) -> dict[int, Sharding]:
-    """The sharding of each tensor of the program (by its ``id``) that follows from the marked ones."""
+    """The sharding of each tensor of the program (by its ``id``) that follows from the marks."""
     shardings: dict[int, Sharding] = {}
     for tensor, mark in marks:
         closed = [dim not in mark.open_dims for dim in range(tensor.ndim)]
@@ -137,7 +137,7 @@ def _use(operator: Operator, shardings: dict[int, Sharding], sizes: Sequence[int
 def _spread(
     uses: Sequence[_Use], of: Mapping[int, Sequence[_Use]], mesh_shape: Sequence[int], level: int, sums: bool
 ) -> None:
-    """Gives axes on along the factors of operators until nothing changes; factors that owe a sum only with `sums`."""
+    """Passes axes on along factors until nothing changes; along factors that make results partial only with `sums`."""
     waiting, queued = deque(uses), {id(use) for use in uses}
     while waiting:
         use = waiting.popleft()
@@ -153,7 +153,7 @@ def _spread(
 
 
 def _give_on(use: _Use, axis: int, mesh_shape: Sequence[int], level: int, sums: bool) -> list[Sharding]:
-    """Cuts with an axis what has the factor that it cuts already; the tensors that changed."""
+    """Passes an axis on to the other dims of the factor that it shards already; returns the tensors that changed."""
     best: tuple[int, int] | None = None
     chosen: list[tuple[Sharding, int]] = []
     for factor in use.factors.get(mesh_shape[axis], ()):
@@ -183,7 +183,7 @@ def _give_on(use: _Use, axis: int, mesh_shape: Sequence[int], level: int, sums: 
 
 
 def _inserted(entry: tuple[int, ...], axis: int, order: tuple[int, ...]) -> tuple[int, ...]:
-    """`entry` with `axis` before those that come after it in `order`."""
+    """`entry` with `axis` inserted before those that come after it in `order`."""
     later = set(order[order.index(axis) + 1 :])
     place = next((i for i, other in enumerate(entry) if other in later), len(entry))
     return (*entry[:place], axis, *entry[place:])

@@ -5,9 +5,9 @@ they are calls of `recurrent_layer`, one for all time steps and stacked layers:
 
     y, h, c = recurrent_layer("lstm", x, (h0, c0), weights, ...)
 
-Time steps follow each other, and each needs all features of the one before; sequences of a batch do not know each
-other. So what runs on a device is torch's own function on its part of the batch, with whole weights. It sends nothing
-but the sums of the weights' gradients, as a linear layer does. The backward computes the forward once more.
+Each time step needs all features of the one before; sequences of a batch are independent. A device therefore runs
+torch's own function on its part of the batch, with full weights. Only the sums of the weights' gradients are
+communicated, as in a linear layer. The backward recomputes the forward.
 
 Dropout between stacked layers is drawn between calls of one layer each, as torch does it.
 """
@@ -74,8 +74,8 @@ def _forward(
 def _empty(
     kind: str, x: torch.Tensor, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *options: Any
 ) -> list[torch.Tensor]:
-    """Results without values: y of shape (time, batch, features), or (batch, time, features) as a view of that, and
-    last states.
+    """Empty results: y of shape (time, batch, features), or a view of it of shape (batch, time, features), and the last
+    states.
     """
     given = _Options(*options)
     first, second = x.shape[:2]
@@ -146,7 +146,7 @@ def recurrent_layer(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """The results and the last states of stacked layers (module docstring).
+    """The results and the last states of stacked layers (see the module docstring).
 
     Args:
         kind: a name of `compat.dynamo.recurrent_functions.FUNCTIONS`.
@@ -176,7 +176,7 @@ def recurrent_layer(
 
 
 def batch_cuts(x: DTensor, batch: int) -> list[Placement]:
-    """The placements of a tensor, whole along mesh dims that cut another dim than that of the batch."""
+    """The placements of a tensor, replicated along mesh dims that shard a dim other than the batch."""
     return [p if p == Shard(batch) else Replicate() for p in x.placements]
 
 
@@ -190,7 +190,7 @@ def _strides(shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
 
 
 def batch_factor(args: Sequence[Any]) -> list[Factor]:
-    """The one dim of a recurrent operator of these arguments that may be cut: the batch."""
+    """The only dim of a recurrent operator with these arguments that may be sharded: the batch."""
     _, _, states, weights, *_, batch_first = args
     dim, n = (0 if batch_first else 1), len(states)
     return [Factor((dim, *[1] * n, *[None] * len(weights)), (dim, *[1] * n), False)]
@@ -227,5 +227,5 @@ def _function(kind: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     return function
 
 
-#: By the name of torch's function, what stands for it in programs with annotations.
+#: Name of a function of torch -> its replacement in programs with annotations.
 IN_PROGRAMS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {kind: _function(kind) for kind in FUNCTIONS}

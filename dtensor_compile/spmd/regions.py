@@ -1,7 +1,7 @@
-"""Manual regions in a Dynamo graph: what enters them without a word, and what must not leave them.
+"""Manual regions in a Dynamo graph: tensors that enter them implicitly, and tensors that must not leave them.
 
-A plain tensor from outside that is used in a region is equal on all ranks. It enters the region whole, by a `to_manual`
-of its own, so that its gradient is the sum of what the devices did with it.
+A plain tensor from outside that is used in a region is equal on all ranks. It enters the region replicated, by an
+inserted `to_manual`, so that its gradient is summed over the devices.
 
     before   l = to_manual(x, ...); y = mul(l, w)
     after    l = to_manual(x, ...); v = to_manual(w, ..., ((), ()), (0, 1)); y = mul(l, v)
@@ -24,26 +24,26 @@ from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manu
 
 
 class ManualRegion(NamedTuple):
-    """The mesh of a region and its manual axes, those of the regions around it included."""
+    """The mesh of a region and its manual axes, including those of enclosing regions."""
 
     mesh: str
     axes: frozenset[int]
 
 
 def enter_regions(gm: torch.fx.GraphModule) -> None:
-    """Rewrites a graph, and those of its checkpointed regions, as the module says.
+    """Rewrites a graph, and those of its checkpointed regions, as the module docstring says.
 
     Raises:
-        ManualRegionError: a tensor of a region is returned, meets one of another region or a DTensor of global shape,
-            or is written to a tensor from outside.
+        ManualRegionError: a tensor of a region is returned, is used with one of another region or a DTensor of global
+            shape, or is written to a tensor from outside.
     """
     if any(part.graph.find_nodes(op="call_function", target=to_manual) for part in graphs_in(gm)):
         _enter_graph(gm.graph, {})
 
 
 def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, ManualRegion]) -> None:
-    """A graph whose inputs are in the regions `given`; its results are in the same one, or outside where none are
-    given.
+    """Rewrites a graph whose inputs are in the regions `given`; its results are in the same region, or outside if
+    `given` is empty.
     """
     inside = dict(given)
     for node in list(graph.nodes):
@@ -54,7 +54,7 @@ def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, ManualRegi
             outer = inside.get(node.args[0])
             if outer and outer.axes & set(node.args[3]):
                 raise ManualRegionError(
-                    f"a manual region is entered twice along an axis ({source_line(node)}): an inner one takes others"
+                    f"a manual region is entered twice along an axis ({source_line(node)}): a nested one needs other"
                 )
             inside[node] = ManualRegion(
                 str(node.args[1]), frozenset(node.args[3]) | (outer.axes if outer else frozenset())
@@ -68,7 +68,7 @@ def _enter_graph(graph: torch.fx.Graph, given: Mapping[torch.fx.Node, ManualRegi
         elif len(here) > 1:
             names = ", ".join(used.name for used in node.all_input_nodes if used in inside)
             raise ManualRegionError(
-                f"tensors of several manual regions meet: {names} ({source_line(node)}); close one region first"
+                f"an operator mixes tensors of several manual regions: {names} ({source_line(node)}); close one first"
             )
         elif here:
             (region,) = here
@@ -112,24 +112,24 @@ def _refuse_marks(node: torch.fx.Node, region: ManualRegion) -> None:
     if node.target is constrain and region.axes & {axis for entry in node.args[2] for axis in entry}:
         raise ManualRegionError(
             f"a mark names an axis along which its tensor is manual already ({source_line(node)}): in a manual region "
-            "a mark cuts along other axes alone"
+            "a mark can only use other axes"
         )
 
 
 def _refuse_writes(node: torch.fx.Node, inside: Mapping[torch.fx.Node, ManualRegion]) -> None:
-    """What a region writes to a tensor from outside would differ from device to device."""
+    """Refuses writes of a region to a tensor from outside, which would then differ between devices."""
     written = written_argument(node)
     if written is not None and written not in inside and memory_of(written) is not None:
         raise ManualRegionError(
             f"{written.name} is a tensor from outside, and a manual region writes to it ({source_line(node)}): "
-            "close the region first, and write what disable_manual_sharding gives"
+            "close the region first, and write the result of disable_manual_sharding"
         )
 
 
 def _refuse_results(
     output: torch.fx.Node, inside: Mapping[torch.fx.Node, ManualRegion], given: Mapping[torch.fx.Node, ManualRegion]
 ) -> None:
-    """Results are outside of regions; those of a checkpointed region that is given tensors of one are in that."""
+    """Refuses results in regions; those of a checkpointed region with inputs in a region have to be in that region."""
     wanted = next(iter(given.values()), None)
     wrong = [node for node in output.all_input_nodes if inside.get(node) != wanted and memory_of(node) is not None]
     if wrong and wanted is None:
@@ -138,7 +138,7 @@ def _refuse_results(
         )
         raise ManualRegionError(
             f"tensors leave a manual region unclosed: {names}. Close them with disable_manual_sharding; a graph ends "
-            "inside of a region also where it breaks there, or where the program raises an exception"
+            "inside of a region also at a graph break, or where the program raises an exception"
         )
     if wrong:
         where = f"{wrong[0].name} ({source_line(wrong[0])})"

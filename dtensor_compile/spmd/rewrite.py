@@ -1,26 +1,25 @@
-"""A Dynamo graph made to run on DTensors: inputs placed, intermediates redistributed, results made plain again.
+"""Makes a Dynamo graph run on DTensors: places inputs, redistributes intermediates, makes results plain again.
 
-Comes in: the graph, and the placements that the propagation found for its tensors (``spread.py``). Goes out: the same
-graph over DTensors; its inputs and outputs are what they were.
+Input: the graph, and the placements that the propagation found for its tensors (``spread.py``). Output: the same graph
+over DTensors, with the inputs and outputs of the original.
 
-What makes it right: a replicated DTensor means what the plain tensor means, DTensor's rules keep the meaning whatever
-the placements are, and outputs that were plain are made whole. Gradients of plain inputs are made whole by the same
-step backwards. Cutting a tensor that every rank has sends nothing; making its gradient whole sends it once, which
-storing the parameter in shards (`shard_module`) saves.
+Correctness: a replicated DTensor is equivalent to the plain tensor, DTensor's rules are correct for any placements, and
+outputs that were plain are made full. Gradients of plain inputs are made full by the backward of the same step.
+Sharding a tensor that every rank has sends nothing; making its gradient full sends it once, which storing the parameter
+in shards (`shard_module`) saves.
 
-- Where DTensor leaves an intermediate whole that the propagation cuts, or owing a sum, a redistribution is put behind
-  it.
-- The mean of a loss over targets of which some do not count is a sum over a sum, of all ranks.
-- A convolution runs on shards of the batch: DTensor has a rule for that, and takes arguments as they come.
-- A function that cannot run on the shards it gets runs on whole tensors, which every rank has then; a decision tells
-  the bytes. What it writes to in place is cut again.
-- Random numbers are those of the plain program: every rank draws them for the whole tensor. Dropout is a product with
-  such numbers, and sends nothing.
-- What is written in place and seen through another view stays whole (``in_place.py``).
-- A checkpointed region is rewritten as the graph around it is.
+- If DTensor leaves an intermediate replicated that the propagation shards, or partial, a redistribution is inserted.
+- The mean of a loss over targets of which some are ignored is a sum over a sum, both over all ranks.
+- A convolution runs on shards of the batch: DTensor has a rule for that, and accepts arguments with any placements.
+- A function that cannot run on its shards runs on full tensors on every rank; a decision reports the bytes. The tensor
+  that it writes to in place is sharded again.
+- Random numbers are those of the plain program: every rank draws them for the full tensor. Dropout is a multiplication
+  with such numbers, and sends nothing.
+- A tensor that is written in place and seen through another view stays full (``in_place.py``).
+- A checkpointed region is rewritten like the graph around it.
 
     before   y = conv2d(x, w)                       x: S(0)R, w: RS(0)
-    after    v = constrain(w, whole); y = conv2d(x, v)
+    after    v = constrain(w, replicated); y = conv2d(x, v)
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from dtensor_compile.spmd.propagate import Sharding
 
 
 class Rewrite(DTensorGraph):
-    """Runs the graph once more, now over fake DTensors, and puts in what has to stand between its nodes."""
+    """Runs the graph once more, now over fake DTensors, and inserts conversions between its nodes."""
 
     def __init__(
         self, gm: torch.fx.GraphModule, mesh: DeviceMesh, wanted: dict[torch.fx.Node, Sharding], fall_back: bool
@@ -75,11 +74,11 @@ class Rewrite(DTensorGraph):
         """Rewrites the graph."""
         nodes = list(self.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        # Torch's own steps look at this rank's part of symbolic sizes.
+        # torch's own analysis uses this rank's part of symbolic sizes.
         with tracing_mode() as mode, capture_redistributions():
             for node in placeholders:
                 self.values[node] = fake_like(mode, node.meta["example_value"])
-            for node in reversed(placeholders):  # each goes right behind the last one, so that the first comes first
+            for node in reversed(placeholders):  # each goes right after the last one, so that the first comes first
                 self._place_input(node, placeholders[-1])
             for node in nodes[len(placeholders) :]:
                 if node.op == "output":
@@ -88,7 +87,7 @@ class Rewrite(DTensorGraph):
                     self._rewrite(node)
 
     def run_inside(self, around: Rewrite, arguments: Sequence[Any]) -> Any:
-        """Rewrites the graph of a checkpointed region, and gives its results, placed as they are made.
+        """Rewrites the graph of a checkpointed region; returns its results with their placements.
 
         Args:
             around: the rewrite of the graph that runs the region, on these arguments.
@@ -112,7 +111,7 @@ class Rewrite(DTensorGraph):
         prepare(self, node)
         written = written_argument(node)
         if function_name(node) in ("setitem", "__setitem__") and self.is_cut(written):
-            self.take_whole(node, "what is assigned to may be a shard of another rank")
+            self.take_whole(node, "the assigned elements may be in the shard of another rank")
         self._mix(node, written)
         value = self.values[node] = self._value(node)
         copy = written_argument(node)
@@ -122,12 +121,12 @@ class Rewrite(DTensorGraph):
         if isinstance(value, torch.Tensor):
             node.meta["example_value"] = value
             if isinstance(was, DTensor) and not isinstance(value, DTensor) and node.target not in _PLACING:
-                # It fell back to whole tensors, and is a DTensor to the program: over axes that are not manual, in a
-                # manual region.
+                # It fell back to full tensors, and is a DTensor in the program: in a manual region, over the axes that
+                # are not manual.
                 self.insert(node, node, replicated, self.text, tuple(dims_in(self.mesh, was.device_mesh)))
 
     def _value(self, node: torch.fx.Node) -> Any:
-        """The value of a node: on what it gets, or on whole tensors where it cannot run on that."""
+        """The value of a node, on its arguments or, if it cannot run on those, on full tensors."""
         as_it_is = node.target in _PLACING or checkpointed(node) is not None
         try:
             failed = None if as_it_is else fails_on_some_rank(self.gm, node, self.values)
@@ -152,8 +151,8 @@ class Rewrite(DTensorGraph):
             return run_node(self.gm, node, self.values)
 
     def _mix(self, node: torch.fx.Node, written: torch.fx.Node | None) -> None:
-        """Plain and DTensor arguments of one node, made fit for its backward: a plain tensor with a gradient gets that
-        as a plain one. What is written to a plain tensor is plain."""
+        """Converts mixed plain and DTensor arguments of a node so that its backward works: a plain tensor that requires
+        a gradient gets a plain one. A value that is written to a plain tensor becomes plain."""
         if node.target in _PLACING:
             return
         values = {
@@ -171,9 +170,9 @@ class Rewrite(DTensorGraph):
                     self.replace_argument(node, used, replicated, self.text)
 
     def _place_input(self, node: torch.fx.Node, last: torch.fx.Node) -> None:
-        """A plain input as a DTensor, where it has a gradient or is cut. Others stay plain, and count as replicated
-        where they meet a DTensor; so does what is written to, as the program was given it. The gradient of a DTensor is
-        placed as the DTensor."""
+        """Makes a DTensor of a plain input that requires a gradient or is sharded. Others stay plain, and count as
+        replicated beside a DTensor; so do inputs that are written to, which the caller sees. The gradient of a DTensor
+        has the placements of the DTensor."""
         value, sharding = self.values[node], self.wanted.get(node)
         cut = sharding is not None and any(sharding.axes)
         if not isinstance(value, torch.Tensor) or not node.users or node in self.stay_whole:
@@ -190,9 +189,9 @@ class Rewrite(DTensorGraph):
                 self.insert(made, made, constrain, self.text, sharding.axes, False)
 
     def _place(self, node: torch.fx.Node) -> None:
-        """An intermediate that is not placed as the propagation has it: not cut where it should be, or owing a sum. And
-        one whose gradient will owe a sum, as it goes whole into products with what is cut: the terms are added first,
-        and sent once."""
+        """Redistributes an intermediate that is replicated or partial where the propagation shards it. Also replicates
+        one whose gradient will be partial, because matmuls use it with sharded operands: the terms are added first, and
+        sent once."""
         value, sharding = self.values[node], self.wanted.get(node)
         if not isinstance(value, DTensor) or sharding is None or node.target is constrain:
             return
@@ -205,8 +204,8 @@ class Rewrite(DTensorGraph):
             self.insert(node, node, constrain, self.text, axes, gradient)
 
     def _other_axes(self, value: DTensor, sharding: Sharding, here: Sequence[int]) -> Axes | None:
-        """The axes for a DTensor over these dims of the mesh that the propagation cuts by an axis that cuts none of it
-        yet, or that owes a sum; None for others. Cuts that DTensor chose stay."""
+        """The axes for a DTensor over these dims of the mesh that the propagation shards along an axis along which it
+        is replicated or partial; None for others. Shardings chosen by DTensor stay."""
         wanted, target, changes = axes_to_placements(sharding.axes, self.mesh_shape), [], False
         for have, want in zip(value.placements, [wanted[dim] for dim in here]):
             cut, wants_cut = (isinstance(p, (Shard, StridedShard)) for p in (have, want))
@@ -215,7 +214,7 @@ class Rewrite(DTensorGraph):
         return placements_to_axes(self.over_mesh(target, here), self.mesh_shape, value.dim()) if changes else None
 
     def _adds_axes(self, user: torch.fx.Node, sharding: Sharding) -> bool:
-        """Whether a product is cut along an axis that does not cut this factor of it."""
+        """Whether a matmul is sharded along an axis that does not shard this operand."""
         made = self.wanted.get(user)
         have = {axis for entry in sharding.cuts for axis in entry}
         return (
@@ -225,7 +224,7 @@ class Rewrite(DTensorGraph):
         )
 
     def _make_results_plain(self, output: torch.fx.Node) -> None:
-        """Results that Dynamo knows as plain tensors are plain again."""
+        """Makes results plain that Dynamo knows as plain tensors."""
         made: dict[torch.fx.Node, torch.fx.Node] = {}
 
         def plain(node: torch.fx.Node) -> torch.fx.Node:
@@ -242,5 +241,5 @@ class Rewrite(DTensorGraph):
 
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
-#: What the rewrite puts in: it has to run as it is.
+#: Functions that the rewrite inserts: they have to run as they are.
 _PLACING = frozenset({constrain, ones_of, replicated, update_statistics, whole, whole_copy, write_whole})

@@ -1,9 +1,8 @@
-"""`shard_module`: parameters and buffers stored as they are marked, and those that are not marked as the marks imply.
+"""`shard_module`: stores parameters and buffers as marked, and unmarked ones as the marks imply.
 
-Marks alone leave every tensor whole on every rank, and shard the computation. Here each parameter and buffer becomes a
-DTensor: in shards where it is marked, in shards where the propagation over one call of the module cuts it
-(`spmd.propagate`), replicated otherwise. Optimizer states follow their parameters, so make the optimizer after.
-
+Marks alone keep every tensor full on every rank, and shard the computation. Here each parameter and buffer becomes a
+DTensor: sharded if it is marked or if the propagation over one call of the module shards it (`spmd.propagate`),
+replicated otherwise. Optimizer states follow their parameters, so create the optimizer afterwards.
     mark_sharding(block.attention.wq.weight, mesh, ("tp", None))
     # wk, wv follow wq: the heads of attention belong together
     print(shard_module(model, tokens).table())
@@ -36,7 +35,7 @@ from dtensor_compile.spmd.recurrent import IN_PROGRAMS
 
 @dataclass(frozen=True)
 class Placed:
-    """How one parameter or buffer is stored, and why: ``"marked"``, ``"follows"`` from marks, or ``"replicated"``."""
+    """Storage of one parameter or buffer, and the reason: ``"marked"``, ``"follows"`` from marks, ``"replicated"``."""
 
     name: str
     spec: str
@@ -45,12 +44,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class ShardedModule:
-    """What `shard_module` did."""
+    """Result of `shard_module`."""
 
     placed: tuple[Placed, ...]
 
     def table(self) -> Table:
-        """For ``rich``."""
+        """The result as a ``rich`` table."""
         table = Table("tensor", "placements", "why")
         for row in self.placed:
             table.add_row(row.name, row.spec, row.why)
@@ -58,13 +57,13 @@ class ShardedModule:
 
 
 def find_shardings(module: nn.Module, inputs: Sequence[Any], mesh: Mesh) -> dict[str, Axes]:
-    """The axes of each parameter and buffer that follow from the marks on them, on `inputs`, and on what the module
-    computes.
+    """The axes of each parameter and buffer that follow from the marks on them, on `inputs`, and on values that the
+    module computes.
 
-    Computes and sends nothing.
+    No computation, no communication.
 
     Raises:
-        Whatever the module raises on tensors without values.
+        Whatever the module raises on fake tensors.
     """
     marks: list[tuple[torch.Tensor, SpreadMark]] = []
 
@@ -76,20 +75,20 @@ def find_shardings(module: nn.Module, inputs: Sequence[Any], mesh: Mesh) -> dict
     with replaced(IN_PROGRAMS):
         program, fakes = record_module(module, inputs, given)
     for tensor in {id(t): t for operator in program.operators for t in operator.results}.values():
-        given(tensor, tensor)  # what the module marks on its way
+        given(tensor, tensor)  # tensors that the module marks in its forward
     shardings = propagate(program, marks, mesh.mesh_shape, FactorCache(mesh.to_device_mesh()))
     return {name: shardings[id(fake)].axes for name, fake in fakes.items() if id(fake) in shardings}
 
 
 def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | None = 0) -> ShardedModule:
-    """Makes DTensors of the parameters and buffers of a module; see the module's docstring. All ranks have to call it.
+    """Makes the parameters and buffers of a module DTensors; see the module docstring. All ranks have to call it.
 
     Args:
         example_inputs: one call, marked as the real inputs will be; without them unmarked tensors are replicated.
-        src_data_rank: the rank whose values count; None sends nothing, where all ranks have the same.
+        src_data_rank: the rank whose values are used; None sends nothing, if all ranks have equal values.
 
     Raises:
-        MeshError: nothing is marked and no global mesh is set, or the marks speak of several meshes.
+        MeshError: nothing is marked and no global mesh is set, or marks are on several meshes.
     """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     mesh = _mesh_of([*tensors.values(), *example_inputs])
@@ -125,7 +124,7 @@ def shard_module(module: nn.Module, *example_inputs: Any, src_data_rank: int | N
 def _mesh_of(values: Sequence[Any]) -> Mesh:
     meshes = {marked.mesh for marked in map(mark_of, values) if marked is not None}
     if len(meshes) > 1:
-        raise MeshError(f"the marks speak of several meshes: {', '.join(map(repr, meshes))}; use one")
+        raise MeshError(f"marks are on several meshes: {', '.join(map(repr, meshes))}; use one")
     mesh = meshes.pop() if meshes else get_global_mesh()
     if mesh is None:
         raise MeshError("nothing is marked: call mark_sharding on some parameters or inputs, or set_global_mesh")

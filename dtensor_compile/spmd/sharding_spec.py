@@ -1,4 +1,4 @@
-"""`ShardingSpec`: a mark to be put on many tensors, and a data loader that gives each rank its slice."""
+"""`ShardingSpec`: a sharding for many tensors, and a data loader that gives each rank its slice."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dtensor_compile.spmd.propagate import SpreadMark
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How tensors of one rank are cut.
+    """Sharding of tensors of one rank (number of dims).
 
     Attributes:
         mesh, partition_spec: as for `mark_sharding`.
-        minibatch: a loader gives each rank its own part of the batch (dim 0) already, of the same size on all ranks;
-            ranks that the spec does not tell apart on dim 0 are given the same part.
+        minibatch: a loader already gives each rank its own part of the batch (dim 0), of the same size on all ranks;
+            ranks that have the same shard of dim 0 are given the same part.
     """
 
     mesh: Mesh
@@ -40,17 +40,17 @@ class ShardingSpec:
         return mark_sharding(t, self.mesh, self.partition_spec)
 
     def slice(self, t: torch.Tensor) -> DTensor:
-        """The DTensor of which `t` is the whole value, or with `minibatch` this rank's part of the batch.
+        """The DTensor with full value `t`, or with `minibatch` with this rank's part `t` of the batch.
 
         Raises:
-            PlacementError: the spec does not fit the tensor, or `minibatch` and it does not cut dim 0.
+            PlacementError: the spec does not fit the tensor, or `minibatch` is set and the spec does not shard dim 0.
         """
         if not self.minibatch:
             return wrap_as_sharded_tensor(t, self.mesh, self.partition_spec)
         axes = self.mesh.axes(self.partition_spec, t.dim())
         if not axes or not axes[0]:
             raise PlacementError(
-                f"minibatch: the spec {self.partition_spec} has to cut dim 0, of which each rank has a part"
+                f"minibatch: the spec {self.partition_spec} has to shard dim 0, of which each rank has a part"
             )
         mesh = device_mesh_of(mesh_text_in_program(self.mesh, t))
         target = axes_to_placements(axes, self.mesh.mesh_shape)
@@ -61,12 +61,12 @@ class ShardingSpec:
 
 
 class ShardedLoader:
-    """A data loader whose tensors come as DTensors, of which each rank keeps its slice.
+    """A data loader that returns tensors as DTensors, of which each rank keeps its slice.
 
     Args:
-        loader: gives batches: tensors in any nesting.
+        loader: returns batches, nested containers of tensors.
         input_sharding: for every tensor that it fits (`ShardingSpec.can_apply`), or by key for batches that are
-            mappings. Tensors without one stay as they are.
+            mappings. Tensors without one are unchanged.
     """
 
     def __init__(self, loader: Iterable[Any], input_sharding: ShardingSpec | Mapping[str, ShardingSpec]) -> None:

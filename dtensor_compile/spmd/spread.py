@@ -1,15 +1,14 @@
-"""Annotations in a Dynamo graph, before autograd: plain tensors become DTensors, and placements spread from those that
-are marked.
+"""Annotations in a Dynamo graph, before autograd: plain tensors become DTensors, and placements spread from marked
+ones.
 
-Comes in: a Dynamo graph whose plain tensors are equal on all ranks, some of its inputs marked
-(`annotate.mark_sharding`), calls of `constraint.constrain` in it. Goes out: the same graph over DTensors; its inputs
-and outputs are what they were.
+Input: a Dynamo graph whose plain tensors are equal on all ranks, some of them marked inputs (`annotate.mark_sharding`),
+with calls of `constraint.constrain`. Output: the same graph over DTensors, with the inputs and outputs of the original.
 
     before   h = linear(x, w1); c = constrain(h, mesh, ((0,), (1,)), False); return sum(h)
     after    X = replicated(x).redistribute(S(0)R); W1 = replicated(w1).redistribute(R S(0))
              h = linear(X, W1); c = constrain(h, ...); return whole(sum(c))
 
-This file finds the placements; ``rewrite.py`` makes the graph and says why it is right.
+This module finds the placements; ``rewrite.py`` rewrites the graph and argues its correctness.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ def spread_annotations(
     decided: Callable[[list[Decision]], None],
     fallback: str = "replicate",
 ) -> None:
-    """Rewrites a Dynamo graph with annotations in place; leaves others alone.
+    """Rewrites a Dynamo graph with annotations in place; leaves others unchanged.
 
     Args:
-        fallback: a function that cannot run on DTensors placed as they are runs on whole tensors (``"replicate"``, with
-            a decision that tells the cost), or its error is raised (``"error"``).
+        fallback: a function that cannot run on DTensors with their placements runs on full tensors (``"replicate"``,
+            with a decision that reports the cost), or its error is raised (``"error"``).
 
     Raises:
-        MeshError: the annotations speak of more than one mesh.
+        MeshError: the annotations are on more than one mesh.
         PlacementError: the program works on local tensors outside of manual regions.
         ManualRegionError: a tensor leaves a manual region unclosed, or enters one that it does not fit.
     """
@@ -84,7 +83,7 @@ def spread_annotations(
 
 
 def _mesh_of(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> DeviceMesh | None:
-    """The mesh of the annotations of a graph; None where it has none."""
+    """The mesh of the annotations of a graph; None if it has none."""
     meshes = {
         str(node.args[1])
         for part in graphs_in(gm)
@@ -93,12 +92,12 @@ def _mesh_of(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> DeviceM
     }
     meshes |= {note.mesh.text for note in map(mark_of, example_inputs) if note is not None}
     if len(meshes) > 1:
-        raise MeshError(f"the annotations of one program speak of several meshes: {', '.join(sorted(meshes))}; use one")
+        raise MeshError(f"the annotations of a program are on several meshes: {', '.join(sorted(meshes))}; use one")
     return device_mesh_of(meshes.pop()) if meshes else None
 
 
 def _constrain_from_here_on(node: torch.fx.Node) -> None:
-    """Whoever uses the tensor behind the constraint uses the constrained one: marking is in place."""
+    """Replaces later uses of the tensor by the constrained one, since marking is in place."""
     later = False
     for user in list(node.graph.nodes):
         if later:
@@ -112,19 +111,19 @@ def _constrain_from_here_on(node: torch.fx.Node) -> None:
 def _propagated(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], mesh: DeviceMesh
 ) -> tuple[dict[torch.fx.Node, Sharding], list[Decision]]:
-    """The sharding of each tensor node, and what was decided of inputs that are not marked."""
+    """The sharding of each tensor node, and decisions about inputs that are not marked."""
     run = _GlobalRun(gm, tuple(mesh.shape))
     try:
         shardings = run.propagate(example_inputs, FactorCache(mesh))
     except NotGlobal as reason:
         raise PlacementError(
-            f"{reason}, and the program has annotations, which speak of global tensors ({reason.where}): use "
-            "enable_manual_sharding and disable_manual_sharding around what works on local tensors"
+            f"{reason}, and the program has annotations, which apply to global tensors ({reason.where}): use "
+            "enable_manual_sharding and disable_manual_sharding around code for local tensors"
         ) from None
     except Exception as error:  # noqa: BLE001 - without the propagation the program is as right, and the reason is reported
         run.nodes.clear()
         return {}, [
-            Decision("spread_annotations", "", f"nothing is spread: {type(error).__name__}: {error}", left_alone=True)
+            Decision("spread_annotations", "", f"no propagation: {type(error).__name__}: {error}", left_alone=True)
         ]
     found = {node: shardings[id(fake)] for node, fake in run.nodes.items() if id(fake) in shardings}
     decisions = []
@@ -142,15 +141,15 @@ def _propagated(
 
 
 class NotGlobal(Exception):
-    """A node speaks of local tensors or of meshes: the program has no meaning on tensors of global shape."""
+    """A node uses local tensors or meshes: the program has no meaning on tensors of global shape."""
 
     def __init__(self, node: torch.fx.Node) -> None:
-        super().__init__(f"{node.target} stands for one rank's part of a tensor")
+        super().__init__(f"{node.target} works on one rank's part of a tensor")
         self.where = source_line(node)
 
 
 class _GlobalRun(torch.fx.Interpreter):
-    """Runs a Dynamo graph on plain fake tensors of global shape and keeps what each node gives."""
+    """Runs a Dynamo graph on plain fake tensors of global shape and keeps the value of each node."""
 
     _LOCAL = frozenset({"to_local", "from_local", "full_tensor", "distribute_tensor"})
 
@@ -179,12 +178,12 @@ class _GlobalRun(torch.fx.Interpreter):
         return propagate(self.program, self.marks, self.mesh_shape, factors)
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        name = function_name(n).removeprefix("prim_")  # as Dynamo writes methods of DTensors
+        name = function_name(n).removeprefix("prim_")  # prefix of methods of DTensors in Dynamo
         if n.op in ("call_function", "call_method") and name in self._LOCAL:
             raise NotGlobal(n)
         if name == "redistribute" and isinstance(n.args[0], torch.fx.Node):
             x = self.env[n.args[0]]
-            value = x.new_empty(x.shape)  # the program places it: nothing is carried over
+            value = x.new_empty(x.shape)  # the program sets its placements: nothing is propagated
         else:
             value = super().run_node(n)
         if isinstance(value, torch.Tensor):
@@ -199,7 +198,7 @@ class _GlobalRun(torch.fx.Interpreter):
         if target is agree:
             self.program.operators.append(Operator(agree, args, {}, args))
             return args
-        if target is tag_activation_checkpoint:  # what it runs belongs to the program, operator by operator
+        if target is tag_activation_checkpoint:  # its body is part of the program, operator by operator
             inside = _GlobalRun(args[0], self.mesh_shape)
             inside.nodes, inside.marks, inside.program = self.nodes, self.marks, self.program
             return inside.run(*args[1:])
@@ -208,11 +207,9 @@ class _GlobalRun(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _border(self, enters: bool, x: torch.Tensor, _: str, axes: Axes, manual: tuple[int, ...]) -> torch.Tensor:
-        """A tensor on the other side of the border of a manual region: of another shape, and nothing is carried
-        over.
-        """
+        """A tensor on the other side of the border of a manual region: its shape differs, and nothing is propagated."""
         pieces = [math.prod(self.mesh_shape[a] for a in entry if a in manual) for entry in axes]
         other = x.new_empty([size // n if enters else size * n for size, n in zip(x.shape, pieces)])
-        if not enters or all(x is not marked for marked, _ in self.marks):  # what the user said of it goes first
+        if not enters or all(x is not marked for marked, _ in self.marks):  # the user's mark has precedence
             self.marks.append((x if enters else other, SpreadMark(axes)))
         return other

@@ -1,5 +1,5 @@
-"""What annotations add to the backend: trackers, contexts and functions of the graph. Nothing of the backend knows of
-annotations otherwise.
+"""Trackers, contexts and graph functions of annotations, which extend the backend. Nothing else in the backend depends
+on annotations.
 
 Recurrent layers are calls of one operator of the graph in programs with annotations (`spmd.recurrent`), and left to
 torch in others."""
@@ -38,7 +38,7 @@ def _twin(kind: str) -> Retrack:
             not anything_is_marked() or kind == "gru" and torch.is_autocast_enabled("cpu")
         ):  # which casts inside of that layer on a CPU
             return stock.call_function(tx, args, kwargs)
-        if not args[3].is_python_constant():  # a list of weights: sequences of several lengths, one behind the other
+        if not args[3].is_python_constant():  # a list of weights: packed sequences of several lengths
             graph_break("packed-sequence", kind)
         return UserFunctionVariable(IN_PROGRAMS[kind]).call_function(tx, args, kwargs)
 
@@ -52,7 +52,7 @@ def _taken_with_annotations() -> contextlib.AbstractContextManager[None]:
 OBJECTS: Objects = tuple((function, _twin(kind)) for kind, function in FUNCTIONS.items())
 CONTEXTS: Contexts = (_taken_with_annotations, plain_tensors_are_replicated)
 
-#: Functions in a Dynamo graph that say all they do by their arguments (`capture.cacheable`).
+#: Functions in a Dynamo graph whose arguments fully determine their effect (`capture.cacheable`).
 GRAPH_FUNCTIONS = (
     agree, border, constrain, from_manual, ones_of, placed_from_manual, recurrent_layer, replicated, to_manual,
     update_statistics, whole,

@@ -2,8 +2,8 @@
 
 A mesh or a group is created once, while tracing: the arguments are constants and every rank traces the same program, so
 that all ranks create the same groups in the same order. The result is kept per place of the program and reused when
-that place is traced again with the same arguments (tracing may restart, and may restart on one rank only). The compiled code
-is guarded on it, so that it is valid as long as the groups of the job exist.
+that place is traced again with the same arguments (tracing may restart, and may restart on one rank only). The compiled
+code is guarded on it, so that it is valid as long as the groups of the job exist.
 
 A DTensor is created by nodes of the graph, from a local tensor and a spec whose parts are known while tracing.
 """

@@ -316,7 +316,7 @@ def _program_over_local_tensors():
 
     torch._dynamo.reset()
     assert torch.compile(moves, backend="dtensor_aten")(x).shape == (4, 8)
-    with pytest.raises(Exception, match="speak of global tensors"):
+    with pytest.raises(Exception, match="apply to global tensors"):
         torch.compile(lambda x: model(x).to_local() * 2, backend="dtensor_aten")(x)
     other = torch.compile(
         lambda x: model(x).redistribute(mesh.to_device_mesh(), [Shard(0), Shard(1)]) * 2, backend="dtensor_aten"

@@ -241,9 +241,9 @@ def test_the_choice_is_explained():
     [
         ({"ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2,)}, "differ in length"),
         ({"ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)}, "counts 2 granules, there are 1"),
-        ({"ici_mesh_shape": (2, 4)}, "counts 8 devices, a granule has 4"),
+        ({"ici_mesh_shape": (2, 4)}, "has 8 devices, a granule has 4"),
         ({"ici_mesh_shape": (4,), "device_attributes": []}, "needs devices"),
-        ({"ici_mesh_shape": (4,), "cluster": "x"}, "no cluster"),
+        ({"ici_mesh_shape": (4,), "cluster": "x"}, "unknown cluster"),
         ({"ici_mesh_shape": (4,), "axis_names": ("a", "b")}, "axis names"),
         ({"ici_mesh_shape": (3,), "device_attributes": torus(2, 2)[:3]}, "do not fill"),
         ({"ici_mesh_shape": (2,), "device_attributes": torus(1) * 2}, "same coordinates"),

@@ -129,7 +129,7 @@ def _specs_and_loader():
     assert isinstance(named["x"], DTensor) and named["n"] == 3
     with pytest.raises(PlacementError, match=r"no \['z'\]"):
         next(iter(ShardedLoader([{"x": t}], {"z": spec})))
-    with pytest.raises(PlacementError, match="has to cut dim 0"):
+    with pytest.raises(PlacementError, match="has to shard dim 0"):
         ShardingSpec(mesh, (None, "tp"), minibatch=True).slice(t)
 
 

@@ -58,7 +58,7 @@ def test_all_ranks_fall_back_or_none():
         fell = {
             name
             for name, (reasons, *_) in told[0].items()
-            if any("runs on whole tensors" in reason for reason in reasons)
+            if any("runs on full tensors" in reason for reason in reasons)
         }
         assert (fell >= NEED_ROWS) == (rows == 3), (rows, told[0])
 
