@@ -136,9 +136,7 @@ def mean_loss(
             input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
     counts = target != ignore_index
-    weights = counts.to(
-        torch.promote_types(total.dtype, torch.float32)
-    )  # bfloat16 cannot count beyond 256
+    weights = counts.to(torch.promote_types(total.dtype, torch.float32))  # bfloat16 cannot count beyond 256
     if weight is not None:
         weights = weights * F.embedding(torch.where(counts, target, 0), weight.unsqueeze(1)).squeeze(-1)
     return (total / weights.sum()).to(total.dtype)

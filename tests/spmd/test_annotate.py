@@ -400,7 +400,7 @@ def _errors():
         mark_sharding(t, mesh, ("dp",))
     with pytest.raises(PlacementError, match="open dim 2"):
         mark_sharding(t, mesh, ("dp", None), open_dims=(2,))
-    with pytest.raises(PlacementError, match="placed already"):
+    with pytest.raises(PlacementError, match="already has placements"):
         mark_sharding(wrap_as_sharded_tensor(t, mesh), mesh, ("dp", None))
     with pytest.raises(PlacementError, match="one shape"):
         shard_as(t, torch.ones(2))

@@ -247,8 +247,8 @@ def test_the_choice_is_explained():
         ({"ici_mesh_shape": (4,), "axis_names": ("a", "b")}, "axis names"),
         ({"ici_mesh_shape": (3,), "device_attributes": torus(2, 2)[:3]}, "do not fill"),
         ({"ici_mesh_shape": (2,), "device_attributes": torus(1) * 2}, "same coordinates"),
-        ({"ici_mesh_shape": (2,), "device_attributes": [*torus(1), {"name": "1"}]}, "some have not"),
-        ({"ici_mesh_shape": (1,), "device_attributes": [{"name": "x"}]}, "ends in its number"),
+        ({"ici_mesh_shape": (2,), "device_attributes": [*torus(1), {"name": "1"}]}, "others do not"),
+        ({"ici_mesh_shape": (1,), "device_attributes": [{"name": "x"}]}, "must end in its number"),
         ({"ici_mesh_shape": (2,), "dcn_mesh_shape": (2,), "device_attributes": torus(2, slices=2)[:3]}, "equal size"),
     ],
 )

@@ -253,7 +253,7 @@ def test_order_of_axes_is_a_strided_shard():
         ((("dp", ("tp",)), None), "nests too deep"),
         (("dp", "dp"), "'dp' twice"),
         (((0, 1), 1), "'tp' twice"),
-        (("ep", None), "not there; the axes are 'dp', 'tp'"),
+        (("ep", None), "unknown mesh axis 'ep'; the axes are 'dp', 'tp'"),
         ((2, None), "axes 0 to 1"),
         ((-1, None), "axes 0 to 1"),
         ((True, None), "an entry is None"),
@@ -279,7 +279,7 @@ def test_rank_of_spec_and_tensor():
         (([4, 5, 6, 7], (4,)), "0..3"),
         ((range(4), (2, 2), ("a",)), "1 axis names"),
         ((range(4), (2, 2), ("a", "a")), "unique"),
-        (([], (0,)), "start at 1"),
+        (([], (0,)), "at least 1"),
     ],
 )
 def test_rule_of_meshes(arguments, says):
