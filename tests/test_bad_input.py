@@ -195,11 +195,11 @@ def unknown_reduction():
     ("case", "eager", "message"),
     [
         (mixed_reductions, "Mixed Partial reduce types are not supported",
-         "a DTensor cannot wait for sum and max at once: which of them comes first decides the value; reduce the one "
+         "a DTensor cannot be partial in sum and max at once: the value depends on which is reduced first; reduce one "
          "before the other becomes partial, as in [P(sum), R]"),
         (unknown_reduction, "Unrecognized reduce_op: median",
-         "a tensor of shape [4, 6] cannot be Partial('median'): no collective reduces so; the reductions are sum, avg, "
-         "min, max, product, band, bor, bxor"),
+         "a tensor of shape [4, 6] cannot be Partial('median'): no collective computes this reduction; supported are "
+         "sum, avg, min, max, product, band, bor, bxor"),
     ],
 )  # fmt: skip
 def test_reductions_that_cannot_be_combined_are_named_with_the_users_line(case, eager, message):

@@ -1,6 +1,4 @@
-"""What torch's caches between processes keep of a program: the calls of ours that they may, and the programs that they
-cannot.
-"""
+"""Support for torch's on-disk caches: our functions that cached programs may call, and programs that cannot be cached."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ def survives_caches(gm: torch.fx.GraphModule) -> bool:
 
 
 def cache_decisions(gm: torch.fx.GraphModule, functions: Sequence[Callable[..., Any]]) -> list[Decision]:
-    """What keeps a Dynamo graph out of the caches on disk, so that another process compiles it again; empty where
-    nothing does.
+    """Decisions with the reasons why a Dynamo graph cannot be in the on-disk caches, so that every process compiles it;
+    empty if it can.
 
     Args:
-        functions: those of ours that a graph may call and be kept: they say all they do by their tensors, meshes,
-            placements, text and integers, which are in the key of a cache.
+        functions: functions of ours that a cached graph may call: their effect is determined by their tensors, meshes,
+            placements, text and integers, which are part of the cache key.
     """
     reasons = [] if survives_caches(gm) else ["a result has a placement that a cache cannot write and read again"]
     refused = cache_refusal(gm, functions)

@@ -1,4 +1,4 @@
-"""Checks before anything is compiled: what cannot work is an error here, on every rank, and not a hang later."""
+"""Checks before compilation: a program that cannot work raises an error here, on every rank, and does not hang later."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from dtensor_compile.planner.shard_intervals import chunk_sizes, cuts_evenly
 def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Checks the process groups and the meshes that a graph uses.
 
-    A program that uses neither compiles without a process group (on one GPU, on a laptop, in a unit test), which one
-    note says.
+    A program that uses neither compiles without a process group (on one GPU, on a laptop, in a unit test), with one
+    warning.
 
     Raises:
         NoProcessGroupError: ``torch.distributed`` is not initialized and the program needs it, or a group of a mesh was
             destroyed.
-        MeshError: a mesh names ranks that do not exist, or a device type that is not there.
+        MeshError: a mesh names ranks that do not exist, or an unavailable device type.
         PlacementError: the placements of an input do not fit its mesh or its number of dims.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -59,12 +59,12 @@ def check_program(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> No
 
 @functools.cache
 def _note_that_nothing_is_distributed() -> None:
-    text = "there is no process group, and the program uses none: it compiles as for one process"
+    text = "there is no process group, and the program uses none: it is compiled for a single process"
     warnings.warn(f"dtensor_compile: {text}", stacklevel=2)
 
 
 def _distributed(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
-    """What a program uses that has no meaning without a process group."""
+    """Descriptions of the parts of a program that need a process group."""
     for mesh in _meshes(gm, example_inputs):
         yield f"the mesh {mesh_layout(mesh)}"
     for module in gm.modules():
@@ -76,7 +76,7 @@ def _distributed(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Ite
                 yield f"{getattr(node.target, '__name__', node.target)} ({source_line(node)})"
 
 
-#: Of operators that need a process group.
+#: Arguments of operators that need a process group.
 _ARGUMENTS = frozenset((*GROUP_ARGUMENTS, "mesh"))
 
 
@@ -112,44 +112,44 @@ def check_shard_dims(placements: Sequence[Placement], mesh: DeviceMesh, ndim: in
 
 
 def check_reductions(placements: Sequence[Placement], what: str) -> None:
-    """Raises `PlacementError` where a tensor waits for a reduction that no collective carries out, or for two that do
+    """Raises `PlacementError` if a tensor is partial with a reduction that no collective computes, or with two that do
     not commute.
 
-    Placements of a class of the user's may reduce as they like.
+    Placements of a user-defined class may reduce as they like.
     """
     unknown = [p.reduce_op for p in placements if type(p) is Partial and p.reduce_op not in REDUCE_OPS]
     if unknown:
         raise PlacementError(
-            f"{what} cannot be Partial({unknown[0]!r}): no collective reduces so; the reductions are "
+            f"{what} cannot be Partial({unknown[0]!r}): no collective computes this reduction; supported are "
             f"{', '.join(REDUCE_OPS)}"
         )
     check_commuting(placements, what)
 
 
 def check_commuting(placements: Sequence[Placement], what: str) -> None:
-    """Raises `PlacementError` where a tensor waits for two reductions of which the order matters (as torch does,
-    without a word on what to do instead).
+    """Raises `PlacementError` if a tensor is partial with two reductions whose order matters (as torch does, but with
+    advice).
     """
     ops = list(dict.fromkeys(p.reduce_op for p in placements if type(p) is Partial))
     if len(ops) > 1 and not set(ops) <= {"sum", "avg"}:
         one = ", ".join(str(Replicate() if type(p) is Partial and p.reduce_op != ops[0] else p) for p in placements)
         raise PlacementError(
-            f"{what} cannot wait for {' and '.join(ops)} at once: which of them comes first decides the value; reduce "
-            f"the one before the other becomes partial, as in [{one}]"
+            f"{what} cannot be partial in {' and '.join(ops)} at once: the value depends on which is reduced first; "
+            f"reduce one before the other becomes partial, as in [{one}]"
         )
 
 
 @contextlib.contextmanager
 def check_redistributions() -> Iterator[None]:
-    """While it is entered, a redistribution to a shard of a dim that is not there raises `PlacementError` (torch: an
-    IndexError), and so does one of terms that cannot be combined.
+    """While active, a redistribution to a shard of a dim that does not exist raises `PlacementError` (torch: an
+    IndexError), and so does one of partial values that cannot be combined.
 
-    A size that varies is fixed where a rank gets one row of it or none: torch takes 0 and 1 for other programs than all
-    other sizes, so that this rank would fix it and the others would not, and their graphs would call other collectives.
+    A dynamic size is made static where a rank gets one row of it or none: torch specializes 0 and 1, so that this rank
+    would make it static and the others would not, and their graphs would call different collectives.
 
-    All go by the operator, as later in the trace, but where eager's collectives are counted. What torch does takes
-    longer, warns of collectives that are not made, and for strided shards finds out what is where with tensors of
-    indices, whose values are not there while tracing.
+    All redistributions use the operator, as later in the trace, except where eager's collectives are counted. torch's
+    own code takes longer, warns of collectives that are never called, and for strided shards computes shard offsets
+    with index tensors, which have no values while tracing.
     """
 
     def check(local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _fix_sizes_of_single_rows(shape: Sequence[Any], placements: Sequence[Placeme
             if isinstance(p, (Shard, StridedShard)) and p.dim % len(shape) == dim
         ]
         if isinstance(size, torch.SymInt) and cuts and min(chunk_sizes(hint, cuts)) < 2:
-            int(size)  # guards that it is what it is now
+            int(size)  # guards on its current value
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
@@ -190,7 +190,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
     if not compat_mesh.device_is_available(mesh.device_type):
         raise MeshError(
             f"mesh {layout} is of device type {mesh.device_type!r}, which is not available in this process: "
-            'build the mesh for a device that is there, for instance init_device_mesh("cpu", ...)'
+            'build the mesh for an available device, for instance init_device_mesh("cpu", ...)'
         )
     if not compat_mesh.is_member(mesh):
         return
@@ -198,12 +198,12 @@ def check_mesh(mesh: DeviceMesh) -> None:
         if not compat_mesh.group_exists(compat_mesh.group_name(mesh, dim)):
             raise NoProcessGroupError(
                 f"the process group of dim {layout.dim_name(dim)} of mesh {layout} does not exist any more: "
-                "make the mesh again after init_process_group()"
+                "create the mesh again after init_process_group()"
             )
 
 
 def tensor_meshes(gm: torch.fx.GraphModule) -> list[DeviceMesh]:
-    """The meshes that tensors of the graph lie on, each once, in the order of the program."""
+    """The meshes of tensors of the graph, each once, in program order."""
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     meshes = [compat_mesh.real_mesh(value.device_mesh) for value in tree_leaves(values) if isinstance(value, DTensor)]
     return list({mesh_text(mesh): mesh for mesh in meshes}.values())

@@ -1,6 +1,6 @@
 """`redistribute`: a DTensor on another mesh, with a gradient.
 
-torch's ``DTensor.redistribute(device_mesh=other)`` raises where placements change. This one sends what is needed, in
+torch's ``DTensor.redistribute(device_mesh=other)`` raises if placements change. This function sends what is needed, in
 one exchange among the ranks of both meshes (``ops/cross_mesh_plan.py``), in eager and as one node of a compiled graph:
 
     y = dtensor_compile.redistribute(x, stage_1, [Shard(0)])       # x on stage_0
@@ -38,31 +38,30 @@ from dtensor_compile.ops.redistribute_across import redistribute_across_op, sour
 
 @torch.compiler.allow_in_graph
 def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """`x` with these placements on this mesh, which may be another than its own: other ranks, another shape, a part or
-    the whole.
+    """`x` with these placements on this mesh, which may have other ranks or another shape than its own, or be a part of
+    it.
 
-    Every rank of both meshes calls it; a rank that is not part of one has an empty local tensor of shape ``(0,)``
-    there, as in torch. The ranks of both make a process group the first time. On the mesh of `x` it is
+    Every rank of both meshes calls it; on a mesh that does not contain a rank, its local tensor has shape ``(0,)``, as
+    in torch. The ranks of both meshes create a process group the first time. On the mesh of `x` it is
     ``x.redistribute``. A slice of a mesh (``mesh["tp"]``) stands for all such slices: they hold the same tensor, and so
     do their gradients.
 
-    The gradient goes back to the mesh of `x` and its placements; where those are partial it is replicated, as it is in
-    torch.
+    The gradient returns to the mesh of `x` and its placements; where those are partial it is replicated, as in torch.
 
     Args:
-        x: of any global shape; sizes count as constants while compiling.
+        x: of any global shape; sizes are constants while compiling.
         device_mesh: of the same device type.
         placements: one per mesh dim; not partial.
 
     Returns:
-        a DTensor of the same global shape, contiguous.
+        a contiguous DTensor of the same global shape.
 
     Raises:
-        MeshError: the meshes are of different device types, list ranks in another order than ascending, or do not fit
-            the job.
-        PlacementError: the placements do not fit the mesh or the tensor, or one is of a class of the user's.
-        PlanError: the target is partial, or the source waits for two reductions whose order matters.
-        NoProcessGroupError: not all ranks of both meshes came within a minute.
+        MeshError: the meshes are of different device types, list ranks in other than ascending order, or do not fit the
+            job.
+        PlacementError: the placements do not fit the mesh or the tensor, or one is of a user-defined class.
+        PlanError: the target is partial, or the source is partial with two reductions whose order matters.
+        NoProcessGroupError: not all ranks of both meshes joined within a minute.
     """
     mesh, own = real_mesh(device_mesh), real_mesh(x.device_mesh)
     if mesh == own:
@@ -78,8 +77,8 @@ def redistribute(x: DTensor, device_mesh: DeviceMesh, placements: Sequence[Place
         if not mesh_layout(each).in_rank_order:
             raise MeshError(
                 f"redistribute from {mesh_layout(own)} to {mesh_layout(mesh)}: the ranks of {mesh_layout(each)} do not "
-                "ascend with their coordinates, and what shards mean there depends on torch's steps; make a mesh of "
-                "ascending ranks"
+                "ascend with their coordinates, and the meaning of shards then depends on torch's steps; create a mesh "
+                "of ascending ranks"
             )
     check_placements(placements, device_mesh, x.dim(), f"a tensor of shape {list(x.shape)}")
     return _Across.apply(x, device_mesh, tuple(_from_front(p, x.dim()) for p in placements), False)
@@ -97,7 +96,7 @@ def _from_front(placement: Placement, ndim: int) -> Placement:
 class _Across(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], known: bool) -> DTensor:
-        """`known`: whether every rank knows how `x` is placed, also those outside of its mesh."""
+        """`known`: whether every rank, including those outside of its mesh, knows the placements of `x`."""
         local, spec = local_and_spec(x)
         before = canonical_placements(spec)
         for p in before:
@@ -120,15 +119,15 @@ class _Across(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None, None]:  # type: ignore[override]
-        # First as the result is placed: ranks outside of its mesh do not know how the gradient comes.
+        # First to the placements of the result: ranks outside of its mesh do not know those of the gradient.
         return _Across.apply(gradient.redistribute(*ctx.here), *ctx.back, True), None, None, None
 
 
 def join_groups(gm: torch.fx.GraphModule) -> None:
-    """Makes the process groups of the redistributions between meshes in a Dynamo graph, before anything is compiled.
+    """Creates the process groups of redistributions between meshes in a Dynamo graph, before anything is compiled.
 
     Raises:
-        NoProcessGroupError: not all ranks of both meshes of one came.
+        NoProcessGroupError: not all ranks of both meshes of one joined.
     """
     for node in gm.graph.find_nodes(op="call_function", target=redistribute):
         source, target = (node.args[0].meta["example_value"].device_mesh, node.meta["example_value"].device_mesh)

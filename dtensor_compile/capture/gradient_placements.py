@@ -1,5 +1,5 @@
-"""Gradients that come into a compiled graph placed otherwise than it was compiled for (`compat.aot.tangents`), as
-decisions with their cost.
+"""Decisions, with costs, about gradients whose placements differ from those that a graph was compiled for
+(`compat.aot.tangents`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dtensor_compile.planner.search import bytes_sent
 
 
 def placed_otherwise(this: Otherwise, communication: Callable[[], float]) -> Decision:
-    """The decision about gradients that came otherwise.
+    """The decision about gradients with other placements.
 
     Args:
-        communication: gives the estimated seconds of the collectives of a step, all of which eager waits for.
+        communication: returns the estimated seconds of the collectives of a step, all of which eager waits for.
     """
     came, expected = (", ".join(map(_text, these)) for these in (this.placed, this.expected))
-    reason = f"a gradient comes as {came}, and the graph was compiled for {expected}: "
+    reason = f"a gradient has placements {came}, and the graph was compiled for {expected}: "
     if this.in_eager:
         again = f"; after {ENOUGH} of them the graph is compiled for such gradients" if this.learns else ""
-        reason += f"this backward pass runs in eager, behind another forward pass{again}"
+        reason += f"this backward pass runs in eager, after another forward pass{again}"
         cost: dict[str, Any] = {"seconds": communication()}
     else:
         reason += "torch redistributes it when the backward pass runs, because the program cannot run again"
@@ -40,12 +40,12 @@ def placed_otherwise(this: Otherwise, communication: Callable[[], float]) -> Dec
 def _text(placements: Sequence[Placement]) -> str:
     try:
         return spec_text(placements)
-    except SpecTextError:  # of a class of the user's
+    except SpecTextError:  # of a user-defined class
         return str(list(placements))
 
 
 def _bytes_between(value: Any, expected: Sequence[Placement]) -> int:
-    """Bytes that a rank sends to redistribute a gradient to these placements; 0 where no plan says it."""
+    """Bytes that a rank sends to redistribute a gradient to these placements; 0 if there is no plan."""
     if not isinstance(value, DTensor):
         return 0
     mesh = real_mesh(value.device_mesh)

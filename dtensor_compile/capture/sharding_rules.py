@@ -1,5 +1,5 @@
-"""Operators for which DTensor has no rule, or none that can be traced: the rules of `compat.dtensor.sharding`, and what
-is said about them.
+"""Operators for which DTensor has no rule, or none that can be traced: the rules of `compat.dtensor.sharding`, and
+decisions about them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dtensor_compile.decisions import Decision
 
 
 def rules_while_tracing() -> contextlib.AbstractContextManager[None]:
-    """The rules for the time of tracing; ``options={"fallback": "error"}`` leaves operators without one to torch's
+    """Context with the rules for tracing; with ``options={"fallback": "error"}`` operators without one raise torch's
     error.
     """
     return sharding_rules(lambda: options_on_stack().get("fallback", "replicate") == "replicate")
@@ -22,7 +22,7 @@ def rules_while_tracing() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def report_fallbacks(decided: Callable[[list[Decision]], None]) -> Iterator[None]:
-    """While it is entered, `decided` is told once of each operator that runs on replicated tensors for lack of a
+    """While active, `decided` is called once for each operator that runs on replicated tensors because it has no
     sharding rule.
     """
     told: set[str] = set()
@@ -43,7 +43,5 @@ def report_fallbacks(decided: Callable[[list[Decision]], None]) -> Iterator[None
 
 
 def rules_anywhere() -> contextlib.AbstractContextManager[None]:
-    """The rules for questions that are asked outside of tracing (which dims of an operator's tensors belong
-    together).
-    """
+    """Context with the rules outside of tracing, for queries of which dims of an operator's tensors belong together."""
     return sharding_rules(lambda: True)

@@ -1,15 +1,15 @@
 """The scope in which redistributions become ``dtensor_compile::redistribute`` nodes.
 
-torch moves tensors between placements in one function, for explicit and implicit redistributions, forward and backward.
-While our backend traces, calls to it become the operator. What the operator does not speak of stays with torch, in the
-graph all the same, and the nodes that torch makes for it say why (`HANDED_BACK`):
+torch changes placements in one function, for explicit and implicit redistributions, forward and backward. While our
+backend traces, calls to it become the operator. Changes that the operator does not support are traced through torch's
+own code, and the resulting nodes record the reason (`HANDED_BACK`):
 
-- A masked partial (row-wise embedding) owes a mask before it is summed. The mask is applied as a local operator, what
-  is left is an ordinary partial sum. Making the mask sends nothing and is torch's own code.
-- Placements of a class made by the user, changes that torch refuses, and local tensors that are not what their spec
-  says (torch's rule for a convolution over a sharded image calls the gradient of its input replicated): there torch's
-  own code decides what comes out.
-- Meshes over a permuted list of ranks that torch made: what they mean depends on the order of torch's own steps.
+- A masked partial (row-wise embedding) has to be masked before it is summed. The mask is applied as a local operator,
+  which leaves an ordinary partial sum. torch's own code creates the mask, without communication.
+- Placements of a user-defined class, changes that torch refuses, and local tensors that do not match their spec
+  (torch's rule for a convolution over a sharded image calls the gradient of its input replicated): torch's own code
+  determines the result.
+- Meshes created by torch over a permuted list of ranks: their meaning depends on the order of torch's own steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dtensor_compile.ops.redistribute import check_local, plan_of, redistribute_
 
 
 class HandedBack(NamedTuple):
-    """Why torch's own code redistributes a tensor; `number` tells redistributions apart."""
+    """Reason why torch's own code redistributes a tensor; `number` identifies the redistribution."""
 
     reason: str
     number: int
@@ -56,7 +56,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def capture_redistributions() -> Iterator[None]:
-    """While it is entered, redistributions that this thread traces are recorded as operators."""
+    """While active, redistributions that this thread traces are recorded as operators."""
     with redistribute_hook(emit_redistribution):
         yield
 
@@ -64,7 +64,7 @@ def capture_redistributions() -> Iterator[None]:
 def emit_redistribution(
     local: torch.Tensor, source: Spec, target: Spec, stock: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
-    """The local tensor in the target spec: by the operator where it speaks of the change, else by `stock`."""
+    """The local tensor in the target spec, by the operator if it supports the change, otherwise by `stock`."""
     mark(local, source)
     mesh = compat_mesh.real_mesh(source.mesh)
     if not compat_mesh.is_member(mesh):
@@ -91,14 +91,14 @@ class _ToMask(NamedTuple):
 
 
 class _Operator(NamedTuple):
-    """What the operator is called with.
+    """Arguments of the operator.
 
     Attributes:
-        masks: those that are applied before, at most one.
+        masks: masks that are applied before, at most one.
         specs: texts of source and target.
         mesh: its text.
         shape: of the global tensor.
-        is_needed: False where the local tensors are those of the target, once the mask is applied.
+        is_needed: False if the local tensors are already those of the target once the mask is applied.
     """
 
     masks: list[MaskPartial]
@@ -109,7 +109,7 @@ class _Operator(NamedTuple):
 
 
 def _change(local: torch.Tensor, source: Spec, target: Spec) -> _Operator | _ToMask | str:
-    """What becomes of a change of specs; a text says why torch's own code makes it."""
+    """How a change of specs is traced; a text is the reason for leaving it to torch's own code."""
     mesh = compat_mesh.real_mesh(source.mesh)
     if source.tensor_meta is None:
         return "its spec has no global shape"
@@ -123,7 +123,7 @@ def _change(local: torch.Tensor, source: Spec, target: Spec) -> _Operator | _ToM
     if any(isinstance(p, MaskPartial) for p in after):
         return _ToMask(before, after)
     masks = [p for i, p in enumerate(before) if isinstance(p, MaskPartial) and mesh.size(i) > 1]
-    if len(masks) > 1:  # along a mesh dim of one rank there is none: that rank has every row
+    if len(masks) > 1:  # a mesh dim with one rank has none, since that rank has every row
         return "it is partial under the masks of several mesh dims"
     before = tuple(Partial(p.reduce_op) if isinstance(p, MaskPartial) else p for p in before)
     return _operator(local, mesh, (before, after), source.tensor_meta.shape, masks)
@@ -136,7 +136,7 @@ def _operator(
     shape: torch.Size,
     masks: list[MaskPartial],
 ) -> _Operator | str:
-    """The call of the operator that changes placements, if there is a plan and `local` is what its spec says."""
+    """The call of the operator that changes placements, if there is a plan and `local` matches its spec."""
     try:
         specs = spec_text(placements[0]), spec_text(placements[1])
         text = mesh_text(mesh)
@@ -146,12 +146,12 @@ def _operator(
     except (SpecTextError, PlanError) as error:
         return str(error)
     if not groups_in_mesh_order(mesh, layout):
-        return f"process groups of mesh {text} are in another order of ranks than the mesh"
+        return f"process groups of mesh {text} have another order of ranks than the mesh"
     return _Operator(masks, specs, text, shape, bool(needed))
 
 
 def _hand_back(stock: Callable[[], torch.Tensor], reason: str) -> torch.Tensor:
-    """What `stock` gives; the nodes that it makes in the graph that this thread traces say why torch redistributes."""
+    """Result of `stock`; nodes that it adds to the graph traced on this thread record why torch redistributes."""
     before = newest_node()
     result = stock()
     this = HandedBack(reason, next(_numbers))
@@ -161,7 +161,7 @@ def _hand_back(stock: Callable[[], torch.Tensor], reason: str) -> torch.Tensor:
 
 
 def note_origin() -> None:
-    """Notes in the node that was just traced which operator forced the redistribution, for those who read the graph."""
+    """Records on the last traced node which operator forced the redistribution, for readers of the graph."""
     node = newest_node()
     if node is not None and node.target is redistribute_op:
         node.meta[FORCED_BY] = forcing_operator()
@@ -174,11 +174,11 @@ def _emit_to_mask(
     change: _ToMask,
     stock: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Indices on their way into a row-wise lookup: replicate them, then let torch make the mask, which sends
-    nothing.
+    """Redistributes the indices of a row-wise lookup: replicates them, then lets torch create the mask, without
+    communication.
     """
     if all(a == b or isinstance(b, MaskPartial) and isinstance(a, Replicate) for a, b in zip(*change)):
-        return stock()  # a mask alone, which sends nothing
+        return stock()  # a mask alone, without communication
     assert source.tensor_meta is not None
     replicated = tuple(Replicate() if isinstance(p, MaskPartial) else p for p in change.after)
     middle = make_spec(source.mesh, replicated, source.tensor_meta.shape, source.tensor_meta.dtype)

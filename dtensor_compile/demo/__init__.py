@@ -1,3 +1,3 @@
-"""The demonstration: a small Llama, three ways to spread it over ranks, and a run that compares eager, stock and this
+"""The demonstration: a small Llama, three ways to parallelize it, and a run that compares eager, stock and this
 backend.
 """

@@ -25,7 +25,7 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; (batch, sequence, dim) to the same."""
+    """Causal self-attention with rotary positions; maps (batch, sequence, dim) to the same shape."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token indices (batch, sequence) to logits (batch, sequence, vocab)."""
+    """Maps token indices (batch, sequence) to logits (batch, sequence, vocab)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -99,9 +99,7 @@ def rotary_table(head_dim: int, positions: int, base: float = 10000.0) -> torch.
 
 
 def rotate(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Rotates the two halves of each head against each other by its position; x is (batch, heads, sequence,
-    head_dim).
-    """
+    """Rotates the halves of each head against each other by its position; x is (batch, heads, sequence, head_dim)."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rotary.unbind(1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

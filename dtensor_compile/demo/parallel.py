@@ -1,6 +1,4 @@
-"""Three ways to spread `Llama` over ranks, as users write them with torch's own API. Nothing here knows of a
-compiler.
-"""
+"""Three ways to parallelize `Llama`, written with torch's own API as users do. Nothing here depends on a compiler."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from dtensor_compile.demo.llama import Llama
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Tensor and sequence parallel over a 1-D mesh: weights are split by heads and by hidden units, activations between
-    the blocks by sequence; the embedding is split by rows of its table. Logits come back whole on every rank."""
+    """Tensor and sequence parallel over a 1-D mesh: weights are sharded by heads and by hidden units, activations
+    between the blocks by sequence, the embedding by rows of its table. Logits are replicated on every rank."""
     parallelize_module(
         model,
         mesh,
@@ -56,10 +54,9 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
 
 
 class Gathered(nn.Module):
-    """A parameter that is stored in shards over `mesh` and whole while it is used; its gradient is summed into the
-    shards.
+    """A parameter that is stored in shards over `mesh` and gathered for use; its gradient is reduced to the shards.
 
-    Where the whole parameter is itself a DTensor over another mesh (tensor parallel inside, sharded storage outside),
+    If the full parameter is itself a DTensor over another mesh (tensor parallel inside, sharded storage outside),
     `inner` is that mesh and `placement` the placement on it.
     """
 
@@ -78,8 +75,8 @@ class Gathered(nn.Module):
 
 
 def shard_parameters(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Data parallel over a 1-D mesh with parameters, gradients and optimizer states in shards (as FSDP stores them).
-    Each rank feeds its own part of the batch, and divides its loss by the number of ranks."""
+    """Data parallel over a 1-D mesh with sharded parameters, gradients and optimizer states (as in FSDP). Each rank
+    uses its own part of the batch, and divides its loss by the number of ranks."""
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])

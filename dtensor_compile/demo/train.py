@@ -1,9 +1,9 @@
-"""Trains `Llama` eager, with stock Inductor and with this backend, from equal states on the ranks of one job, and
-compares them.
+"""Trains `Llama` in eager, with stock Inductor and with this backend, from equal states on the ranks of one job, and
+compares the results.
 
     torchrun --nproc-per-node 2 -m dtensor_compile.demo.train --layout tp
 
-`compare` is the part that tests and benchmarks use; `table` prints what it found.
+Tests and benchmarks use `compare`; `table` prints its result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to spread the model: how it is built on a mesh, and which mesh dims split the batch."""
+    """A way to parallelize the model: how it is built on a mesh, and which mesh dims shard the batch."""
 
     apply: Callable[[Llama, DeviceMesh], Llama]
     dims: tuple[str, ...]
@@ -64,11 +64,11 @@ class Run:
 
     Attributes:
         losses: this rank's loss of each step.
-        gradients: gradients of the first step by parameter, whole tensors.
-        graph_breaks, graphs: what Dynamo counted.
-        redistributions: redistribute nodes before the passes (0 where there is no such node).
+        gradients: full gradients of the first step, by parameter.
+        graph_breaks, graphs: as counted by Dynamo.
+        redistributions: redistribute nodes before the passes (0 if there is no such node).
         collectives, bytes_sent: of one forward and backward, per rank.
-        compile_seconds: what the first step took more than a later one.
+        compile_seconds: excess of the first step over a later one.
         step_seconds: median of forward + backward + optimizer.
     """
 
@@ -85,7 +85,7 @@ class Run:
 
 
 def batches(config: LlamaConfig, mesh: DeviceMesh, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and targets of each step for this rank: the same global batch on all ranks, split over the mesh dim
+    """Tokens and targets of each step for this rank: the same global batch on all ranks, sharded over the mesh dim
     ``dp``.
     """
     generator = torch.Generator().manual_seed(1)
@@ -124,7 +124,7 @@ class Trainer:
         return loss.item()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients as whole tensors; a collective call."""
+        """Full gradients; a collective call."""
         return {name: _whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
 
 
@@ -146,9 +146,9 @@ def compare(
     """Trains each variant for `steps` steps and times `timed` further ones, interleaved. Called on every rank.
 
     Args:
-        tell: is told what goes on.
+        tell: called with progress messages.
         stock: whether stock Inductor runs too.
-        empty_caches: compile each variant with empty caches on disk, so that compile times compare.
+        empty_caches: compile each variant with empty on-disk caches, so that compile times are comparable.
     """
     recordings = {"stock": Recording(), "ours": Recording()}
     wraps = _wraps(recordings["stock"])
@@ -187,7 +187,7 @@ def compare(
 
 
 def _wraps(recording: Recording) -> dict[str, Callable[[Any], Any]]:
-    """What compiles a model, by the name of the variant; what stock does goes into `recording`."""
+    """Compile functions by variant; the collectives of stock are counted into `recording`."""
     return {
         "eager": lambda model: model,
         "stock": lambda model: torch.compile(model, backend="inductor", options=observe_stock(recording)),
@@ -196,7 +196,7 @@ def _wraps(recording: Recording) -> dict[str, Callable[[Any], Any]]:
 
 
 def _take_times(runs: list[Run], trainers: dict[str, Trainer], timed: int) -> None:
-    """The median time of `timed` steps of each variant, which take turns."""
+    """Sets the median time of `timed` steps of each variant, which take turns."""
     seconds: dict[str, list[float]] = {run.name: [] for run in runs}
     for index in range(timed):
         for name, trainer in trainers.items():

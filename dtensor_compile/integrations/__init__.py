@@ -1,8 +1,8 @@
-"""How third-party packages reach the backend where they do not take its name, one module for each package.
+"""Third-party packages that do not accept the name of the backend; one module for each package.
 
-Nothing here is imported unless a program imports it, and no package named here is a dependency: a module imports its
-package when it is imported itself, and says so where the package is missing. `docs/integrations.md` shows every way in,
-most of which need no module.
+A program imports these modules explicitly, and no package named here is a dependency: a module imports its package when
+it is imported, and raises if the package is missing. `docs/integrations.md` lists all integrations, most of which need
+no module.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from types import ModuleType
 
 
 def third_party(package: str, tested: Sequence[str]) -> ModuleType:
-    """Imports a third-party package for the module of this folder that fits it.
+    """Imports a third-party package for the module of this folder that supports it.
 
     Args:
-        package: the name to import, which is the name of its distribution too.
-        tested: versions that the tests ran with. Another one gives a warning, and is used.
+        package: the name to import, which is also the name of its distribution.
+        tested: versions that the tests ran with. Other versions are used with a warning.
 
     Raises:
         ImportError: the package is not installed.
@@ -30,7 +30,7 @@ def third_party(package: str, tested: Sequence[str]) -> ModuleType:
         installed = importlib.metadata.version(package)
     except (ModuleNotFoundError, importlib.metadata.PackageNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name not in (package, None):
-            raise  # the package is there, and lacks one of its own dependencies
+            raise  # the package is installed, and lacks one of its own dependencies
         raise ImportError(
             f"dtensor_compile.integrations.{package} needs {package}, which is not installed; "
             f"tested versions: {versions}"

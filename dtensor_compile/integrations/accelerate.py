@@ -1,4 +1,4 @@
-"""accelerate and the Trainer of transformers: the backend's names among those that accelerate knows.
+"""accelerate and the Trainer of transformers: adds the backend's names to those that accelerate knows.
 
     from dtensor_compile.integrations.accelerate import enable
 
@@ -7,8 +7,8 @@
     arguments = TrainingArguments(output, torch_compile_backend="dtensor")      # before: the same, from Trainer(...)
 
 accelerate compares the name of a backend with a closed enum, `DynamoBackend`, whatever torch has registered. Python
-asks the ``_missing_`` hook of an enum for values that are no members; `enable` answers there for the names of this
-backend, and leaves the members, their order and all other names as they are.
+calls the ``_missing_`` hook of an enum for values that are not members; `enable` makes it return members for the names
+of this backend, and leaves the members, their order and all other names unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from dtensor_compile.integrations import third_party
 
 TESTED = ("1.15.0",)
-#: As accelerate spells the backends "dtensor" and "dtensor_aten": it lowers the names again for ``torch.compile``.
+#: The backends "dtensor" and "dtensor_aten" in accelerate's spelling; it lowercases names for ``torch.compile``.
 NAMES = ("DTENSOR", "DTENSOR_ATEN")
 
 DynamoBackend: Any = third_party("accelerate", TESTED).utils.DynamoBackend
@@ -44,7 +44,7 @@ def enable() -> None:
     ``ACCELERATE_DYNAMO_BACKEND`` and ``TrainingArguments(torch_compile_backend=...)`` take these names.
 
     Raises:
-        RuntimeError: accelerate, or another package, answers for unknown names itself.
+        RuntimeError: accelerate, or another package, handles unknown names itself.
     """
     if enabled():
         return
@@ -59,7 +59,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Takes back what `enable` did; idempotent. Plugins that were made meanwhile keep their backend."""
+    """Undoes `enable`; idempotent. Plugins that were created meanwhile keep their backend."""
     if enabled():
         del DynamoBackend._missing_
         for name in NAMES:
@@ -67,6 +67,6 @@ def disable() -> None:
 
 
 def enabled() -> bool:
-    """Whether `enable` is in force."""
+    """Whether `enable` is in effect."""
     hook = vars(DynamoBackend).get("_missing_")
     return hook is not None and hook.__func__ is _missing

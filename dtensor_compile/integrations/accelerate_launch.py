@@ -1,11 +1,10 @@
-"""`accelerate launch` that knows the backend's names: the command line of accelerate, in front of which stands another
-module.
+"""`accelerate launch` with the backend's names: a module that runs the command line of accelerate.
 
     accelerate launch --dynamo_backend dtensor train.py --epochs 3          # invalid choice: 'dtensor'
     python -m dtensor_compile.integrations.accelerate_launch --dynamo_backend dtensor train.py --epochs 3
 
 accelerate checks the name twice: in the launcher, against the choices of its parser, and in each process that it
-starts, where the script makes an `Accelerator`. So this module enables the names here, and has the launcher start the
+starts, where the script creates an `Accelerator`. This module enables the names here, and makes the launcher start the
 script through this module, which enables them there (`integrations.accelerate.enable`) before it runs the script as
 ``__main__``."""
 
@@ -16,19 +15,19 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-# isort: skip - the module above says so where accelerate is missing
+# isort: skip - the module above raises if accelerate is missing
 from accelerate.commands.config import config_utils
 
 from dtensor_compile.integrations.accelerate import NAMES, enable
 
 from accelerate.commands.launch import launch_command, launch_command_parser  # isort: skip
 
-#: First argument of the processes that the launcher starts, by what follows it.
+#: First argument of the processes that the launcher starts; it says what follows.
 _SCRIPT, _MODULE = "--run-script", "--run-module"
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Does what ``accelerate launch`` does with these arguments; the script is run by `run`."""
+    """Does what ``accelerate launch`` does with these arguments; `run` runs the script."""
     enable()
     config_utils.DYNAMO_BACKENDS.extend(name for name in NAMES if name not in config_utils.DYNAMO_BACKENDS)
     parsed = launch_command_parser().parse_args(arguments)

@@ -6,10 +6,10 @@
     model = Qwen3MoeForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(fsdp_size=8, ep_size=8))
     step = torch.compile(step, backend="dtensor")
 
-transformers sends each token to the rank of its expert and asks, in Python, whether any token has come. How many came
-only the data decides, so that the question ends the graph in every layer, under any backend. It is asked for the sake
-of experts that leave the autograd graph where they get no row; those that are computed as grouped or batched products
-take no rows as well as any other number."""
+transformers sends each token to the rank of its expert and checks, in Python, whether any token was received. That
+number is data-dependent, so that the check breaks the graph in every layer, under any backend. The check is for experts
+that leave the autograd graph if they get no row; those computed by grouped or batched matmuls accept any number of
+rows, including none."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from transformers.distributed.expert_parallel import AllToAllEP, AutoEP, EPImple
 
 
 class AllToAll(AllToAllEP):
-    """transformers' all-to-all of tokens; while it is compiled, without the question whether a token came.
+    """transformers' all-to-all of tokens; while compiling, without the check whether a token was received.
 
-    The exchange, its backward and what the experts compute are transformers' own, with the same collectives.
+    The exchange, its backward and the computation of the experts are transformers' own, with the same collectives.
     """
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of what its experts make of each token.
+        """The weighted sum of the experts' outputs for each token.
 
         Args:
             hidden_states: the tokens of this rank, (tokens, hidden).
@@ -50,7 +50,7 @@ class AllToAll(AllToAllEP):
 
 
 class Auto(AutoEP):
-    """transformers' choice between its implementations, with `AllToAll` for that one."""
+    """transformers' choice between its implementations, with `AllToAll` for the all-to-all one."""
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -58,11 +58,11 @@ class Auto(AutoEP):
 
 
 def all_to_all_without_branches() -> None:
-    """From now on ``DistributedConfig(ep_implementation="all_to_all")``, and "auto", are one graph; eager code runs as
-    before.
+    """Makes ``DistributedConfig(ep_implementation="all_to_all")``, and "auto", one graph from now on; eager code is
+    unchanged.
 
-    Call it before a model is distributed. Only experts as grouped or batched products are one graph
+    Call it before a model is distributed. Only experts with grouped or batched matmuls are one graph
     (``experts_implementation="grouped_mm"``, which is the default, or "batched_mm"); transformers' loop over experts
-    ends it."""
+    breaks it."""
     EPImplementationInterface.register("all_to_all", AllToAll)
     EPImplementationInterface.register("auto", Auto)

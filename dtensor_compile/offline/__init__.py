@@ -1,4 +1,4 @@
-"""A cluster and a GPU that are not there.
+"""An emulated cluster and GPU.
 
     from dtensor_compile import offline
 
@@ -9,7 +9,7 @@
     print(gpu.table())
 
 - ``device``: the emulated device, and what was compiled for it: generated code, Triton kernels, PTX and cubin.
-- ``job``: the process is one rank of a job whose other ranks exist in name only.
+- ``job``: makes the process one rank of a simulated job without other ranks.
 """
 
 from dtensor_compile.offline.emulated_device import EmulatedDevice, EmulatedGraph, IssuedStep, Kernel, device

@@ -1,9 +1,9 @@
-"""`device`: a GPU that is not there. Programs compile for it as they would on it; nothing computes.
+"""`device`: an emulated GPU. Programs compile for it as they would on a real one; nothing is computed.
 
-In: a preset's name (`topology/gpus.py`) or a file. While the context is entered, tensors on ``cuda`` are fake and
-everything else is real. Inductor lowers to Triton, Triton to PTX and cubin for the architecture. A compiled function
-runs its generated code once through, in the order in which a GPU would be given the work, and each step of that is
-noted:
+Input: the name of a preset (`topology/gpus.py`) or a file. While the context is active, tensors on ``cuda`` are fake
+and everything else is real. Inductor lowers to Triton, Triton to PTX and cubin for the architecture. A compiled
+function runs its generated code once, in the order in which a GPU would be given the work, and each step of that is
+recorded:
 
     with device("h200") as gpu:
         x = torch.randn(64, 256, device="cuda")
@@ -12,7 +12,7 @@ noted:
     gpu.kernels[0].cubin          # machine code for sm_90
     print(gpu.graphs[0].order())  # kernel triton_per_fused__softmax_0
 
-What a GPU would measure is not measured: matrix products are the library's (no ``max_autotune``), none is padded, and
+Nothing that needs measurements on a GPU is done: matmuls are the library's (no ``max_autotune``), none is padded, and
 each kernel has the first configuration that Inductor tries. CUDA graphs are left out.
 """
 
@@ -35,14 +35,14 @@ from dtensor_compile.topology.gpus import Gpu
 
 @dataclass(frozen=True)
 class IssuedStep:
-    """One thing that generated code asks the device, or the network, to do.
+    """One request of generated code to the device or the network.
 
     Attributes:
         kind: ``"kernel"`` (Triton's), ``"operator"`` (of a library, by the name of the operator), ``"start"`` and
             ``"wait"`` of a collective.
         name: of the kernel, the operator or the collective.
         number: of the collective, counted from 0 in the order of their starts; -1 for others.
-        sends: dtype and shape of what a collective is given, where it starts.
+        sends: dtype and shape of the inputs of a collective, at its start.
     """
 
     kind: str
@@ -60,9 +60,9 @@ class Kernel:
     """A Triton kernel.
 
     Attributes:
-        name: as generated code calls it; it lists the operators that were fused.
+        name: as in the generated code; it lists the operators that were fused.
         source: its Python source.
-        binary: what it was compiled to.
+        binary: the result of its compilation.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Kernel:
 
 @dataclass
 class EmulatedGraph:
-    """Generated code.
+    """Generated code of one graph.
 
     Attributes:
-        direction: ``"forward"`` (of a graph without backward, too) or ``"backward"``.
+        direction: ``"forward"`` (also of a graph without backward) or ``"backward"``.
         source: the code that calls kernels, operators and collectives, with the sources of the kernels.
-        kernels: those that it has, in the order of the source.
+        kernels: its kernels, in the order of the source.
         steps: of its last run.
     """
 
@@ -92,7 +92,7 @@ class EmulatedGraph:
 
 
 class EmulatedDevice:
-    """What was compiled while `device` was entered.
+    """Everything that was compiled while `device` was active.
 
     Attributes:
         gpu: the GPU.
@@ -105,12 +105,12 @@ class EmulatedDevice:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """Those of all graphs; two graphs with the same source of a kernel have one each."""
+        """The kernels of all graphs; two graphs with the same kernel source have one each."""
         return [kernel for graph in self.graphs for kernel in graph.kernels]
 
     def table(self) -> str:
-        """Registers of a thread, bytes of shared memory of a block and of spills of a thread: a line for each
-        kernel.
+        """Table with a line per kernel: registers per thread, bytes of shared memory per block, bytes of spills per
+        thread.
         """
         rows = [("kernel", "registers", "shared", "spills", "configuration")]
         for kernel in self.kernels:
@@ -125,11 +125,11 @@ class EmulatedDevice:
         if (
             source not in self._pending
         ):  # Inductor asks once when it writes a kernel, and once for the code that calls it
-            # Not in threads: Python 3.11 has one depth for all of them when it makes syntax trees.
+            # Not in threads: in Python 3.11 they share one depth counter when they build syntax trees.
             try:
                 self._pending[source] = Kernel(name, source, compile_kernel(load_kernel(name, source), self.gpu))
             except Exception:
-                self._pending = {}  # there will be no code that calls them
+                self._pending = {}  # no code will be generated that calls them
                 raise
         return _Launch(self, name)
 
@@ -152,7 +152,7 @@ class EmulatedDevice:
 
 
 class _Launch:
-    """What generated code has of a kernel."""
+    """Stand-in for a kernel in generated code."""
 
     def __init__(self, device: EmulatedDevice, name: str) -> None:
         self._device, self._name = device, name
@@ -162,7 +162,7 @@ class _Launch:
 
 
 class _Collectives:
-    """Operators that generated code calls, as steps; a wait has the number of its start."""
+    """Records operators called by generated code as steps; a wait has the number of its start."""
 
     def __init__(self, graph: EmulatedGraph) -> None:
         self.graph, self.started = graph, dict[int, tuple[str, int]]()
@@ -188,17 +188,16 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
-    """While it is entered, this process seems to have GPUs of that kind, 8 of them, whose tensors have no values.
+    """While active, this process seems to have 8 GPUs of that kind, whose tensors have no values.
 
-    Functions that are compiled meanwhile are forgotten at the end, as are those from before; torch is then as it was.
-    It is for one thread.
+    Functions compiled meanwhile or before are forgotten at the end; torch is then as it was. Applies to one thread.
 
     Args:
         name: of a preset (``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``), or a TOML or JSON file
             (`topology/files.py`).
 
     Raises:
-        TopologyError: neither is there, or the file does not say what a GPU is.
+        TopologyError: there is neither, or the file does not describe a GPU.
         OfflineError: Triton or a C++ compiler is missing, or a device is emulated already.
     """
     gpu = gpu_named(name)

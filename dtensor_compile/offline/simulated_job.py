@@ -1,4 +1,4 @@
-"""A job of which one rank is there: torch's fake process group, whose collectives return at once and move nothing."""
+"""A simulated job with one real rank, over torch's fake process group, whose collectives return at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dtensor_compile.ir.mesh import forget_meshes
 
 @contextlib.contextmanager
 def job(world: int, rank: int = 0) -> Iterator[None]:
-    """While it is entered, this process is `rank` of a job of `world` ranks, as if ``torchrun`` had started it.
+    """While active, this process is `rank` of a job of `world` ranks, as if ``torchrun`` had started it.
 
-    The default process group is there. Values that come from other ranks mean nothing; shapes are right.
+    The default process group is initialized. Values received from other ranks are meaningless; shapes are right.
 
     Raises:
         OfflineError: there is no such rank.

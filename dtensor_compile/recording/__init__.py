@@ -1,1 +1,1 @@
-"""What happens while programs compile, collected for reports."""
+"""Records of compilations, collected for reports."""

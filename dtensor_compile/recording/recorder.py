@@ -1,4 +1,4 @@
-"""`record`: what happens to every graph that is compiled while it is entered.
+"""`record`: collects the compilation of every graph while active.
 
     with dtensor_compile.record() as rec:
         compiled(x).sum().backward()
@@ -6,9 +6,9 @@
     print(rec.report())     # all of it, with lines, causes and estimated times
 
 Works for this backend, and for others with ``record(others=True)``, so that both are counted by the same code. Graphs
-are not taken from Inductor's caches while a recording is on, because a cached graph has no stages to look at.
+are not taken from Inductor's caches while a recording is active, because a cached graph has no stages to inspect.
 
-The recorder only collects. What is collected becomes a `dtensor_compile.report.model.Report` in ``report/build.py``.
+The recorder only collects; ``report/build.py`` makes a `dtensor_compile.report.model.Report` from the result.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class GraphRecord:
 
     Attributes:
         collectives: in order.
-        operations: what takes time, in order; starts and waits of collectives among it.
+        operations: timed operations in order, including starts and waits of collectives.
         nodes: number of nodes.
-        compilation: during which it was made; None for a backward pass that another backend compiled when it first ran.
-        extra_copies: bytes that copies for collectives write in kernels of their own (`graph.extra_copies`).
-        order: of the compiled kernels, from which `collectives` and `operations` are read then; None where there are
+        compilation: the one that made it; None for a backward pass that another backend compiled when it first ran.
+        extra_copies: bytes that copies for collectives write in separate kernels (`graph.extra_copies`).
+        order: of the compiled kernels, from which `collectives` and `operations` are then read; None if there are
             none.
         device: type of the device that it computes on.
     """
@@ -82,15 +82,15 @@ class CapturedRedistribution:
     """One redistribute node as it was captured.
 
     Attributes:
-        number: under which nodes of the recording carry it on (``meta[RECORDED_AS]``).
+        number: identifies it on the nodes that derive from it (``meta[RECORDED_AS]``).
         where, module: the user's line, and the path of the module.
-        forced_by: the operator that needed it; empty where the program asked for it.
+        forced_by: the operator that needed it; empty if the program asked for it.
         source, target, mesh, shape, dtype: as in the node; symbolic sizes by their hints. From one mesh to another
             `mesh` is the two with an arrow between them.
-        plan, mesh_dims: the steps, and the names of the mesh dims of those that send; of two meshes, what `mesh` says.
-        bytes: what the plan sends.
+        plan, mesh_dims: the steps, and the names of the mesh dims of those that send; between two meshes, as `mesh`.
+        bytes: sent by the plan.
         backward: whether it belongs to the backward pass.
-        compilation: during which it was captured.
+        compilation: the one that captured it.
     """
 
     number: int
@@ -123,21 +123,21 @@ class OutsideCollectives:
 
 @dataclass
 class Recording:
-    """Everything that was compiled while the recording was on.
+    """Everything that was compiled while the recording was active.
 
     Attributes:
         captured, planned: text of every redistribute node (``S(0)->R file:line: code``), before and after the passes.
         redistributions: every redistribute node before the passes.
-        kept: numbers of those that the passes left.
-        decisions: what passes and lowering decided.
+        kept: numbers of those that remain after the passes.
+        decisions: of passes and lowering.
         graphs: the lowered graphs, with their collectives.
-        compilations: frames that Dynamo compiled, for whatever backend.
-        breaks: graph breaks and errors, for whatever backend.
-        lazy_seconds: measured, what compiling backward passes took when they first ran.
-        failed: the error that ended the program; empty where none did.
-        topologies: those that the program names in the options of its compilations.
-        outside: collectives that ran outside of graphs; None where nobody looked.
-        step_seconds: measured, what each step on a graph took, by its name.
+        compilations: frames compiled by Dynamo, for any backend.
+        breaks: graph breaks and errors, for any backend.
+        lazy_seconds: measured compile time of backward passes that were compiled when they first ran.
+        failed: the error that ended the program; empty if none did.
+        topologies: those named in the options of the program's compilations.
+        outside: collectives that ran outside of graphs; None if they were not observed.
+        step_seconds: measured time of each step on a graph, by its name.
     """
 
     captured: list[str] = field(default_factory=list)
@@ -165,16 +165,16 @@ class Recording:
 
     @property
     def seconds(self) -> float:
-        """Measured: what compiling took."""
+        """Measured compile time in seconds."""
         return self.lazy_seconds + sum(c.seconds for c in self.compilations if c.outermost)
 
     def report(self, **about: Any) -> Report:
-        """What was recorded as a report; `about` is as in `dtensor_compile.report.build.build_report`."""
+        """The recording as a report; `about` is as in `dtensor_compile.report.build.build_report`."""
         return self.make_report(**about)
 
     def make_report(self, **about: Any) -> Report:
-        """`dtensor_compile.report.build`, which is imported with the package, puts its own function here: nothing that
-        records knows it.
+        """Replaced by `dtensor_compile.report.build`, which is imported with the package, so that recording code does
+        not depend on reports.
         """
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class Recording:
         self.lazy_seconds += seconds
 
     def observe(self, graph: torch.fx.Graph) -> None:
-        """Takes in a lowered graph, of whatever backend."""
+        """Records a lowered graph, of any backend."""
         collectives, operations = operations_of(graph)
         about = len(graph.nodes), current_compilation(), extra_copies(graph)
         self.graphs.append(GraphRecord(graph_name(graph), collectives, operations, *about, device=device_of(graph)))
@@ -203,7 +203,7 @@ def record(*, others: bool = False) -> Iterator[Recording]:
     """Collects what happens to the graphs compiled meanwhile. Recordings may be nested.
 
     Args:
-        others: also look at the graphs that other backends compile (graph breaks and recompilations are seen in any
+        others: also inspect the graphs that other backends compile (graph breaks and recompilations are recorded in any
             case).
     """
     recording_ = Recording()
@@ -231,12 +231,12 @@ def watch_graphs(watcher: Callable[[str, torch.fx.Graph], None]) -> Iterator[Non
 
 
 def recording() -> bool:
-    """Whether somebody looks at the stages of what is compiled."""
+    """Whether anything observes the stages of compilation."""
     return bool(_active or _watchers)
 
 
 class GraphLog:
-    """What one compilation tells the recordings that were on when it began (the backward may be compiled later)."""
+    """What one compilation reports to the recordings active at its start (the backward may be compiled later)."""
 
     def __init__(self, topology: Cluster | None = None) -> None:
         self.recordings = list(_active)
@@ -264,7 +264,7 @@ class GraphLog:
                 recording_.kept.add(node.meta.get(RECORDED_AS, -1))
 
     def timed(self, name: str, seconds: float) -> None:
-        """Adds up the seconds of a step on a graph."""
+        """Adds the seconds of a step on a graph."""
         for recording_ in self.recordings:
             recording_.step_seconds[name] = recording_.step_seconds.get(name, 0.0) + seconds
 
@@ -275,7 +275,7 @@ class GraphLog:
             recording_.decisions.extend(decisions)
 
     def ordered(self, order: KernelOrder) -> None:
-        """Takes in the kernels of the graph that was lowered last: what runs, in the order in which it runs."""
+        """Records the kernels of the graph that was lowered last, in execution order."""
         for recording_ in self.recordings:
             this = next((graph for graph in reversed(recording_.graphs) if graph.compilation is self.compilation), None)
             if this is not None:
@@ -296,7 +296,7 @@ _numbers = iter(range(1, 1 << 62))
 
 
 def _planned(plan: Callable[..., Any], *args: Any) -> Any:
-    """A plan within the memory that is allowed; where there is none, passes may still find another redistribution."""
+    """A plan within the memory limit; if there is none, passes may still find another redistribution."""
     try:
         return plan(*args)
     except MemoryBudgetError:
@@ -354,9 +354,7 @@ def collectives_in(graph: torch.fx.Graph) -> list[SentCollective]:
 
 
 def cache_key() -> tuple[Any, ...]:
-    """What a lowered graph depends on besides its nodes: who this rank is, and how its process groups are called, where
-    there are any.
-    """
+    """What a lowered graph depends on besides its nodes: this rank, and the names of its process groups, if any."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
     return (dist.get_rank(), dist.get_world_size(), tuple(compat_mesh.all_groups()))

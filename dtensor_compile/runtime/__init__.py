@@ -1,5 +1,5 @@
-"""What happens around a compiled graph when it runs, and just before it does for the first time.
+"""Code that runs around a compiled graph, in each call or before the first one.
 
-What happens in each call for each DTensor that goes in or comes out is in C++ (`native`): a Python function per
-parameter is what DTensors cost under torch.
+The code that runs in each call for each input and output DTensor is in C++ (`native`), since the cost of DTensors in
+torch is that of a Python function per parameter.
 """

@@ -1,6 +1,6 @@
-"""What a rank says of a graph to the others: its collectives over one process group, in order.
+"""Announcement of a graph to other ranks: its collectives over one process group, in order.
 
-In: a lowered graph. Out: for each process group an `Announcement`, whose digest ranks compare
+Input: a lowered graph. Output: for each process group an `Announcement`, whose digest ranks compare
 (`runtime.collective_agreement`)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dtensor_compile.graph.nodes import ACROSS, source_line, starts_collective
 from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.store.ledger import digest
 
-#: Collectives whose members all bring as many elements.
+#: Collectives to which all members contribute equal numbers of elements.
 _EQUAL_SIZES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 _NO_COLLECTIVE = ("wait_tensor", "c10d_exchange", "c10d_isend", "c10d_irecv")
 
@@ -26,12 +26,12 @@ class Call:
     """A collective of a graph.
 
     Attributes:
-        kind: operator, reduction, dtype, and between which meshes it is part of a redistribution: ``all_reduce sum
-            float32``.
-        elements: that each member brings; None where they may differ or are not known before the graph runs.
+        kind: operator, reduction, dtype, and the meshes if it is part of a redistribution between meshes:
+            ``all_reduce sum float32``.
+        elements: per member; None if they may differ or are unknown before the graph runs.
         where: the user's line.
         redistributes: whether it is part of a redistribution.
-        blocks: whether the graph, once it has run, has waited for it: on a CPU, not on a device with streams.
+        blocks: whether the graph has waited for it when it returns: on a CPU, but not on a device with streams.
     """
 
     kind: str
@@ -47,11 +47,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Announcement:
-    """The collectives of one graph over one group: digests to compare, and the calls for the message.
+    """The collectives of one graph over one group: digests to compare, and the calls for messages.
 
     Attributes:
         kinds: digest of the kinds in order.
-        sizes: digest of the sizes; ``"?"`` where one of them is symbolic, which agrees with any.
+        sizes: digest of the sizes; ``"?"``, which agrees with any other, if one of them is symbolic.
     """
 
     kinds: str
@@ -74,7 +74,7 @@ class Announcement:
 
     @property
     def blocks(self) -> bool:
-        """Whether the graph, once it has run, has waited for the others in all of its calls."""
+        """Whether the graph has waited for the other ranks in all of its calls when it returns."""
         return all(call.blocks for call in self.calls)
 
     def agrees(self, digest: str) -> bool:

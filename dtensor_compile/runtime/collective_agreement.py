@@ -1,43 +1,41 @@
-"""Ranks tell each other which collectives a new graph calls, before it runs; where two graphs cannot run together, each
-rank raises.
+"""Ranks exchange the collectives of a new graph before it runs; if two graphs cannot run together, each rank raises.
 
-In: the lowered graphs of one compilation. Out: nothing, or an `AgreementError` that names the first collective that
+Input: the lowered graphs of one compilation. Output: none, or an `AgreementError` that names the first collective that
 differs.
 
-What has to agree is, for every process group, the kinds of collectives over it in their order, with dtypes and, where a
-collective wants the same number of elements of everyone, that number. Local shapes need not agree (uneven shards), nor
-whole programs (stages of a pipeline, sub-meshes), nor messages between two ranks, which are left out.
+For every process group, ranks have to agree on the kinds of collectives over it in order, with dtypes and, if a
+collective requires the same number of elements of every member, that number. Local shapes need not agree (uneven
+shards), nor whole programs (stages of a pipeline, sub-meshes), nor messages between two ranks, which are left out.
 
-The exchange never becomes the hang that it is to prevent. It goes through the store of the process group, not through a
-collective, and no rank waits for another longer than `PATIENCE`, or `MOST_PATIENT` times that while the other says that
-it compiles: a rank that does not compile at this point, because its own graph still serves or because it runs other
-code, has nothing to say. A rank whose graph calls what it has announced before, a recompilation for another local shape
-for instance, says and waits for nothing. So the cost is at compile time, and there is none for a call. Ranks also say
-over which groups a graph communicates: where a redistribution would wait for a rank that has compiled the same function
-as often, and never to anything over that group, that is an error when `PATIENCE` is over, and of another collective
-there is a warning.
+The exchange cannot cause the hang that it is meant to prevent. It uses the store of the process group, not a
+collective, and no rank waits for another longer than `PATIENCE`, or `MOST_PATIENT` times that while the other reports
+that it compiles: a rank that does not compile at this point, because its own graph is still valid or because it runs
+other code, announces nothing. A rank whose graph calls what it has announced before (a recompilation for another local
+shape, for instance) neither announces nor waits. The cost is therefore at compile time only. Ranks also announce the
+groups over which a graph communicates: if a redistribution would wait for a rank that has compiled the same function as
+often, but never to a collective over that group, that is an error after `PATIENCE`; for other collectives it is a
+warning.
 
-A rank that does not come within `PATIENCE` may be busy, loading data for instance, or may call the same collectives in
-eager. So this rank goes on, without a word, and runs the graph; a thread of it (`runtime.look_out`) looks for the
-other's announcement, and says what it knows where the graph
+A rank that does not answer within `PATIENCE` may be busy (loading data, for instance), or may call the same collectives
+in eager. This rank then goes on silently and runs the graph; a thread (`runtime.look_out`) polls for the other rank's
+announcement, and reports what is known if the graph
 
 - is still waiting, or cannot be seen to wait (on a device with streams), `QUIET` seconds after the announcement;
-- raises, as it does where another rank has died;
-- cannot end, for the other rank has announced other collectives meanwhile, or cannot compile.
+- raises, as it does if another rank has died;
+- cannot end, because the other rank has announced other collectives meanwhile, or cannot compile.
 
-No rank tells the others regularly that it lives: a rank that dies ends the connections on which the others wait, and
-one that lives may still never call the graph, so that such a sign would cost each rank of each job a thread, and decide
-nothing.
+There are no heartbeats: a rank that dies closes the connections on which the others wait, and a live rank may still
+never call the graph, so that heartbeats would cost a thread per rank of each job without deciding anything.
 
-A backward pass may be compiled with its forward pass on one rank, and on another when it first runs (where sizes vary
-and a shard of that rank does not): it is announced when it is compiled, and compared when it runs. A rank that cannot
-compile says so, and those that wait for it raise.
+A backward pass may be compiled with its forward pass on one rank, and at its first run on another (with dynamic sizes,
+if a shard of that rank is static): it is announced when it is compiled, and compared when it runs. A rank that cannot
+compile announces that, and the ranks that wait for it raise.
 
     rank 0: graph 0 of step (train.py:12)  all_gather, all_reduce  -> store; reads rank 1's, raises
     rank 1: graph 0 of step (train.py:12)  all_gather              -> store; reads rank 0's, raises
 
-Which announcements belong together: those of the same function, the same group, and the same place in the order in
-which that function's announcements over that group differ.
+Announcements correspond if they have the same function, the same group, and the same place in the order of that
+function's distinct announcements over that group.
 """
 
 from __future__ import annotations
@@ -66,14 +64,14 @@ __all__ = ["Agreement", "Announcement", "Call"]
 
 log = logging.getLogger("dtensor_compile")
 
-#: Seconds that a rank waits for the others' announcements. Ranks that run the same program announce theirs when they
-#: have compiled, and would wait for each other in the first collective anyway.
+#: Seconds that a rank waits for announcements of others. Ranks that run the same program announce theirs after
+#: compiling, and would wait for each other in the first collective anyway.
 PATIENCE = 10.0
 
-#: How many times `PATIENCE` a rank waits for others that compile, as a busy machine makes them take long.
+#: Factor on `PATIENCE` while the awaited ranks report that they compile, which takes long on a busy machine.
 MOST_PATIENT = 12.0
 
-#: Seconds after which a rank that waits in a graph, for one that has said nothing of it, says so.
+#: Seconds after which a rank that waits in a graph, for a rank that has not announced it, warns.
 QUIET = 120.0
 
 
@@ -84,15 +82,15 @@ class Agreement:
     Attributes:
         function: what is compiled, named alike on every rank.
         graphs: number of graphs noted.
-        noted: those that have not been announced yet, with whether they run at once.
-        groups: of each of these graphs the groups over which it communicates, by its name.
+        noted: graphs that have not been announced yet, with whether they run at once.
+        groups: for each of these graphs, by name, the groups over which it communicates.
         compiled: whether the forward is compiled, so that a graph that is noted now runs at once.
-        time: which compilation of the function on this rank it is.
-        failures: how often its backward pass could not be compiled or compared; each run of it tries again.
+        time: number of compilations of the function on this rank, including this one.
+        failures: number of failed compilations or comparisons of its backward pass; each run of it tries again.
         forward_graphs: number of graphs that were compiled at once.
-        later: what others have to say to backward graphs that are compiled, and have not run.
-        unanswered: for each graph that runs without the others' answers, what to call when it has run, with the error
-            if it raised.
+        later: pending answers of other ranks for backward graphs that are compiled, and have not run.
+        unanswered: for each graph that runs without answers of other ranks, the function to call when it has run, with
+            the error if it raised.
     """
 
     function: str
@@ -108,7 +106,7 @@ class Agreement:
 
     @classmethod
     def of_frame(cls) -> Agreement:
-        """For the frame that is being compiled on this thread."""
+        """The agreement for the frame that is being compiled on this thread."""
         code = of_compilation_on_stack("code")
         function = (
             f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
@@ -122,8 +120,8 @@ class Agreement:
         return cls(function, time=time)
 
     def note(self, graph: torch.fx.Graph) -> None:
-        """Takes in a lowered graph; one that is compiled when it first runs, as some backward passes are, is announced
-        at once.
+        """Records a lowered graph; announces it at once if it is compiled at its first run, as some backward passes
+        are.
 
         Raises:
             AgreementError: as `reach`.
@@ -144,7 +142,7 @@ class Agreement:
             self.reach()
 
     def reach(self) -> None:
-        """Announces what was noted, and compares it with what the others announce.
+        """Announces the recorded graphs, and compares them with announcements of other ranks.
 
         Raises:
             AgreementError: another rank's graph calls other collectives over the same group.
@@ -158,7 +156,7 @@ class Agreement:
             return
         with _while_the_store_is_there():
             say_compiling(book, False)
-        if not self.graphs:  # from a cache, which keeps what an earlier compilation agreed on
+        if not self.graphs:  # from a cache, for which an earlier compilation has agreed
             book.store.set(book.key((), self.function, dist.get_rank()), "1")
             return
         waiting: list[Waiting] = []
@@ -183,7 +181,7 @@ class Agreement:
         try:
             with _while_the_store_is_there():
                 self._go_on_without(_compare(book, later))
-        except AgreementError:  # what the program does when it runs the backward pass again
+        except AgreementError:  # raised again if the program runs the backward pass again
             self.failures += 1
             self.later = [replace(entry, failed=self._failure_key(book, entry.rank)) for entry in later]
             raise
@@ -191,7 +189,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def failures_told(self) -> Iterator[None]:
-        """While it is entered, an error that leaves it is told to the others (`fail`)."""
+        """While active, an error that leaves the context is announced to the other ranks (`fail`)."""
         try:
             yield
         except Exception as error:
@@ -199,20 +197,20 @@ class Agreement:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Says that this rank cannot compile the function, or its backward pass; whoever waits for it raises."""
+        """Announces that this rank cannot compile the function, or its backward pass; ranks that wait for it raise."""
         book = current_book()
         if book is None or restarts_analysis(error):
             return
         with _while_the_store_is_there():
             say_compiling(book, False)
-            if not isinstance(error, AgreementError):  # of which the others know
+            if not isinstance(error, AgreementError):  # which the other ranks know
                 reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
                 book.store.set(self._failure_key(book, dist.get_rank()), reason)
         self.failures += 1
         self.graphs = min(self.graphs, self.forward_graphs)
 
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, of which the first call is known to have run (`has_run`); itself where all ranks have
+        """Wraps `compiled` so that `has_run` is called after its first call; returns it unchanged if all ranks have
         answered.
         """
         if not self.unanswered:
@@ -232,7 +230,7 @@ class Agreement:
         return run
 
     def has_run(self, error: BaseException | None = None) -> None:
-        """Takes note that the graph that was compiled or compared last has run, or has raised."""
+        """Records that the graph that was compiled or compared last has run, or has raised."""
         unanswered, self.unanswered = self.unanswered, []
         for tell in unanswered:
             tell(error)
@@ -276,8 +274,8 @@ class Agreement:
 
 
 def _place(book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> tuple[int | None, bool]:
-    """The place that an announcement takes among those of its graph, and whether it counts as one more of its kind;
-    None where one that was not refused says the same.
+    """The place of an announcement among those of its graph, and whether it counts as a new one of its kind; the place
+    is None if an equal announcement was not refused.
     """
     before: list[Announcement] = book.announced.setdefault((ranks, name), [])
     place = len(before)
@@ -300,11 +298,11 @@ def _while_the_store_is_there() -> Iterator[None]:
     except AgreementError:
         raise
     except RuntimeError as error:
-        log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and with it the job
+        log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and so is the job
 
 
 def _compare(book: Book, waiting: list[Waiting]) -> list[Waiting]:
-    """Waits until all have answered, or are not worth waiting for; gives those that have not, and may still come."""
+    """Waits until all have answered or need not be waited for; returns those that have not, and still may."""
     begin, pause = time.monotonic(), 0.002
     while True:
         still = []
@@ -338,10 +336,10 @@ def _compare(book: Book, waiting: list[Waiting]) -> list[Waiting]:
 
 
 def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseException | None], None]:
-    """Looks for answers from now on, and says what it finds where the graph waits for a rank in vain.
+    """Polls for answers from now on, and warns or raises if the graph waits for a rank in vain.
 
     Returns:
-        What to call when the graph has run, with the error if it raised.
+        A function to call when the graph has run, with the error if it raised.
     """
     waiting, group, lock = list(waiting), dist.group.WORLD, threading.Lock()
 
@@ -372,7 +370,7 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
 
 
 def _refuse(book: Book, entry: Waiting) -> None:
-    """Where the program goes on after the error, the same graph, compiled again, is compared again, as it is on the
-    other ranks.
+    """Raises `AgreementError`. If the program goes on, the same graph is compared again when it is compiled again, as
+    on the other ranks.
     """
     book.refused.add((entry.ranks, entry.graph, entry.place))

@@ -1,7 +1,7 @@
-"""A thread that looks for something again and again, while this rank may be blocked in a collective.
+"""A polling thread for the time that this rank may be blocked in a collective.
 
-It starts with the first thing to look for and ends with the last, and keeps neither the process alive nor the store: it
-is a daemon, told to stop before the interpreter ends.
+It starts with the first polling function and ends with the last, and keeps neither the process nor the store alive: it
+is a daemon, and is stopped before the interpreter ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-#: Seconds between two looks.
+#: Seconds between two polls.
 PAUSE = 1.0
 
 _looks: list[Callable[[], bool]] = []
@@ -20,7 +20,7 @@ _stopped = threading.Event()
 
 
 class _Current:
-    """The thread that runs; None before the first thing to look for and after the last."""
+    """The running thread; None before the first polling function and after the last."""
 
     thread: threading.Thread | None = None
 
@@ -30,12 +30,12 @@ def look_out(look: Callable[[], bool]) -> Callable[[], None]:
     gone).
 
     Returns:
-        A function that ends this.
+        A function that stops it.
     """
     with _lock:
         _looks.append(look)
         thread = _Current.thread
-        if thread is None or not thread.is_alive():  # a forked process has none of its parent's threads
+        if thread is None or not thread.is_alive():  # a forked process has no threads of its parent
             _Current.thread = threading.Thread(target=_run, name="dtensor_compile: late ranks", daemon=True)
             _Current.thread.start()
 
@@ -64,9 +64,9 @@ def _run() -> None:
 
 @atexit.register
 def _stop() -> None:
-    """Has the thread end before the interpreter does: one that comes back from a call in C++ afterwards would end the
+    """Ends the thread before the interpreter ends: a thread that returns from a C++ call afterwards would end the
     process.
     """
     _stopped.set()
     if (thread := _Current.thread) is not None:
-        thread.join(timeout=2.0)  # it may be in a call that waits for a store that does not answer
+        thread.join(timeout=2.0)  # it may be in a call to a store that does not answer

@@ -1,4 +1,4 @@
-"""What one rank waits for from another, before it runs a graph and while it runs it, and the sentences about it."""
+"""Answers of other ranks that a rank waits for before and while it runs a graph, and messages about them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ _COMPILING = b"1"
 
 
 def say_compiling(book: Book, compiles: bool, function: str = "") -> None:
-    """Says to the others that this rank compiles `function`, or that it is ready."""
+    """Announces that this rank compiles `function`, or that it is ready."""
     book.store.set(_compiling_key(book, dist.get_rank()), _COMPILING if compiles else b"")
     if compiles:
         book.store.set(_begun_key(book, function, dist.get_rank()), str(book.compilations.get(function, 0)))
 
 
 class Answer(enum.Enum):
-    """What the other rank has said: nothing, that there is nothing to compare, other collectives, or that it cannot
-    compile.
-    """
+    """Answer of another rank: none yet, nothing to compare, other collectives, or that it cannot compile."""
 
     NONE, AGREES, DIFFERS, FAILED = range(4)
 
 
 @dataclass
 class Waiting:
-    """What one other rank has to say to one announcement.
+    """The pending answer of one other rank to one announcement.
 
     Attributes:
         function: what was compiled, and as which `graph` of it; named alike on every rank.
         place: of the announcement among those of the graph over these ranks.
         same_place: key of the other rank's announcement in that place.
-        enough: keys of which each says that there is nothing to compare: it has announced the same as often, for
-            whatever functions, or takes this one from a cache.
-        failed: key under which it says that it cannot compile the same function.
+        enough: keys, each of which means that there is nothing to compare: the other rank has announced the same as
+            often, for whatever functions, or takes this one from a cache.
+        failed: key under which the other rank announces that it cannot compile the same function.
     """
 
     book: Book
@@ -54,7 +52,7 @@ class Waiting:
     failed: str
 
     def answer(self) -> tuple[Answer, str]:
-        """What the other rank has said by now, and the sentence about it where the two cannot run together."""
+        """The answer of the other rank so far, and the message if the two graphs cannot run together."""
         store = self.book.store
         if store.check(
             [self.failed]
@@ -68,9 +66,7 @@ class Waiting:
         return (Answer.AGREES if any(store.check([key]) for key in self.enough) else Answer.NONE), ""
 
     def compiles(self) -> bool:
-        """Whether the other rank has said that it compiles, and not that it is ready: it is slow, and may still
-        come.
-        """
+        """Whether the other rank has announced that it compiles, and not that it is ready: it may still answer."""
         key = _compiling_key(self.book, self.rank)
         return bool(self.book.store.check([key])) and self.book.store.get(key) == _COMPILING
 
@@ -92,7 +88,7 @@ class Waiting:
         return count >= self.book.graphs.get(self.graph, 0) > 0
 
     def late(self, seconds: float) -> str:
-        """Says that the other rank has said nothing in so many seconds, and what is known of it."""
+        """Message that the other rank has not answered within `seconds`, and its state as far as known."""
         does = (
             "still compiles"
             if self.compiles()
@@ -102,24 +98,25 @@ class Waiting:
         )
         return (
             f"{self.graph} calls collectives ({', '.join(map(str, self.mine.calls[:3]))}), and rank {self.rank} has "
-            f"said nothing of them within {seconds:.0f} s: it {does}. Nothing is wrong where it comes later, or calls "
+            f"said nothing of them within {seconds:.0f} s: it {does}. This is no error if it comes later, or calls "
             "them from other code; if the job hangs, look here for collectives that not all ranks call."
         )
 
     def missing(self) -> str:
-        """Says that the other rank never redistributes over the group (`never_calls`)."""
+        """Message that the other rank never redistributes over the group (`never_calls`)."""
         return (
             f"ranks {dist.get_rank()} and {self.rank} compiled {self.graph} to different collectives, and rank "
-            f"{dist.get_rank()} would wait for ever: it has {self.mine.calls[0]} over ranks "
+            f"{dist.get_rank()} would hang: it has {self.mine.calls[0]} over ranks "
             f"{', '.join(map(str, self.ranks))}, and rank {self.rank} has none over these. Every rank of a mesh has to "
             "redistribute in the same way: look for a branch on the rank or on a value that differs between ranks; "
-            "where sizes vary (dynamic=True), ranks may have fixed other ones, and dynamic=False compiles for each."
+            "with dynamic sizes (dynamic=True), ranks may have made different ones static; dynamic=False compiles for "
+            "each size."
         )
 
     def _failure(self, reason: str) -> str:
         return (
             f"rank {self.rank} could not compile what rank {dist.get_rank()} compiled as {self.graph}, and rank "
-            f"{dist.get_rank()} would wait for it for ever in {self.mine.calls[0]}. Rank {self.rank} said: {reason}"
+            f"{dist.get_rank()} would hang in {self.mine.calls[0]}. Rank {self.rank} said: {reason}"
         )
 
     def _difference(self, digest: str, theirs: list[str]) -> str:
@@ -128,7 +125,7 @@ class Waiting:
         here, there = (calls[at] if at < len(calls) else "no further collective" for calls in (mine, theirs))
         return (
             f"ranks {dist.get_rank()} and {self.rank} compiled {self.graph} to different collectives over the same "
-            f"process group, and would wait for each other for ever. Collective {at + 1} of {len(mine)}: rank "
+            f"process group, and would wait for each other forever. Collective {at + 1} of {len(mine)}: rank "
             f"{dist.get_rank()} has {here}; rank {self.rank} (of {len(theirs)}) has {there}. Digests "
             f"{self.mine.digest} and {digest}. Every rank of a group has to call the same collectives in the same "
             "order: look for a branch on the rank or on a value that differs between ranks."
