@@ -1,4 +1,4 @@
-"""Support for torch's on-disk caches: our functions that cached programs may call, and programs that cannot be cached."""
+"""Support for torch's on-disk caches: functions of ours that cached programs may call, uncacheable programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before compilation: a program that cannot work raises an error here, on every rank, and does not hang later."""
+"""Checks before compilation: a program that cannot work raises an error here on every rank, and does not hang later."""
 
 from __future__ import annotations
 

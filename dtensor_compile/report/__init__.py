@@ -1,4 +1,4 @@
-"""What was captured, decided and sent: `record` collects it while programs compile."""
+"""Reports of what was captured, decided and sent, from data that `record` collects while programs compile."""
 
 from dtensor_compile.graph.node_costs import SentCollective as Collective
 from dtensor_compile.recording.recorder import GraphRecord, Recording, collectives_in, record

@@ -14,7 +14,7 @@ from dtensor_compile.report.stock_causes import breaks_under, classify
 
 _CONTEXT = re.compile(r"Developer debug context:[ \t]*(?P<text>.*?)(?:\n\s*\n|\Z)", re.S)
 
-#: Kind of a recompilation -> what the text of the guard that did not hold looks like; the first that fits.
+#: Kind of a recompilation -> pattern of the text of the guard that failed; the first match counts.
 _RECOMPILE_CAUSES: tuple[tuple[str, str], ...] = (
     ("dtype", r"dtype mismatch|\.dtype ==|expected dtype"),
     (
@@ -32,24 +32,22 @@ _RECOMPILE_CAUSES: tuple[tuple[str, str], ...] = (
 
 
 def recompile_cause(reason: str) -> str:
-    """The kind of guard that did not hold, from Dynamo's text of it; ``"other"`` for one that no row knows."""
+    """The kind of the failed guard, from Dynamo's text of it; ``"other"`` if no row matches."""
     return next((cause for cause, pattern in _RECOMPILE_CAUSES if re.search(pattern, reason)), "other")
 
 
 def graph_breaks(recording: Recording) -> tuple[GraphBreak, ...]:
-    """The graph breaks of a recording, each place and cause once, in the order in which they were met first."""
+    """The graph breaks of a recording, each place and cause once, in order of first occurrence."""
     groups: dict[tuple[Source, str], list[Break]] = {}
     for event in recording.breaks:
         groups.setdefault((users_line(event.stack), cause_of(event).code), []).append(event)
-    for (
-        events
-    ) in groups.values():  # where the whole program must be one graph, a break is told of first, and then raised
+    for events in groups.values():  # if the whole program must be one graph, a break is reported first, and then raised
         events[:] = [event for event in events if event.error] or events
     return tuple(_row(source, events, cause_of(events[0]), recording.graphs) for (source, _), events in groups.items())
 
 
 def cause_of(event: Break) -> Cause:
-    """The cause of a break that was recorded."""
+    """The cause of a recorded break."""
     return classify(event.kind, event.message, "\n".join(file for file, _, _ in event.stack))
 
 
@@ -83,7 +81,7 @@ def _same_function(graph: GraphRecord, event: Break) -> bool:
 
 
 def _called(event: Break) -> str:
-    """What was called: Dynamo's context where it gives one, else its name for the break."""
+    """What was called: Dynamo's context if it gives one, otherwise its name for the break."""
     match = _CONTEXT.search(event.message)
     text = " ".join(match["text"].split()) if match else ""
     return text or event.kind

@@ -1,10 +1,10 @@
-"""A recording becomes a report: every redistribution finds its collectives, its pass and its time, every break its
-cause.
+"""Builds a report from a recording: matches redistributions with their collectives, passes and times, and breaks with
+their causes.
 
-In: a `Recording` (and one of stock torch). Out: a `Report`. Everything is a function of what was recorded and of the
-cluster for which times are estimated, so one recording can be reported for several clusters.
+Input: a `Recording` (and one of stock torch). Output: a `Report`. Everything is a function of the recording and of the
+cluster for which times are estimated, so that one recording can be reported for several clusters.
 
-A function that was compiled again counts once, as it was compiled last: that is what runs from then on.
+A function that was compiled several times counts once, as it was compiled last, since that code runs from then on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dtensor_compile.report.schedule import Schedule, schedule
 from dtensor_compile.report.sources import source_at, source_of
 from dtensor_compile.topology.links import CLUSTERS, Cluster, collective_seconds
 
-#: What is told of a module path where there is none.
+#: Stands for the module path of a line outside of modules.
 NO_MODULE = "(no module)"
 
 
@@ -51,16 +51,16 @@ def build_report(
     simulated: bool = False,
     name: str = "dtensor",
 ) -> Report:
-    """The report of what was recorded.
+    """The report of a recording.
 
     Args:
         recording: the program under this backend, or under those that a script chose.
         stock: the same program under stock torch.
-        target: what was looked at, as the user named it.
+        target: the reported program, as the user named it.
         cluster: name of the machine for which times are estimated, one of `dtensor_compile.topology.links.CLUSTERS`;
             None: that of `machine_of`.
-        simulated: whether the ranks of the job are not really there.
-        name: what `recording` was compiled with.
+        simulated: whether the ranks of the job are simulated.
+        name: the backend of `recording`.
     """
     machine = Machine(CLUSTERS[cluster], "as asked for") if cluster is not None else machine_of(recording)
     running = dist.is_available() and dist.is_initialized()
@@ -82,7 +82,7 @@ Recording.make_report = build_report  # type: ignore[method-assign, assignment] 
 
 
 def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
-    """One side of a report: what `recording` says of the program under one backend."""
+    """One side of a report: the program under one backend, from `recording`."""
     outdated = _outdated(recording.compilations)
     graphs = [
         graph for graph in recording.graphs if graph.compilation is None or graph.compilation.number not in outdated
@@ -133,7 +133,7 @@ def decision_row(decision: Decision) -> DecisionRow:
 
 
 def left_alone(decisions: Sequence[Decision]) -> LeftAlone:
-    """The stages among `decisions` that left something alone, and what that costs."""
+    """The stages among `decisions` that left something alone, and the cost of that."""
     these = [decision for decision in decisions if decision.left_alone]
     stages = len({decision.kind for decision in these})
     return LeftAlone(stages, sum((d.seconds or 0.0 for d in these), 0.0), sum(d.bytes or 0 for d in these))
@@ -182,7 +182,7 @@ def _collectives(
 
 
 def _outside(recording: Recording, cluster: Cluster) -> Iterable[model.Collective]:
-    """The collectives outside of graphs, where they are those of one forward and backward."""
+    """The collectives outside of graphs, if they are those of one forward and backward."""
     if recording.outside is None:
         return
     phases: tuple[model.Phase, ...] = ("forward", "backward")
@@ -213,7 +213,7 @@ def _sums_outside(recording: Recording) -> model.Outside | None:
 
 
 class _Sent(NamedTuple):
-    """What one collective sends for one redistribution: bytes, and its part of the seconds."""
+    """The share of one collective in one redistribution: bytes and seconds."""
 
     bytes: int
     seconds: float
@@ -223,7 +223,7 @@ class _Sent(NamedTuple):
 def _sent(
     number: int, collectives: Sequence[model.Collective], carried: Sequence[tuple[tuple[int, int], ...]]
 ) -> Iterable[_Sent]:
-    """What was sent for the redistribution of that number; a collective of several is shared by bytes."""
+    """The collectives sent for the redistribution with that number; one shared by several is divided by bytes."""
     for this, carries in zip(collectives, carried):
         own = [sent for other, sent in carries if other == number]
         if own:

@@ -1,4 +1,4 @@
-"""The catalogue of causes as a page: ``docs/causes.md``."""
+"""The catalogue of causes as a documentation page, ``docs/causes.md``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The report as a trace in Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""The report as a trace in Chrome's format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-In: a `Report`. Out: JSON text. A backend is a process, its streams are threads; the graphs run one after the other in
-the order in which they were compiled. Beside compute and communication there are the graphs themselves, and what
-compute waits for: the exposed part of a collective, which ends with it.
+Input: a `Report`. Output: JSON text. A backend is a process, its streams are threads; the graphs run one after the
+other in the order in which they were compiled. In addition to compute and communication, there are threads for the
+graphs and for the exposed parts of collectives, which end with the collective.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from dtensor_compile.report.model import Graph, Report, Side, Span
 
-#: Threads of a process, in the order in which they are shown.
+#: Threads of a process, in display order.
 THREADS = ("graphs", "compute", "communication", "exposed")
 
 
 def to_trace(report: Report) -> str:
-    """The report as JSON text of the trace event format; times in it are microseconds, and estimates."""
+    """The report as JSON text of the trace event format; times are estimates in microseconds."""
     sides = [report.ours, *([report.stock] if report.stock else [])]
     about = {name: getattr(report, name) for name in ("target", "torch", "world", "rank", "cluster")}
     events = [event for process, side in enumerate(sides, 1) for event in _events(process, side)]
@@ -64,7 +64,7 @@ def _complete(
     process: int, thread: str, name: str, start: float, seconds: float, args: dict[str, Any]
 ) -> dict[str, Any]:
     event = {"ph": "X", "pid": process, "tid": THREADS.index(thread), "cat": thread, "name": name or "graph"}
-    # Readers count nanoseconds: spans that touch must not overlap by one.
+    # Readers round to nanoseconds: adjacent spans must not overlap by one.
     begin, end = round(start * 1e9), round((start + seconds) * 1e9)
     return event | {"ts": begin / 1000, "dur": (end - begin) / 1000, "args": args}
 

@@ -1,7 +1,7 @@
-"""What a change did: two reports side by side, and limits that a report must keep.
+"""Comparison of two reports, and limits that a report must keep.
 
-`compare` finds the rows that came and went, by what they are and where. `Limits` are the switches of continuous
-integration; `broken` says in one line each which of them a report breaks, and which of the user's lines do it.
+`compare` finds the rows that were added and removed, by their content and place. `Limits` are the switches for
+continuous integration; `broken` lists the limits that a report exceeds, with the user's lines that contribute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Change:
     """One figure of two reports.
 
     Attributes:
-        name: what it counts.
+        name: of the figure.
         base, now: its values.
         unit: ``"bytes"``, ``"s"`` or empty.
     """
@@ -49,8 +49,8 @@ class ReportComparison:
     """Two reports of one program.
 
     Attributes:
-        changes: the figures, also those that stayed.
-        came, went: rows that only the one or the other has, in words.
+        changes: all figures, including unchanged ones.
+        came, went: descriptions of rows that are only in `now`, or only in `base`.
     """
 
     changes: tuple[Change, ...]
@@ -59,7 +59,7 @@ class ReportComparison:
 
 
 def compare(base: Report, now: Report) -> ReportComparison:
-    """What changed from `base` to `now` on our side."""
+    """Changes from `base` to `now` on our side."""
     changes = [
         Change("graph breaks", len(base.ours.breaks), len(now.ours.breaks)),
         Change("recompiles", len(base.ours.recompiles), len(now.ours.recompiles)),
@@ -91,12 +91,12 @@ def _listed(rows: Counter[str]) -> tuple[str, ...]:
 
 
 def describe_break(this: GraphBreak) -> str:
-    """One line on a graph break."""
+    """One-line description of a graph break."""
     return f"{'error' if this.error else 'graph break'} [{this.cause}] {this.title}{_at(this.source)}"
 
 
 def describe_redistribution(this: Redistribution) -> str:
-    """One line on a redistribution, without the number of its line, which moves with every change of the file."""
+    """One-line description of a redistribution, without its line number, which changes with every edit of the file."""
     fate = "" if this.fate == "sent" else f", {this.fate}"
     what = f"{this.before}->{this.after} of {list(this.shape)} {this.dtype}"
     return f"{what}, {this.bytes:,} bytes, {this.phase}{fate}{_at(this.source)}"
@@ -115,13 +115,13 @@ _LIMIT = re.compile(r"(?P<plus>\+?)(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(?P
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that a figure may be: a value, or that of the base and so many percent more."""
+    """Upper limit of a figure: a value, or that of the base plus a percentage."""
 
     value: float
     relative: bool
 
     def of(self, base: float | None) -> float:
-        """The most, in the unit of the figure."""
+        """The upper limit, in the unit of the figure."""
         if not self.relative:
             return self.value
         if base is None:
@@ -130,10 +130,10 @@ class Limit:
 
 
 def parse_limit(text: str, units: dict[str, float]) -> Limit:
-    """``+5%``, ``10MB``, ``10ms``, ``3`` -> a limit.
+    """Parses a limit: ``+5%``, ``10MB``, ``10ms``, ``3``.
 
     Raises:
-        LimitError: it is none of those.
+        LimitError: `text` is none of those.
     """
     match = _LIMIT.fullmatch(text.strip())
     unit = match["unit"].lower() if match else None
@@ -141,13 +141,13 @@ def parse_limit(text: str, units: dict[str, float]) -> Limit:
         return Limit(float(match["number"]), True)
     if match is None or match["plus"] or unit not in units:
         allowed = " or ".join(sorted({"10" + name for name in units}))
-        raise LimitError(f"{text!r} is no limit: write {allowed}, or +5% of a base")
+        raise LimitError(f"{text!r} is not a limit: write {allowed}, or +5% of a base")
     return Limit(float(match["number"]) * units[unit], False)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a report must keep; None: no limit. As text, as the command takes them."""
+    """Limits of a report, as text of the command's options; None: no limit."""
 
     max_breaks: str | None = None
     max_bytes: str | None = None
@@ -160,7 +160,7 @@ class _Figure:
     units: dict[str, float]
     value: Callable[[Side], float]
     text: Callable[[float], str]
-    #: Rows that make the figure what it is: what each adds, and what it is.
+    #: Rows that contribute to the figure: amount and description of each.
     rows: Callable[[Side], Iterable[tuple[float, str]]]
 
 
@@ -168,7 +168,7 @@ def _collective_rows(key: Callable[[Collective], float]) -> Callable[[Side], Ite
     def rows(side: Side) -> Iterable[tuple[float, str]]:
         sums: dict[str, float] = {}
         for c in side.collectives:
-            where = f"{c.source.file}:{c.source.line}: {c.source.code}" if c.source.file else "a line that is not known"
+            where = f"{c.source.file}:{c.source.line}: {c.source.code}" if c.source.file else "an unknown line"
             text = f"{c.kind}[{c.mesh_dim}], {c.phase}, {where}"
             sums[text] = sums.get(text, 0.0) + key(c)
         return [(value, text) for text, value in sums.items()]
@@ -199,19 +199,19 @@ def outside_text(outside: Outside | None) -> str:
 
 
 def exposed_text(side: Side) -> str:
-    """The exposed time; an upper bound where collectives run outside of graphs: what runs beside them is not known."""
+    """The exposed time; an upper bound if collectives run outside of graphs, since their overlap is unknown."""
     text = seconds_text(side.totals.all.exposed_seconds)
     return f"at most {text}" if any(c.graph is None for c in side.collectives) else text
 
 
 def breaks_text(breaks: Sequence[GraphBreak]) -> str:
-    """``5`` places with a cause; ``5, met 12 times`` where Dynamo came to one of them more than once."""
+    """``5`` places with a cause; ``5, met 12 times`` if Dynamo reached one of them more than once."""
     met = sum(this.count for this in breaks)
     return f"{len(breaks)}, met {met} times" if met > len(breaks) else str(len(breaks))
 
 
 def left_alone_text(left: LeftAlone) -> str:
-    """``3 stages, 12.00 ms, 4,096 bytes``; what is not known is left out."""
+    """``3 stages, 12.00 ms, 4,096 bytes``, without unknown figures."""
     if not left.stages:
         return "-"
     costs = [seconds_text(left.seconds)] * (left.seconds > 0) + [bytes_text(left.bytes)] * (left.bytes > 0)
@@ -238,12 +238,12 @@ _FIGURES: dict[str, _Figure] = {
     ),
 }
 
-#: Lines that are named for a limit that is broken.
+#: Number of lines listed for an exceeded limit.
 NAMED = 10
 
 
 def check_limits(limits: Limits, base: Report | None) -> None:
-    """Raises `LimitError` where a limit does not parse, or needs a base that is not there."""
+    """Raises `LimitError` if a limit does not parse, or needs a base that is not given."""
     for key, figure in _FIGURES.items():
         text = getattr(limits, key)
         if text is not None:
@@ -251,9 +251,9 @@ def check_limits(limits: Limits, base: Report | None) -> None:
 
 
 def broken(limits: Limits, report: Report, base: Report | None = None) -> list[str]:
-    """The limits that a report breaks, each with the lines behind it; empty where it keeps them.
+    """The limits that a report exceeds, each with the contributing lines; empty if it keeps all limits.
 
-    With a base, the lines that add most to what the base had are named first.
+    With a base, the lines with the largest increase are listed first.
     """
     lines = []
     for key, figure in _FIGURES.items():

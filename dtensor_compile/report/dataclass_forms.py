@@ -1,4 +1,4 @@
-"""Dataclasses of plain data in their JSON form: how they are read, and the schema that describes them."""
+"""JSON form of dataclasses of plain data: reading them, and their schema."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def read_as(form: Any, value: Any) -> Any:
 
 
 def schema_of(form: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of `form`; those of dataclasses go into `definitions`, by their names.
+    """The JSON schema of `form`; adds those of dataclasses to `definitions`, by their names.
 
     Raises:
-        TypeError: it has no JSON form.
+        TypeError: `form` has no JSON form.
     """
     if form in _PLAIN:
         return {"type": _PLAIN[form]}

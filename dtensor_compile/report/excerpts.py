@@ -1,8 +1,8 @@
-"""The parts of the program that a page shows: the lines that cost something or break, with what stands around them.
+"""Excerpts of the program for a report page: lines with costs or breaks, with their surroundings.
 
-In: the lines of a report. Out: per file the excerpts that hold them. An excerpt ends where the function of its line
-does, so that a short function is there as a whole. Where a file cannot be read, or has changed since, the lines that
-the report itself holds are all there is.
+Input: the lines of a report. Output: per file the excerpts that contain them. An excerpt ends with the function of its
+line, so that a short function is shown in full. If a file cannot be read, or has changed since, only the lines stored
+in the report are shown.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 from dtensor_compile.report.model import Source
 
-#: Lines on either side of one that costs.
+#: Lines on either side of a line with costs.
 AROUND = 8
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Lines of a file that follow each other; the first has the number `first`, counted from 1."""
+    """Consecutive lines of a file; the first has the number `first`, counted from 1."""
 
     first: int
     lines: tuple[str, ...]
 
 
 def excerpts(sources: Iterable[Source]) -> dict[str, tuple[Excerpt, ...]]:
-    """Per file the excerpts that hold `sources`, in order of their lines; lines that are not known are left out."""
+    """Per file the excerpts that contain `sources`, in line order; unknown lines are left out."""
     by_file: dict[str, dict[int, Source]] = {}
     for source in sources:
         if source.file and source.line > 0:
@@ -50,7 +50,7 @@ def _excerpts_of(file: str, sources: dict[int, Source]) -> tuple[Excerpt, ...]:
 
 
 def _is_part(code: str, text: Sequence[str], line: int) -> bool:
-    """Whether the file still says `code` at `line`. Of a statement over several lines the code may be all of them."""
+    """Whether the file still has `code` at `line`. For a statement over several lines `code` may be all of them."""
     here = text[line - 1].strip()
     return not code.strip() or (bool(here) and (code.split("\n", maxsplit=1)[0].strip() in here or here in code))
 
@@ -66,12 +66,12 @@ def _functions(text: str) -> list[tuple[int, int]]:
 
 
 def _function_around(line: int, functions: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """The smallest function that holds `line`."""
+    """The smallest function that contains `line`."""
     return min((f for f in functions if f[0] <= line <= f[1]), key=lambda f: f[1] - f[0], default=None)
 
 
 def _joined(shown: dict[int, str]) -> Iterable[Excerpt]:
-    """Numbered lines as excerpts: numbers that follow each other are one."""
+    """Numbered lines as excerpts, one for each run of consecutive numbers."""
     run: list[int] = []
     for number in [*sorted(shown), None]:
         if run and number != run[-1] + 1:

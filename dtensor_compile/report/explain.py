@@ -1,4 +1,4 @@
-"""`explain`: the report of one call of a function or a module, on the process group that is there.
+"""`explain`: the report of one call of a function or a module, on the current process group.
 
 report = dtensor_compile.explain(model)(x)
 print(report.ours.totals.all.bytes)
@@ -36,15 +36,15 @@ def explain(
     cluster: str | None = None,
     kernels: str = "aten",
 ) -> Callable[..., Report]:
-    """A function that takes the arguments of `function`, calls it compiled, and returns the report.
+    """Returns a function that takes the arguments of `function`, calls it compiled, and returns the report.
 
     A compilation that fails is part of the report (`Side.failed`, and a break with its cause); other errors are raised.
 
     Args:
-        function: what to look at; one that is compiled already is taken as it was before.
+        function: the function or module to report on; if it is compiled already, the original is used.
         stock: also compile it as stock torch does, and compare.
-        backward: run the backward pass of the sum of what it returns, where that has one. Gradients are added up as
-            always.
+        backward: run the backward pass of the sum of its results, if any requires a gradient. Gradients accumulate as
+            usual.
         cluster: the machine for which times are estimated; None: as in `dtensor_compile.report.machine.machine_of`.
         kernels: ``"aten"`` compiles without Inductor, which is fast and gives the same collectives; ``"inductor"`` as
             usual.
@@ -71,9 +71,7 @@ def recorded(
     kernels: str,
     options: Mapping[str, Any] = {},
 ) -> Recording:
-    """The recording of ``run(compiled model)`` under this backend. Compiled functions of this process are forgotten
-    first.
-    """
+    """The recording of ``run(compiled model)`` under this backend. Resets compiled functions of this process."""
     counters.reset()
     with record() as recording, failures_recorded(recording):
         run(torch.compile(model, backend="dtensor", options={**options, "kernels": kernels}))
@@ -81,8 +79,8 @@ def recorded(
 
 
 def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Recording:
-    """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, and nothing of
-    ours.
+    """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, without our
+    code.
     """
     counters.reset()
     failures = functools.partial(failures_recorded, all_errors=True)
@@ -98,10 +96,10 @@ def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]]
 
 @contextlib.contextmanager
 def failures_recorded(recording: Recording, *, all_errors: bool = False) -> Iterator[None]:
-    """An error that ended a compilation, of which `recording` has the cause, ends the block and is noted there.
+    """Records an error that ends a compilation, whose cause is in `recording`, and ends the block without raising.
 
     Args:
-        all_errors: note every error: the same program ran before, so that it is not the program's.
+        all_errors: record every error: the same program ran before, so that it is not the program's.
     """
     try:
         yield
@@ -113,7 +111,7 @@ def failures_recorded(recording: Recording, *, all_errors: bool = False) -> Iter
 
 
 def run_backward(out: Any) -> None:
-    """The backward pass of the sum of all that `out` holds and that has a gradient."""
+    """Runs the backward pass of the sum of all tensors in `out` that require gradients."""
     leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     if leaves:
         torch.autograd.backward([x.sum() for x in leaves])

@@ -1,8 +1,8 @@
-"""The report as one HTML file that loads nothing: what is shown is drawn by its own script, from data that it carries.
+"""The report as one self-contained HTML file, rendered by its own script from embedded data.
 
-In: a `Report`. Out: text. The data are columns of numbers: each text and each line of the program stands once in a list
-and is named by its place there, times are whole nanoseconds. A step of 80 layers is some ten thousand spans and so
-stays at a few megabytes. All text of the program reaches the page as text nodes or escaped, and a content security
+Input: a `Report`. Output: text. The data are columns of numbers: each text and each line of the program is stored once
+in a list and referred to by index, times are integers in nanoseconds. A step of 80 layers has some ten thousand spans
+and takes a few megabytes. All text of the program reaches the page as text nodes or escaped, and a content security
 policy forbids every load."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dtensor_compile.report.model import (
     Span,
 )
 
-#: The parts of the page's script, in the order in which they use each other.
+#: The parts of the page's script, in dependency order.
 SCRIPTS = ("data.js", "view.js", "grid.js", "tables.js", "bars.js", "source.js", "timeline.js", "page.js")
 
 
@@ -65,7 +65,7 @@ def to_html(report: Report) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A number at the top of the page: its text per side, and the change from stock to ours where there are both."""
+    """A number at the top of the page: its text per side, and the change from stock to ours if there are both."""
 
     name: str
     texts: tuple[str, ...]
@@ -97,13 +97,13 @@ def _figures(sides: Sequence[Side]) -> list[Figure]:
 
 
 def _script_text(data: Any) -> str:
-    """JSON that may stand in a script element: nothing in it can end that element."""
+    """JSON for a script element, escaped so that it cannot end that element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 class _Texts:
-    """Texts and lines, each once, named by their place."""
+    """Texts and lines, each stored once and referred to by index."""
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
@@ -146,10 +146,10 @@ def _side(side: Side, texts: _Texts) -> dict[str, Any]:
 def _columns(
     form: type, rows: Sequence[Any], texts: _Texts, skip: frozenset[str] | set[str] = frozenset()
 ) -> dict[str, Any]:
-    """Rows of one dataclass as columns. What a value stands for is told by the first letter of its column.
+    """Rows of one dataclass as columns. The first letter of a column gives the type of its values.
 
-    ``t`` a text, by its place; ``s`` a line of the program, by its place; ``n`` a number, -1 where there is none; ``d``
-    a duration or a point in time, in nanoseconds, -1 where there is none; ``b`` a truth value, as 0 or 1.
+    ``t`` a text, by index; ``s`` a line of the program, by index; ``n`` a number, -1 for none; ``d`` a duration or a
+    point in time, in nanoseconds, -1 for none; ``b`` a truth value, as 0 or 1.
     """
     hints = typing.get_type_hints(form)
     columns = {}
@@ -171,7 +171,7 @@ def _columns(
 
 
 def _joined(value: str | tuple[str, ...] | tuple[int, ...]) -> str:
-    """A text; a shape as ``4 x 128``; texts one a line."""
+    """Text of a value: a shape as ``4 x 128``; several texts one per line."""
     if isinstance(value, str):
         return value
     return " x ".join(map(str, value)) if all(isinstance(item, int) for item in value) else "\n".join(map(str, value))

@@ -1,8 +1,8 @@
-"""``dtensor-compile kernels TARGET``: what a program becomes on a GPU that is not there.
+"""``dtensor-compile kernels TARGET``: the GPU code of a program, compiled for an emulated GPU.
 
 Prints the order of kernels, starts and waits of each graph, then registers, shared memory and spills of each Triton
-kernel. Exit status: 0; 1 where a kernel does not compile, or has more spills than allowed; 2 where the program could
-not be looked at."""
+kernel. Exit status: 0; 1 if a kernel does not compile, or has more spills than allowed; 2 if the program could not be
+compiled."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument("--mesh", metavar="4x2", help="mesh for a function that takes one; with names: dp=4,tp=2")
     p.add_argument("--world", type=int, metavar="N", help="ranks of the simulated job (default: of --mesh, else 2)")
     p.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
-    p.add_argument("--no-backward", action="store_true", help="leave out the backward pass of what the model returns")
+    p.add_argument("--no-backward", action="store_true", help="leave out the backward pass of the model's results")
     p.add_argument("--save", metavar="FOLDER", help="write generated code, and source, PTX and cubin of each kernel")
-    p.add_argument("--max-spills", type=int, metavar="BYTES", help="of a thread, that a kernel may have")
+    p.add_argument("--max-spills", type=int, metavar="BYTES", help="largest spills of a kernel, in bytes per thread")
     p.add_argument("--verbose", action="store_true", help="the traceback of an error, and what the program prints")
     return p
 

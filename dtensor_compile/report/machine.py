@@ -1,8 +1,7 @@
-"""The machine for which a report estimates times where none is asked for: the one that the program is for.
+"""The machine for which a report estimates times by default: that of the program.
 
-That is, in this order, the topology that it names when it compiles, the GPU that it runs on, and what a compilation
-assumes where no topology is named (`schedule/schedule_graph.py`). For a program that is looked at on a CPU and is for a
-GPU, the machine has to be named.
+In this order: the topology named when it compiles, the GPU that it runs on, and the default of compilations without a
+topology (`schedule/schedule_graph.py`). If a program for a GPU is analyzed on a CPU, the machine has to be named.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from dtensor_compile.topology.links import CLUSTERS, Cluster
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, and what it is known from."""
+    """A machine, and why it was chosen."""
 
     cluster: Cluster
     known_from: str
 
 
 def machine_of(recording: Recording) -> Machine:
-    """The machine that what was recorded is for."""
+    """The machine of a recorded program."""
     if recording.topologies:
         return Machine(recording.topologies[0], "the topology that the program names")
     device = next((graph.device for graph in recording.graphs if graph.device != "cpu"), "cpu")

@@ -1,7 +1,7 @@
-"""What did not happen to a collective of a lowered graph, and why: the reasons are read off its schedule.
+"""Missed optimizations of the collectives of a lowered graph, with reasons, from its schedule.
 
 not hidden         its wait follows its start with too little or nothing in between
-not decomposed     it feeds a matmul, or a matmul feeds it, and the two do not run in pieces beside each other
+not decomposed     it feeds a matmul, or a matmul feeds it, and the two are not split into overlapping parts
 not bucketed       small collectives of one kind over one group follow each other
 """
 
@@ -15,14 +15,14 @@ from dtensor_compile.graph.operator_traits import MATMULS
 from dtensor_compile.recording.recorder import GraphRecord
 from dtensor_compile.report.schedule import Schedule
 
-#: Operators between a collective and a matmul that still count as beside it: copies and elementwise work.
+#: Operators (copies, elementwise work) between a collective and a matmul that still count as adjacent.
 NEAR = 5
-#: A collective that sends less spends most of its time on starting, so that sending it with others pays.
+#: A collective with fewer bytes is dominated by its latency, so that merging it with others pays.
 SMALL = 1 << 20
 
 
 def missed(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
-    """What did not happen to the collectives of `graph`, whose schedule is `timing`."""
+    """Decisions about missed optimizations of the collectives of `graph`, whose schedule is `timing`."""
     yield from _not_hidden(graph, timing)
     yield from _not_decomposed(graph, timing)
     yield from _not_bucketed(graph.collectives)
@@ -98,9 +98,7 @@ def _between(operations: Sequence[Operation], collective: int) -> range:
 
 
 def _matmul_beside(operations: Sequence[Operation], collective: int, *, after: bool) -> Operation | None:
-    """The matmul right after the wait of a collective, or right before its start: copies and elementwise work do not
-    count.
-    """
+    """Matmul right after the wait of a collective or right before its start, ignoring copies and elementwise work."""
     steps = _between(operations, collective)
     behind, before = operations[steps.stop + 1 :], operations[: steps.start - 1]
     for operation in behind[:NEAR] if after else before[: -NEAR - 1 : -1]:

@@ -1,8 +1,8 @@
-"""The report as data: what a program does in communication, what broke it, what was decided, and what it costs.
+"""The report as data: communication of a program, graph breaks, decisions, and costs.
 
-`Report` is the root. Everything in it is text, numbers and tuples, so that it goes to JSON and comes back equal
-(`to_json`, `from_json`; ``docs/report.schema.json`` describes the form, `schema` makes it from these classes). Times
-are seconds and estimates unless the name says that they were measured; bytes are those that one rank sends in one
+`Report` is the root. Everything in it is text, numbers and tuples, so that it survives a round trip through JSON
+(`to_json`, `from_json`; ``docs/report.schema.json`` describes the form, `schema` generates it from these classes).
+Times are seconds and estimates unless the name says that they were measured; bytes are those that one rank sends in one
 forward and backward."""
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, Literal
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.report.dataclass_forms import read_as, schema_of
 
-#: Version of the form. The first number changes when something goes away or changes its meaning, the second when
+#: Version of the form. The first number changes when something is removed or changes its meaning, the second when
 #: something is added.
 VERSION = "1.5"
 
 Phase = Literal["forward", "backward"]
-#: What became of a redistribution: it is sent, the passes took it away, or it needs no message (a slice).
+#: Fate of a redistribution: sent, removed by the passes, or local (a slice, which needs no message).
 Fate = Literal["sent", "removed", "local"]
 
 
 class ReportFormatError(DTensorCompileError, ValueError):
-    """A file is no report, or one of another version."""
+    """A file is not a report, or has another version."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A line of the user's program. `file` is empty and `line` 0 where it is not known.
+    """A line of the user's program. `file` is empty and `line` 0 if it is unknown.
 
     Attributes:
         before, after: up to two lines around it.
@@ -56,11 +56,11 @@ class GraphBreak:
         cause: code of the catalogue of causes (``docs/causes.md``).
         title, why, instead: that cause in words.
         breaks_under: which backends break there: every one, stock ones only, this one only.
-        message: Dynamo's own words.
+        message: Dynamo's message.
         error: whether it ended the compilation (``fullgraph=True``, an error in the compiler) instead of splitting the
             graph.
-        count: how often Dynamo came to it: in each frame that holds it, inlined or by itself, at each compilation.
-        graphs: into how many graphs the function is split, by all its breaks.
+        count: how often Dynamo reached it: in each frame that contains it, inlined or not, at each compilation.
+        graphs: number of graphs into which all of its breaks split the function.
         collectives_before, collectives_after: collectives on either side of it, which cannot be planned together.
     """
 
@@ -86,9 +86,9 @@ class Recompile:
     Attributes:
         source: the function's first line.
         function: its name.
-        cause: the kind of guard that did not hold: ``"size"``, ``"placement"``, ``"mesh"``, ...
+        cause: the kind of the failed guard: ``"size"``, ``"placement"``, ``"mesh"``, ...
         reason: that guard.
-        measured_seconds: what the compilation took.
+        measured_seconds: duration of the compilation.
     """
 
     source: Source
@@ -104,18 +104,18 @@ class Redistribution:
 
     Attributes:
         source: the user's line.
-        module: path of the module whose forward it belongs to (``blocks.0.attention``); empty outside of modules.
-        explicit: whether the program asked for it; otherwise `operator` needed its input so.
-        operator: the operator that forced it; empty where it is explicit.
+        module: path of the module whose forward contains it (``blocks.0.attention``); empty outside of modules.
+        explicit: whether the program asked for it; otherwise `operator` needed its input redistributed.
+        operator: the operator that forced it; empty if it is explicit.
         before, after: placements in text form (``P(sum)``, ``S(0)R``).
-        shape, dtype: of the global tensor; a symbolic size counts as the one seen while tracing.
+        shape, dtype: of the global tensor; for a symbolic size the value seen while tracing.
         mesh: text of the mesh; `mesh_dims` are the names of the dims whose placement changes.
-        plan: the steps that were planned (``all_gather[tp] S(0)->R``).
+        plan: the planned steps (``all_gather[tp] S(0)->R``).
         phase: forward or backward.
-        fate: what became of it.
+        fate: see `Fate`.
         bytes_before: bytes if it were sent as captured; `bytes` are those that are sent in the end.
-        seconds, exposed_seconds: of its collectives; exposed is the time in which nothing computes.
-        decided_by, reason: the pass that changed it, and why; empty where none did.
+        seconds, exposed_seconds: of its collectives; while exposed, nothing computes.
+        decided_by, reason: the pass that changed it, and why; empty if none did.
     """
 
     source: Source
@@ -149,9 +149,9 @@ class Collective:
         ranks: number of ranks in the group.
         source, module, shape, dtype, phase, bytes, seconds, exposed_seconds: as in `Redistribution`; `shape` is that of
             the local input.
-        graph: index in `Side.graphs`; None for one that runs outside of graphs, all of whose time counts as exposed.
+        graph: index in `Side.graphs`; None for one outside of graphs, whose time counts as fully exposed.
         redistribution: index in `Side.redistributions`; None for one that the program called itself.
-        also: indices of the others that it carries, where collectives were merged.
+        also: indices of the other redistributions that it carries, if collectives were merged.
     """
 
     kind: str
@@ -186,11 +186,11 @@ class DecisionRow:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """What stages left alone, summed over the decisions that say so.
+    """What stages left alone, summed over the decisions that report it.
 
     Attributes:
         stages: number of stages (kinds of decisions) that left something alone.
-        seconds, bytes: what that costs at most, as far as an estimate exists.
+        seconds, bytes: the largest possible cost, as far as an estimate exists.
     """
 
     stages: int = 0
@@ -208,12 +208,12 @@ class Outside:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that runs in a graph, on the ``"compute"`` or on the ``"communication"`` stream.
+    """An operator or collective that runs in a graph, on the ``"compute"`` or the ``"communication"`` stream.
 
     Attributes:
         name: of the operator or of the kind of collective.
         start, seconds: from the beginning of the graph.
-        where: ``file:line`` of the user's line; empty where it is not known.
+        where: ``file:line`` of the user's line; empty if unknown.
         module: path of the module.
         collective: index in `Side.collectives`; None for compute.
     """
@@ -232,12 +232,12 @@ class Graph:
     """One lowered graph.
 
     Attributes:
-        function: what was compiled.
+        function: the compiled function.
         nodes: number of nodes.
         compute_seconds, communication_seconds, exposed_seconds, seconds: of one run; `seconds` is compute and exposed.
-        spans: what runs when.
-        rests_on: what order and times are read from: the compiled ``"kernels"``, or the ``"graph"`` before them, where
-            there are none.
+        spans: the schedule.
+        rests_on: source of order and times: the compiled ``"kernels"``, or the ``"graph"`` before them, if there are
+            none.
     """
 
     function: str
@@ -264,7 +264,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over all collectives of one side: all of them, and by what they have in common."""
+    """Sums over all collectives of one side: all of them, and grouped by module, mesh dim and kind."""
 
     all: Total
     by_phase: tuple[Total, ...] = ()
@@ -278,13 +278,13 @@ class Side:
     """A program under one backend.
 
     Attributes:
-        name: ``"dtensor"``, or what else the program was compiled with.
-        missed: what did not happen, and why: a matmul that was not decomposed, a collective that is not hidden.
+        name: ``"dtensor"``, or the other backend of the program.
+        missed: missed optimizations and reasons: a matmul that was not decomposed, a collective that is not hidden.
         compile_seconds: measured, all compilations together.
-        failed: the error with which the program ended; everything else is of what ran until then. Empty where it ran to
+        failed: the error with which the program ended; everything else covers what ran until then. Empty if it ran to
             its end.
-        left_alone: the sum over those of `decisions` that say that something was left alone.
-        outside: what was sent outside of graphs; None where nobody looked.
+        left_alone: the sum over those of `decisions` that report that something was left alone.
+        outside: collectives outside of graphs; None if they were not observed.
     """
 
     name: str
@@ -304,17 +304,17 @@ class Side:
 
 @dataclass(frozen=True)
 class Report:
-    """One program, compiled and looked at.
+    """One program, compiled and analyzed.
 
     Attributes:
         version: of this form, `VERSION`.
-        target: what was looked at, as the user named it.
+        target: the program, as the user named it.
         torch: release of torch.
-        world, rank, simulated: the job, and whether its ranks were really there.
+        world, rank, simulated: the job, and whether its ranks were simulated.
         cluster: name of the machine for which times were estimated.
-        cluster_from: why that one, in words.
+        cluster_from: reason for that machine.
         ours: the program under this backend (or under those that a script chose).
-        stock: the same under stock torch; None where that was not asked for or cannot be.
+        stock: the same under stock torch; None if that was not requested or is not possible.
     """
 
     version: str
@@ -340,28 +340,28 @@ def to_json(report: Report) -> str:
 
 
 def from_json(text: str) -> Report:
-    """The report that `to_json` wrote.
+    """Reads a report that `to_json` wrote.
 
     Raises:
-        ReportFormatError: the text is no report, or one whose version is not understood.
+        ReportFormatError: the text is not a report, or has an unsupported version.
     """
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise ReportFormatError(f"no JSON: {error}") from None
+        raise ReportFormatError(f"not JSON: {error}") from None
     version = data.get("version") if isinstance(data, dict) else None
     if not isinstance(version, str) or version.split(".")[0] != VERSION.split(".", maxsplit=1)[0]:
         raise ReportFormatError(
-            f"no report of version {VERSION}: its version is {version!r}; make it again with this release"
+            f"not a report of version {VERSION}: its version is {version!r}; generate it again with this release"
         )
     try:
         return read_as(Report, data)
     except (KeyError, TypeError, ValueError) as error:
-        raise ReportFormatError(f"no report: {type(error).__name__}: {error}") from None
+        raise ReportFormatError(f"not a report: {type(error).__name__}: {error}") from None
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of what `to_json` writes, made from the classes here."""
+    """The JSON schema (draft 2020-12) of the output of `to_json`, generated from the classes here."""
     definitions: dict[str, Any] = {}
     root = schema_of(Report, definitions)
     return {

@@ -1,6 +1,6 @@
-"""Collectives outside of graphs, as records: what is sent in eager between graphs, in hooks and in reducers.
+"""Records of collectives outside of graphs: those sent in eager between graphs, in hooks and in reducers.
 
-In: what `dtensor_compile.compat.distributed.eager_collectives` sees. Out:
+Input: observations of `dtensor_compile.compat.distributed.eager_collectives`. Output:
 `dtensor_compile.graph.node_costs.SentCollective`, with bytes counted as for those of graphs.
 """
 
@@ -18,7 +18,7 @@ from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.recording.recorder import OutsideCollectives, Recording
 from dtensor_compile.report.sources import is_users
 
-#: What the name of an operator has in it -> its kind. c10d writes names without the first underscore.
+#: Substring of the name of an operator -> its kind. c10d writes names without the first underscore.
 _KINDS: tuple[tuple[str, StepKind], ...] = (
     ("allreduce", "all_reduce"),
     ("allgather", "all_gather"),
@@ -29,10 +29,10 @@ _KINDS: tuple[tuple[str, StepKind], ...] = (
 
 @contextlib.contextmanager
 def outside_recorded(recording: Recording) -> Iterator[None]:
-    """While it is entered, collectives outside of graphs are noted in `recording`, for a program that is called once.
+    """While active, collectives outside of graphs are added to `recording`, for a program that is called once.
 
-    It is for other backends than ours: the guards of ours (`native/native_code/guard.h`) compare the dispatch keys of
-    the thread, which a dispatch mode adds to, so that each call would compile again.
+    Only for other backends than ours: our guards (`native/native_code/guard.h`) compare the dispatch keys of the
+    thread, which a dispatch mode adds to, so that each call would recompile.
     """
 
     def watched() -> None:
@@ -57,7 +57,7 @@ def collective_outside(this: EagerCollective) -> SentCollective:
         sent = elements * (rows - this.splits[ranks.index(dist.get_rank())]) // rows
     elif kind is not None:
         sent = elements_sent(kind, len(ranks), elements)
-    # A backward pass has no line of the program but the one that started it.
+    # The only known line of a backward pass is the one that started it.
     frames = [] if this.backward else this.stack
     own = [frame for frame in frames if is_users(frame[0]) and "site-packages" not in frame[0]]
     return SentCollective(

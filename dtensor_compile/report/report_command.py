@@ -1,7 +1,6 @@
-"""``dtensor-compile report TARGET``: looks at a program and says what broke, what was sent, why, and what to do about
-it.
+"""``dtensor-compile report TARGET``: reports graph breaks, communication, reasons, and advice for a program.
 
-Exit status: 0; 1 where a limit is broken, with the lines that break it; 2 where the program could not be looked at.
+Exit status: 0; 1 if a limit is exceeded, with the contributing lines; 2 if the program could not be analyzed.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ OK, BROKEN, NOT_RUN = 0, 1, 2
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """The options, without the target."""
+    """The parser of the options, without the target."""
     p = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
-    p.add_argument("-h", "--help", action="store_true", help="show this and stop")
+    p.add_argument("-h", "--help", action="store_true", help="show this message and exit")
     job = p.add_argument_group("the job")
     job.add_argument("--mesh", metavar="4x2", help="mesh for a function that takes one; with names: dp=4,tp=2")
     job.add_argument(
         "--world", type=int, metavar="N", help=f"ranks of the simulation (default: of --mesh, else {DEFAULT_WORLD})"
     )
     job.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
-    job.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun; rank R prints")
+    job.add_argument("--real", action="store_true", help="use the ranks of a real job, under torchrun; rank R prints")
     times = "machine for which times are estimated (default: by what the program computes on)"
     job.add_argument("--cluster", choices=CLUSTERS, help=times)
     how = p.add_argument_group("how to look")
@@ -48,7 +47,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help=f"compare with stock torch, whose graphs grow with the mesh (default: up to {STOCK_RANKS} ranks)",
     )
-    how.add_argument("--no-backward", action="store_true", help="leave out the backward pass of what the model returns")
+    how.add_argument("--no-backward", action="store_true", help="leave out the backward pass of the model's results")
     how.add_argument(
         "--kernels", choices=KERNELS, default="aten", help="aten compiles fast; inductor as in use (default aten)"
     )
@@ -57,16 +56,14 @@ def parser(program: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--json", metavar="FILE", help="write the report as JSON; - for standard output, instead of tables"
     )
-    out.add_argument("--html", metavar="FILE", help="write the report as one HTML file that loads nothing")
+    out.add_argument("--html", metavar="FILE", help="write the report as one self-contained HTML file")
     out.add_argument("--trace", metavar="FILE", help="write the timeline in Chrome's format, for ui.perfetto.dev")
     out.add_argument("--save", metavar="FILE", help="write the report as JSON, as a base for --compare")
     out.add_argument("--compare", metavar="BASE", help="show what changed since a base")
     out.add_argument("--verbose", action="store_true", help="the traceback of an error, and what the program prints")
-    limits = p.add_argument_group("limits (exit status 1 where one is broken)")
+    limits = p.add_argument_group("limits (exit status 1 if one is exceeded)")
     limits.add_argument("--max-breaks", metavar="N", help="graph breaks, each place and cause once")
-    limits.add_argument(
-        "--max-bytes", metavar="10MB|+0%%", help="bytes that this rank sends; in percent more than the base"
-    )
+    limits.add_argument("--max-bytes", metavar="10MB|+0%%", help="bytes that this rank sends; in percent over the base")
     limits.add_argument("--max-exposed", metavar="10ms|+0%%", help="time in which nothing computes")
     return p
 
@@ -88,7 +85,7 @@ def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
     with_target = argparse.ArgumentParser(prog=program, parents=[options], add_help=False, allow_abbrev=False)
     with_target.add_argument("target", nargs="?")
     with_target.add_argument("rest", nargs=argparse.REMAINDER)
-    argv, theirs = _split(argv)  # argparse drops the first `--` behind a positional argument
+    argv, theirs = _split(argv)  # argparse drops the first `--` after a positional argument
     args = with_target.parse_args(argv)
     if args.target is not None and not is_script(args.target):
         args = options.parse_args([*args.rest, *theirs], namespace=args)
@@ -99,7 +96,7 @@ def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
         advice = f"in front of the script, and its own arguments of that name behind --, {args.target} -- ..."
         print(f"{named}: put options of this command {advice}", file=sys.stderr)
         return NOT_RUN
-    args.rest += theirs if args.rest else theirs[1:]  # a `--` directly behind the script is for this command
+    args.rest += theirs if args.rest else theirs[1:]  # a `--` right after the script belongs to this command
     if args.help or args.target is None:
         print(_USAGE.format(program=program) + "\n" + options.format_help().partition("\n\n")[2])
         return OK if args.help else NOT_RUN
@@ -107,20 +104,20 @@ def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first ``--``, and the rest with it."""
+    """The arguments before the first ``--``, and the rest with it."""
     before = list(itertools.takewhile(lambda text: text != "--", argv))
     return before, list(argv[len(before) :])
 
 
 def _options_in(texts: Sequence[str], options: argparse.ArgumentParser) -> list[str]:
-    """The names of those of `options` that stand among `texts`."""
+    """The names of those of `options` that are among `texts`."""
     ours = {name for action in options._actions for name in action.option_strings}
     return [name for name in dict.fromkeys(text.partition("=")[0] for text in texts) if name in ours]
 
 
 def status_of(run: Callable[[argparse.Namespace], int], args: argparse.Namespace, program: str) -> int:
-    """The exit status of a command; an error that says what is wrong is one line, after its traceback where
-    `args.verbose`.
+    """The exit status of a command. An error with a message for the user is printed in one line, with `args.verbose`
+    after its traceback.
     """
     try:
         return run(args)
@@ -183,7 +180,7 @@ def _read(file: str) -> Report:
 
 @contextlib.contextmanager
 def _quiet(quiet: bool) -> Iterator[None]:
-    """What the program prints stays out of the report."""
+    """Context that keeps output of the program out of the report."""
     if not quiet:
         yield
         return

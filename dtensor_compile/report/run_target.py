@@ -1,7 +1,7 @@
-"""`look_at`: from the name of a target to its report. The command ``dtensor-compile report`` is this and printing.
+"""`look_at`: from the name of a target to its report, without the printing of ``dtensor-compile report``.
 
-In: a target and the job that it is for. Out: a `Report`. The job is simulated, which needs one process and no network,
-or real, under ``torchrun``.
+Input: a target and its job. Output: a `Report`. The job is simulated, which needs one process and no network, or real,
+under ``torchrun``.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from dtensor_compile.report.target import (
     users_program,
 )
 
-#: Ranks of a simulated job for which neither a world size nor a mesh is given.
+#: Ranks of a simulated job if neither a world size nor a mesh is given.
 DEFAULT_WORLD = 2
 
-#: Ranks up to which a program is compared with stock torch unless told otherwise: stock cuts what it gathers into a
-#: piece per rank of a mesh dim, so that its graphs, and the time to trace them, grow with the mesh.
+#: Largest number of ranks for which a program is compared with stock torch by default: stock slices gathered tensors
+#: into a piece per rank of a mesh dim, so that its graphs, and the time to trace them, grow with the mesh.
 STOCK_RANKS = 64
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a target runs on.
+    """The job of a target.
 
     Attributes:
-        mesh: sizes and names of the dims of the mesh that a function gets which takes one.
-        world: number of ranks; None: as many as the mesh has.
-        rank: as which of them this process looks at the program.
-        real: whether the ranks are there, started by ``torchrun``.
+        mesh: sizes and names of the dims of the mesh that is passed to a function that takes one.
+        world: number of ranks; None: that of the mesh.
+        rank: the rank that this process takes in a simulated job.
+        real: whether the ranks are real, started by ``torchrun``.
     """
 
     mesh: tuple[tuple[str, int], ...] = ()
@@ -67,19 +67,19 @@ class Job:
 
 
 _MESH = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<size>[1-9]\d*)")
-#: Names of mesh dims where none are given, by their number.
+#: Default names of mesh dims, by their number.
 _NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
 
 
 def parse_mesh_argument(text: str) -> tuple[tuple[str, int], ...]:
-    """``4x2`` or ``dp=4,tp=2`` -> names and sizes of the dims.
+    """Parses ``4x2`` or ``dp=4,tp=2`` into names and sizes of the dims.
 
     Raises:
-        TargetError: it is neither.
+        TargetError: `text` is neither.
     """
     parts = [_MESH.fullmatch(part) for part in text.split("," if "=" in text else "x")]
     if not parts or None in parts:
-        raise TargetError(f"--mesh {text} is no mesh: write 4x2, or with names dp=4,tp=2")
+        raise TargetError(f"--mesh {text} is not a mesh: write 4x2, or with names dp=4,tp=2")
     names = _NAMES.get(len(parts), tuple(f"dim{i}" for i in range(len(parts))))
     return tuple((part["name"] or name, int(part["size"])) for part, name in zip(parts, names))  # type: ignore[index]
 
@@ -98,13 +98,13 @@ def look_at(
 
     Args:
         target, arguments: as in `dtensor_compile.report.target`; arguments are for scripts.
-        job: the job it is for.
-        stock: also compile a function's model as stock torch does; None: where the job has at most `STOCK_RANKS` ranks.
+        job: its job.
+        stock: also compile a function's model as stock torch does; None: if the job has at most `STOCK_RANKS` ranks.
             Scripts run once, as they are.
         backward, cluster, kernels: as in `dtensor_compile.report.explain.explain`.
 
     Raises:
-        TargetError: the target cannot be looked at.
+        TargetError: the target cannot be analyzed.
     """
     with running(job):
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -115,12 +115,12 @@ def look_at(
             ours, theirs = _function(target, job, stock=compared, backward=backward, kernels=kernels)
             name = "dtensor"
         report = build_report(ours, stock=theirs, target=target, cluster=cluster, simulated=not job.real, name=name)
-    return replace(report, world=world, rank=rank)  # a script may have taken its process group down
+    return replace(report, world=world, rank=rank)  # a script may have destroyed its process group
 
 
 @contextlib.contextmanager
 def running(job: Job) -> Iterator[None]:
-    """While it is entered, the job runs: its default process group is there.
+    """While active, the job runs: its default process group is initialized.
 
     Raises:
         TargetError: there is no such job.
@@ -131,7 +131,7 @@ def running(job: Job) -> Iterator[None]:
                 f"--rank {job.rank} is no rank of a job of {job.ranks} ranks: they are 0 to {job.ranks - 1}"
             )
         if math.prod(size for _, size in job.mesh) > job.ranks:
-            raise TargetError(f"the mesh has more places than --world {job.ranks} has ranks")
+            raise TargetError(f"the mesh has more devices than --world {job.ranks} has ranks")
         with simulated_job(job.ranks, job.rank):
             yield
         return
@@ -157,8 +157,8 @@ def _script(target: str, arguments: Sequence[str]) -> Recording:
 
 def _never(target: str) -> str:
     return (
-        f"{target} never calls a function that torch.compile made: return the model and its inputs from a function and "
-        "name that, script.py:function, or call torch.compile in it"
+        f"{target} never calls a function compiled by torch.compile: return the model and its inputs from a function "
+        "and name that, script.py:function, or call torch.compile in it"
     )
 
 

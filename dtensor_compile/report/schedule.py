@@ -1,12 +1,12 @@
-"""When each operator and each collective of a lowered graph runs, and which part of a collective nothing hides.
+"""Simulated schedule of a lowered graph: start of each operator and collective, and exposed parts of collectives.
 
-In: the operations of a graph in order, and a cluster. Out: spans on two streams, and per collective its seconds and its
-exposed seconds. The rules are those of a device with one stream for compute and one for communication:
+Input: the operations of a graph in order, and a cluster. Output: spans on two streams, and per collective its seconds
+and its exposed seconds. The rules are those of a device with one stream for compute and one for communication:
 
-    an operator starts when the one before it ends, or where a wait holds it up
-    a collective starts when its operands are there, and the one before it is done; with some backends that takes time
-    of the host first, in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
-    a wait holds up compute until its collective is done; how long it does is the exposed time of that collective
+    an operator starts when the one before it ends, unless a wait delays it
+    a collective starts when its operands are ready and the one before it is done; with some backends that takes host
+    time first, in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
+    a wait delays compute until its collective is done; that delay is the exposed time of the collective
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What runs when, in seconds from the start of the graph.
+    """Schedule of a graph, in seconds from its start.
 
     Attributes:
         compute, communication: the two streams, in order.
         exposed: per collective, seconds in which compute waits for it.
-        seconds: until all is done.
+        seconds: end of the last operation.
     """
 
     compute: tuple[Timed, ...]

@@ -1,4 +1,4 @@
-"""Lines of the user's program, with what stands around them."""
+"""Lines of the user's program, with their surroundings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AROUND = 2
 
 @functools.lru_cache(maxsize=4096)
 def source_at(file: str, line: int, code: str = "") -> Source:
-    """The line `line` of `file`, with the lines around it where the file can be read."""
+    """The line `line` of `file`, with the lines around it if the file can be read."""
     lines = linecache.getlines(file)
     here = code or (lines[line - 1].strip() if 0 < line <= len(lines) else "")
     around, above = [text.rstrip("\n") for text in lines], max(0, line - 1)
@@ -31,7 +31,7 @@ def source_at(file: str, line: int, code: str = "") -> Source:
 
 
 def source_of(where: str) -> Source:
-    """The line that ``file:line: code`` names; an unknown one for other text."""
+    """The line named by ``file:line: code``; an unknown one for other text."""
     match = _WHERE.fullmatch(where)
     return source_at(match["file"], int(match["line"]), match["code"].strip()) if match else Source()
 
@@ -42,8 +42,8 @@ def is_users(file: str) -> bool:
 
 
 def users_line(stack: Sequence[tuple[str, int, str]]) -> Source:
-    """The innermost frame of the user's own; the innermost of all where there is none. Frames are ``(file, line,
-    code)``.
+    """The innermost frame of the user's program; the innermost of all if there is none. Frames are
+    ``(file, line, code)``.
     """
     own = [frame for frame in stack if is_users(frame[0])] or list(stack)
     return source_at(*own[-1]) if own else Source()

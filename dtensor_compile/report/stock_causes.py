@@ -1,7 +1,7 @@
-"""Why a graph breaks in torch itself: causes for the breaks that Dynamo knows, found by its own words.
+"""Causes of graph breaks in torch itself, identified by Dynamo's messages.
 
-The rows continue `dtensor_compile.causes`, where the breaks of this backend are. `classify` finds the row of any break.
-A break that no row fits is `UNKNOWN`, and then what Dynamo says is all that is known.
+The rows continue `dtensor_compile.causes`, which has the breaks of this backend. `classify` finds the row of any break.
+A break that no row matches is `UNKNOWN`; then only Dynamo's message is known.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Literal
 
 from dtensor_compile.causes import CAUSES, Cause, code_in
 
-#: Which backends break: every one; stock ones only, because this one traces it; this one only.
+#: Backends that break: every one; stock ones only, because this one traces the code; this one only.
 Under = Literal["every backend", "stock", "dtensor"]
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a break looks like, as patterns.
+    """Patterns that identify a break.
 
     Attributes:
-        kind: the whole of Dynamo's name for the break, or of the class of the error.
-        says: something in the message.
-        frames: something in the files of the stack.
+        kind: matches all of Dynamo's name for the break, or of the class of the error.
+        says: matches a part of the message.
+        frames: matches a part of the files of the stack.
     """
 
     kind: str = ".*"
@@ -32,17 +32,17 @@ class Sign:
     frames: str = ""
 
     def fits(self, kind: str, message: str, files: str) -> bool:
-        """Whether a break looks so; arguments as those of `classify`."""
+        """Whether a break matches; arguments as those of `classify`."""
         return bool(re.fullmatch(self.kind, kind) and re.search(self.says, message) and re.search(self.frames, files))
 
 
 @dataclass(frozen=True)
 class StockCause(Cause):
-    """A cause that is known by what Dynamo says.
+    """A cause that is identified by Dynamo's messages.
 
     Attributes:
-        signs: any of them tells this cause.
-        under: which backends break.
+        signs: any of them identifies this cause.
+        under: backends that break.
     """
 
     signs: tuple[Sign, ...] = ()
@@ -55,7 +55,7 @@ class StockCause(Cause):
 
 _SKIPPED = "Attempted to (call|inline) function marked as skipped"
 
-# In order: the first that fits is the cause.
+# In order: the first match is the cause.
 _ALL = (
     StockCause(
         "optimizer-step",
@@ -78,7 +78,7 @@ _ALL = (
         "data-parallel-wrapper",
         "data-parallel wrapper inside the compiled function",
         "The wrapper (DDP, replicate, fully_shard) runs hooks that torch keeps out of graphs.",
-        "Use backend='dtensor', which traces what the hooks mean, or compile the blocks inside the wrapper "
+        "Use backend='dtensor', which traces what the hooks do, or compile the blocks inside the wrapper "
         "(fully_shard(torch.compile(block))).",
         "replicated(x)  # DistributedDataParallel(layer)\n# instead: compile the module, then wrap it, or use "
         "backend='dtensor'",
@@ -91,8 +91,8 @@ _ALL = (
     StockCause(
         "disabled-function",
         "function that is kept out of graphs",
-        "torch.compiler.disable marks it, here or inside torch.",
-        "Take the mark away, or call it outside of the compiled function.",
+        "torch.compiler.disable marks it, in the program or inside torch.",
+        "Remove the mark, or call it outside of the compiled function.",
         "torch.compiler.disable(torch.sin)(x)\n# instead\ntorch.sin(x)",
         signs=(
             Sign(kind=r"Skip (calling|inlining) `torch\.compiler\.disable\(\)`d function"),
@@ -103,7 +103,7 @@ _ALL = (
     StockCause(
         "handle-of-collective",
         "collective with async_op=True",
-        "Its handle is a C++ object, which has no place in a graph of stock torch.",
+        "Its handle is a C++ object, which a graph of stock torch cannot contain.",
         "Use backend='dtensor', which traces it, or torch.distributed._functional_collectives.",
         "work = dist.all_reduce(x, async_op=True)\nwork.wait()\n# instead\ndist.all_reduce(x)",
         signs=(
@@ -115,8 +115,8 @@ _ALL = (
     StockCause(
         "point-to-point",
         "message from one rank to another",
-        "torch traces isend and irecv only where torch._dynamo.config.enable_p2p_compilation is set.",
-        "Use backend='dtensor', which traces messages, or set that switch and batch_isend_irecv.",
+        "torch traces isend and irecv only if torch._dynamo.config.enable_p2p_compilation is set.",
+        "Use backend='dtensor', which traces messages, or set that switch and use batch_isend_irecv.",
         "dist.isend(x, 0)\n# instead: backend='dtensor'",
         signs=(Sign(kind=r"P2P compilation disabled for .*"),),
         under="stock",
@@ -124,7 +124,7 @@ _ALL = (
     StockCause(
         "differentiable-collective",
         "collective of torch.distributed.nn.functional",
-        "torch refuses these functions while it traces.",
+        "torch refuses these functions while tracing.",
         "Use backend='dtensor', which traces them, or torch.distributed._functional_collectives.",
         "torch.distributed.nn.functional.all_gather(x)\n# instead: backend='dtensor'",
         signs=(Sign(says=r"torch\.distributed\.nn\.functional\.\w+ is not supported under torch\.compile"),),
@@ -132,9 +132,9 @@ _ALL = (
     ),
     StockCause(
         "collective-in-c++",
-        "collective, or another function of c10d, that torch has no traceable form of",
-        "It fills in a C++ structure (broadcast, gather, reduce, scatter, barrier, new_group), and Dynamo cannot make "
-        "one.",
+        "collective, or other function of c10d, without a traceable form in torch",
+        "It fills in a C++ structure (broadcast, gather, reduce, scatter, barrier, new_group), and Dynamo cannot "
+        "create one.",
         "Use backend='dtensor', which traces collectives, or call it outside of the compiled function.",
         "dist.broadcast(x, 0)\n# instead: backend='dtensor'",
         signs=(
@@ -146,7 +146,7 @@ _ALL = (
     StockCause(
         "spec-of-dtensor",
         "a DTensor is made from parts",
-        "A DTensor or its spec is made in Python, and Dynamo has no node for that.",
+        "A DTensor or its spec is created in Python, and Dynamo has no node for that.",
         "Use backend='dtensor', which traces distribute_tensor and the factories, or DTensor.from_local.",
         "distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)\n# instead\nDTensor.from_local(x, mesh, "
         "[Shard(0)])",
@@ -160,7 +160,7 @@ _ALL = (
     StockCause(
         "random-generator",
         "random numbers from a torch.Generator",
-        "A generator is an object with a state of its own, which has no place in a graph.",
+        "A generator is an object with a state of its own, which a graph cannot contain.",
         "Seed the default generator with torch.manual_seed, or draw the numbers outside of the compiled function.",
         "torch.rand(4, generator=generator)\n# instead\ntorch.rand(4)",
         signs=(Sign(says=r"\(Generator\)|torch\.Generator|manual_seed"),),
@@ -169,7 +169,7 @@ _ALL = (
         "warning",
         "warning",
         "warnings.warn is C code that Dynamo does not call.",
-        "Use backend='dtensor', which holds warnings back until the graph has run, or warn outside of the compiled "
+        "Use backend='dtensor', which defers warnings until the graph has run, or warn outside of the compiled "
         "function.",
         "warnings.warn('it is ' + str(mesh))\n# instead: backend='dtensor'",
         signs=(Sign(kind=_SKIPPED, says=r"module: _?warnings, qualname: warn"),),
@@ -178,8 +178,8 @@ _ALL = (
     StockCause(
         "printing",
         "print or logging",
-        "What is said is text of values, and they are there only when the graph has run.",
-        "Use backend='dtensor', which holds it back until then, or print outside of the compiled function.",
+        "The message is text of values that exist only when the graph has run.",
+        "Use backend='dtensor', which defers it until then, or print outside of the compiled function.",
         "print(mesh)\n# instead: backend='dtensor'",
         signs=(
             Sign(kind=r"Failed to trace builtin operator", says=r"builtin print"),
@@ -189,9 +189,9 @@ _ALL = (
     ),
     StockCause(
         "value-of-data",
-        "Python needs a value of the data",
-        "item(), tolist(), bool() or a branch on a tensor: the value is only known when the program runs.",
-        "Keep the value a tensor (torch.where for a branch), or return it and look at it outside.",
+        "Python needs a data-dependent value",
+        "item(), tolist(), bool() or a branch on a tensor: the value is only known at run time.",
+        "Keep the value a tensor (torch.where for a branch), or return it and use it outside.",
         "if x.sum() > 0:\n    x = x + 1\n# instead\nx = torch.where(x.sum() > 0, x + 1, x)",
         signs=(
             Sign(kind=r"Data dependent operator|Data-dependent .*|Could not guard on data-dependent expression.*"),
@@ -201,8 +201,8 @@ _ALL = (
     ),
     StockCause(
         "size-of-data",
-        "operator whose size depends on the data",
-        "The size of its result is known when the program runs (nonzero, unique, bincount, a mask as index).",
+        "operator with a data-dependent output size",
+        "The size of its result is only known at run time (nonzero, unique, bincount, a mask as index).",
         "Use a form of fixed size (torch.where with three arguments, minlength), or call it outside.",
         "torch.nonzero(x)\n# instead\ntorch.where(x != 0, x, 0)",
         signs=(Sign(kind=r"Dynamic shape operator.*|Dynamic slicing.*"),),
@@ -211,7 +211,7 @@ _ALL = (
         "autograd-inside",
         "backward pass inside the compiled function",
         "Dynamo leaves backward() and torch.autograd.grad to Python.",
-        "Use backend='dtensor', which traces them, or call backward() on what the compiled function returns.",
+        "Use backend='dtensor', which traces them, or call backward() on the result of the compiled function.",
         "torch.autograd.grad(weight.sin().sum(), [weight])\n# instead: backend='dtensor'",
         signs=(
             Sign(kind=r"Unsupported Tensor\.backward\(\) call|using `torch\.autograd\.grad` .*|.*autograd\.grad.*"),
@@ -220,15 +220,15 @@ _ALL = (
     ),
     StockCause(
         "parameter-made",
-        "a parameter is made in the compiled function",
-        "A parameter outlives the call, and Dynamo does not make one.",
-        "Make parameters outside of the compiled function.",
+        "a parameter is created in the compiled function",
+        "A parameter outlives the call, and Dynamo does not create one.",
+        "Create parameters outside of the compiled function.",
         "torch.nn.Parameter(d * 2)\n# instead: outside of the compiled function",
         signs=(Sign(kind=r".*`torch\.nn\.Parameter\(\)`.*"),),
     ),
     StockCause(
         "leaf-returned",
-        "a tensor that was made to require gradients is returned",
+        "a tensor that was set to require gradients is returned",
         "Its gradient would have to outlive the call.",
         "Call requires_grad_() outside of the compiled function.",
         "return x.detach().requires_grad_()\n# instead: outside of the compiled function",
@@ -245,7 +245,7 @@ _ALL = (
     StockCause(
         "attribute-of-class",
         "an attribute of a class is set",
-        "It changes the class for everyone, and Dynamo only follows changes of objects.",
+        "It changes the class for everyone, and Dynamo only tracks changes of objects.",
         "Set it outside of the compiled function.",
         "torch.nn.Linear.scale = 1\n# instead: outside of the compiled function",
         signs=(Sign(kind=r"setattr\(\) on unsupported type"),),
@@ -253,7 +253,7 @@ _ALL = (
     StockCause(
         "data-attribute",
         "x.data is set",
-        "It gives a tensor other memory, and while tracing there is none.",
+        "It gives a tensor other memory, which does not exist while tracing.",
         "Copy the values instead (x.copy_(y)).",
         "d.data = d * 2\n# instead\nd.copy_(d * 2)",
         signs=(
@@ -266,7 +266,7 @@ _ALL = (
     StockCause(
         "no-sharding-rule",
         "operator without a sharding rule",
-        "DTensor does not know where the result would lie; eager raises too.",
+        "DTensor cannot infer the placements of the result; eager raises too.",
         "Use backend='dtensor', which runs it on replicated tensors, or register_sharding, or to_local() around it.",
         "torch.cdist(d, d)\n# instead\ntorch.cdist(d.full_tensor(), d.full_tensor())",
         signs=(Sign(says=r"does not have a sharding strategy registered"),),
@@ -275,15 +275,15 @@ _ALL = (
     StockCause(
         "mixed-tensors",
         "operator over a DTensor and a plain tensor",
-        "DTensor does not guess what the plain tensor means on the mesh; eager raises too.",
+        "DTensor does not guess the placements of the plain tensor; eager raises too.",
         "Make it a DTensor: DTensor.from_local(t, mesh, [Replicate()]).",
         "d + torch.ones(8, 4)\n# instead\nd + DTensor.from_local(torch.ones(8, 4), mesh, [Replicate()])",
         signs=(Sign(says=r"got mixed torch\.Tensor and DTensor"),),
     ),
     StockCause(
         "result-not-a-tensor",
-        "an operator returns something that is no tensor",
-        "A graph passes on tensors and numbers.",
+        "an operator returns something other than tensors",
+        "A graph can pass on only tensors and numbers.",
         "Call it outside of the compiled function.",
         "torch.get_rng_state().storage()\n# instead: outside of the compiled function",
         signs=(
@@ -296,7 +296,7 @@ _ALL = (
         "recompile-limit",
         "compiled too often",
         "The function was compiled for so many different inputs that torch gives up and runs it in eager.",
-        "Look at the recompiles of this report: mark a size as dynamic, or pass what changes as a tensor.",
+        "See the recompiles of this report: mark a size as dynamic, or pass changing values as a tensor.",
         "# a size that changes at every call, with dynamic=False\n# instead: torch.compile(..., dynamic=True)",
         signs=(Sign(kind=r"Dynamo recompile limit exceeded.*|RecompileLimitExceeded|FailOnRecompileLimitHit"),),
     ),
@@ -316,14 +316,14 @@ _ALL = (
         "exception",
         "an exception leaves the compiled function",
         "The program raises here, and nothing in the compiled function catches it.",
-        "Catch it inside, or mend what raises.",
+        "Catch it inside, or fix what raises.",
         "raise ValueError('no')\n# instead: nothing",
         signs=(Sign(kind=r"Observed exception|ObservedException|UncapturedHigherOrderOpError"),),
     ),
     StockCause(
         "c-function",
         "function of C code",
-        "Dynamo looks into Python only.",
+        "Dynamo traces Python code only.",
         "Call it outside of the compiled function, or make it an operator (torch.library.custom_op).",
         "x = x + zlib.crc32(b'x')\n# instead: outside of the compiled function",
         signs=(Sign(kind=_SKIPPED, says=r"C extension|builtin"),),
@@ -349,18 +349,18 @@ _ALL = (
 UNKNOWN = StockCause(
     "unknown",
     "a break that the catalogue does not know",
-    "What Dynamo says about it is all that is known.",
-    "Follow Dynamo's hints, and tell us: the catalogue should know it.",
+    "Only Dynamo's message is known.",
+    "Follow Dynamo's hints, and report it to us: the catalogue should have it.",
     "# none",
 )
 
 #: Code -> cause, of torch's own breaks.
 STOCK_CAUSES: Mapping[str, StockCause] = {cause.code: cause for cause in (*_ALL, UNKNOWN)}
 
-#: What Dynamo writes between a break and the one that follows because it cannot break there.
+#: Dynamo's text between a break and one that follows because it cannot break there.
 _HANDLING = "*** While handling this graph break, another graph break occurred: ***"
 
-#: Causes of ours that another backend does not break for.
+#: Causes of ours for which other backends do not break.
 _OURS_ALONE = frozenset({"symbolic-spec"})
 
 
@@ -369,14 +369,14 @@ def classify(kind: str, message: str, files: str = "") -> Cause:
 
     Args:
         kind: Dynamo's name for the break (its ``gb_type``), or the class of the error.
-        message: all that Dynamo says.
-        files: files of the stack, one a line.
+        message: Dynamo's full message.
+        files: files of the stack, one per line.
     """
     code = code_in(message)
     if code is not None:
         return CAUSES[code]
     first, handling, _ = message.partition(_HANDLING)
-    if handling:  # the first has no kind but in its words, and is what the program can do without
+    if handling:  # the kind of the first break is only in the message; it is the one that the program can avoid
         cause = classify(first.strip().partition("\n")[0], first, files)
         if cause is not UNKNOWN:
             return cause
@@ -384,7 +384,7 @@ def classify(kind: str, message: str, files: str = "") -> Cause:
 
 
 def breaks_under(cause: Cause) -> Under:
-    """Which backends break for that cause."""
+    """The backends that break for that cause."""
     if isinstance(cause, StockCause):
         return cause.under
     return "dtensor" if cause.code in _OURS_ALONE else "every backend"

@@ -25,16 +25,16 @@ from dtensor_compile.report.compare_reports import (
 )
 from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution, Report, Side, Source, Total
 
-#: Rows of a long table that are shown, unless all are asked for.
+#: Rows of a long table that are shown by default.
 SHOWN = 15
-#: Columns where the output is no terminal.
+#: Columns if the output is not a terminal.
 WIDTH = 200
 #: Characters of a line of code in a table.
 CODE = 44
 
 
 def console_for(file: IO[str] | None = None) -> Console:
-    """A console on `file` (standard output): in a terminal as wide as it is, elsewhere plain and of a fixed width."""
+    """A console on `file` (standard output): of the terminal's width, or plain and of a fixed width elsewhere."""
     file = file or sys.stdout
     return (
         Console(file=file)
@@ -44,13 +44,13 @@ def console_for(file: IO[str] | None = None) -> Console:
 
 
 def print_report(report: Report, console: Console, *, everything: bool = False) -> None:
-    """Prints a report; long tables are cut to `SHOWN` rows unless `everything`."""
+    """Prints a report; long tables are truncated to `SHOWN` rows unless `everything`."""
     for part in _parts(report, None if everything else SHOWN, console.is_terminal):
         console.print(part)
 
 
 def print_comparison(comparison: ReportComparison, console: Console) -> None:
-    """Prints what changed from one report to another."""
+    """Prints the changes from one report to another."""
     table = _table("against the base", console.is_terminal, "", "base", "now", "change")
     for change in comparison.changes:
         text = {"bytes": bytes_text, "s": seconds_text}.get(change.unit, lambda value: f"{value:.0f}")
@@ -163,7 +163,7 @@ def _break(this: GraphBreak) -> Text:
 
 
 def _indent(source: Source) -> str:
-    """The indentation of the line itself, guessed from its neighbours where its code was stripped."""
+    """The indentation of the line itself, guessed from its neighbours if its code was stripped."""
     neighbours = [line for line in (*source.before[::-1], *source.after) if line.strip()]
     return " " * (len(neighbours[0]) - len(neighbours[0].lstrip())) if neighbours else ""
 
@@ -229,7 +229,7 @@ _Row = TypeVar("_Row")
 
 
 def _grouped(rows: Sequence[_Row], key: Callable[[_Row], Hashable]) -> list[list[_Row]]:
-    """Rows that are alike, in the order in which the first of each was met."""
+    """Equal rows, in order of first occurrence."""
     groups: dict[Hashable, list[_Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -241,7 +241,7 @@ def _times(group: Sequence[object]) -> str:
 
 
 def _any_layer(module: str) -> str:
-    """``blocks.3.attention`` -> ``blocks.*.attention``: layers that are alike make one row."""
+    """``blocks.3.attention`` -> ``blocks.*.attention``: similar layers become one row."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 
 
@@ -277,7 +277,7 @@ def _decisions(title: str, rows: Sequence[DecisionRow], most: int | None, termin
 
 
 def _cost(rows: Sequence[DecisionRow]) -> str:
-    """What rows that leave something alone cost together, in brackets; empty where no estimate exists."""
+    """The total cost of rows that leave something alone, in brackets; empty if there is no estimate."""
     seconds, sent = sum(row.seconds or 0.0 for row in rows), sum(row.bytes or 0 for row in rows)
     costs = [seconds_text(seconds)] * (seconds > 0) + [bytes_text(sent)] * (sent > 0)
     return f" ({', '.join(costs)})" if costs else ""

@@ -1,10 +1,10 @@
-"""What a report is about: a function that makes a model and its inputs, a step, or a script with its arguments.
+"""The target of a report: a function that returns a model and its inputs, a step, or a script with its arguments.
 
     package.module:function     script.py:function     script.py ARGUMENTS
 
 A function takes no arguments, or a ``mesh``. It returns ``model, inputs``, or a step to call, or it is the step.
-`inputs` is a tensor, a tuple of arguments or a dict of them. Every way in which that can fail is a `TargetError` of one
-line that says what to do.
+`inputs` is a tensor, a tuple of arguments or a dict of them. Every failure is a `TargetError` with a message of one
+line that gives advice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dtensor_compile.report.sources import is_users
 
 
 class TargetError(DTensorCompileError):
-    """A target cannot be looked at; the message says why and what to do, in one line."""
+    """A target cannot be analyzed; the message gives the reason and advice, in one line."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TargetProgram:
     """A model and one call of it.
 
     Attributes:
-        model: what is to be compiled.
+        model: the model to compile.
         args, kwargs: of the call.
     """
 
@@ -48,7 +48,7 @@ class TargetProgram:
     kwargs: dict[str, Any] | None = None
 
     def call(self, compiled: Callable[..., Any]) -> Any:
-        """What `compiled`, in the place of the model, returns."""
+        """Calls `compiled` in place of the model; returns its result."""
         return compiled(*self.args, **(self.kwargs or {}))
 
 
@@ -61,11 +61,11 @@ def function_of(target: str) -> Callable[..., Any]:
     """The function that ``module:function`` or ``script.py:function`` names.
 
     Raises:
-        TargetError: there is none, or what holds it does not import.
+        TargetError: there is none, or its module does not import.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise TargetError(f"{target!r} is no target: give package.module:function, script.py:function, or script.py")
+        raise TargetError(f"{target!r} is not a target: give package.module:function, script.py:function, or script.py")
     module = _import(place, target)
     value: Any = module
     for part in name.split("."):
@@ -95,7 +95,7 @@ def _import(place: str, target: str) -> Any:
             spec.loader.exec_module(module)
         return module
     if not re.fullmatch(r"\w+(\.\w+)*", place):
-        raise TargetError(f"{target!r} is no target: give package.module:function, script.py:function, or script.py")
+        raise TargetError(f"{target!r} is not a target: give package.module:function, script.py:function, or script.py")
     sys.path.insert(0, os.getcwd())
     try:
         found = importlib.util.find_spec(place)
@@ -110,7 +110,7 @@ def _import(place: str, target: str) -> Any:
 
 
 def existing_script(text: str) -> pathlib.Path:
-    """The file of that name.
+    """The file with that name.
 
     Raises:
         TargetError: there is none.
@@ -125,7 +125,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     """Runs a script as ``python script arguments`` does, in this process.
 
     Raises:
-        TargetError: it is not there, raises, or ends with another status than 0.
+        TargetError: it does not exist, raises, or exits with a status other than 0.
     """
     path = existing_script(script)
     argv, sys.argv = sys.argv, [script, *arguments]
@@ -137,7 +137,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         if end.code not in (None, 0):
             what = f"says {end.code!r}" if isinstance(end.code, str) else f"ends with status {end.code}"
             raise TargetError(
-                f"{script} {what}: does it need arguments? They go behind it: report {script} ARGUMENTS"
+                f"{script} {what}: does it need arguments? They go after it: report {script} ARGUMENTS"
             ) from end
     finally:
         sys.argv = argv
@@ -145,10 +145,10 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def call_target(function: Callable[..., Any], target: str, mesh: Callable[[], Any]) -> Any:
-    """Calls the function of a target, with a mesh where it takes one.
+    """Calls the function of a target, with a mesh if it takes one.
 
     Args:
-        mesh: makes the mesh.
+        mesh: creates the mesh.
 
     Raises:
         TargetError: it needs other arguments, or raises.
@@ -168,7 +168,7 @@ def call_target(function: Callable[..., Any], target: str, mesh: Callable[[], An
 
 
 def program_of(result: Any) -> TargetProgram | None:
-    """The model and the call that a target returned; None where it returned neither those nor a step."""
+    """The model and the call that a target returned; None if it returned neither those nor a step."""
     if isinstance(result, (tuple, list)) and len(result) == 2 and callable(result[0]):
         model, inputs = result
         if isinstance(inputs, dict):
@@ -179,7 +179,7 @@ def program_of(result: Any) -> TargetProgram | None:
 
 @contextlib.contextmanager
 def users_program(target: str) -> Iterator[None]:
-    """An error of the user's program, which runs inside, becomes a `TargetError` of one line."""
+    """Context that turns an error of the user's program into a `TargetError` of one line."""
     with _users_errors(f"{target} raises"):
         yield
 
@@ -195,14 +195,14 @@ def _users_errors(what: str) -> Iterator[None]:
         where = _users_frame(error)
         if advice:
             raise TargetError(
-                f"{what}: it needs a device that is not there ({one_line(error)}{where}); {advice}"
+                f"{what}: it needs a device that is not available ({one_line(error)}{where}); {advice}"
             ) from error
         raise TargetError(
             f"{what}: {type(error).__name__}: {one_line(error)}{where}; --verbose shows the traceback"
         ) from error
 
 
-#: What torch says where a device is missing.
+#: torch's messages about a missing device.
 _GPU = re.compile(
     r"no NVIDIA driver|not compiled with (CUDA|XPU|ROCm)|No (CUDA|XPU|HIP) GPUs are available|CUDA driver"
     r"|device type (cuda|xpu|hpu)\b|Cannot access accelerator|Expected one of cpu|torch\.(cuda|xpu) is not available"
@@ -221,13 +221,13 @@ def _needs_gpu(error: Exception) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of the message of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else "no message"
 
 
 def _users_frame(error: Exception) -> str:
-    """`` (at file:line)`` of the innermost frame of the user's own."""
+    """`` (at file:line)`` of the innermost frame of the user's program."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (at {error.filename}:{error.lineno})"
     own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename) and os.path.isfile(f.filename)]

@@ -1,14 +1,14 @@
-"""Which kernels run between the start of a collective and its wait, read from the code that Inductor wrote.
+"""Kernels between the start of a collective and its wait, read from the code that Inductor wrote.
 
-In: the text of generated Python (`torch._inductor.utils.run_and_get_code`, or ``Graph.source`` of an emulated device).
-Out: its collectives in order, each with the kernels that stand between its start and its first wait.
+Input: the text of generated Python (`torch._inductor.utils.run_and_get_code`, or ``Graph.source`` of an emulated
+device). Output: its collectives in order, each with the kernels between its start and its first wait.
 
     buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(arg0, 2, '1')
     extern_kernels.mm(arg1, arg2, out=buf1)
     torch.ops._c10d_functional.wait_tensor.default(buf0)                        all_gather_into_tensor over '1': ('mm',)
 
-This is the last text before a machine runs it: graphs before it say what was meant. A kernel that takes no time counts
-like any other, so that this finds what cannot be hidden, and says nothing of what is hidden in full.
+This is the last text before a machine runs it; earlier graphs only show the intention. All kernels count equally,
+however short, so that this finds collectives that cannot be hidden, but does not show that one is fully hidden.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 _COLLECTIVE = ("torch.ops._c10d_functional.", "torch.ops.dtensor_compile.all_")
 _WAIT = "torch.ops._c10d_functional.wait_tensor."
-#: What generated code calls that is no kernel: checks, allocation, views of memory.
+#: Functions called by generated code that are not kernels: checks, allocation, views of memory.
 _NO_KERNEL = (
     "torch.ops.inductor",
     "extern_kernels.set_",
@@ -49,7 +49,7 @@ def written_collectives(source: str) -> list[WrittenCollective]:
     """The collectives of generated code, in the order in which they start.
 
     Raises:
-        SyntaxError: `source` is no Python.
+        SyntaxError: `source` is not Python.
     """
     found: list[WrittenCollective] = []
     by_name: dict[str, WrittenCollective] = {}
@@ -71,25 +71,25 @@ def written_collectives(source: str) -> list[WrittenCollective]:
 
 
 def _note_wait(this: WrittenCollective | None) -> None:
-    """Notes that a collective is waited for; None is a variable that no collective here writes."""
+    """Marks a collective as waited for; None is a variable that is not written by a collective here."""
     if this is not None:
         this.is_waited = True
 
 
 def _note_kernel(found: list[WrittenCollective], kernel: str) -> None:
-    """Adds a kernel to each collective that nothing has waited for yet."""
+    """Adds a kernel to each collective that has not been waited for yet."""
     for this in found:
         if not this.is_waited:
             this.between.append(kernel)
 
 
 def without_work(source: str) -> list[WrittenCollective]:
-    """The collectives of generated code that are waited for with no kernel since their start."""
+    """The collectives of generated code without a kernel between start and wait."""
     return [this for this in written_collectives(source) if not this.between]
 
 
 def _calls(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Variable and value of every statement of the function ``call``, in order; the variable is empty where nothing is
+    """Variable and value of every statement of the function ``call``, in order; the variable is empty if nothing is
     assigned.
     """
     for function in ast.walk(tree):
@@ -129,7 +129,7 @@ def _started(call: ast.Call, called: str) -> WrittenCollective:
 
 
 def _written_over(call: ast.Call, called: str) -> list[str]:
-    """Variables whose memory a collective writes to: those of its input where it works in place, or ``out``."""
+    """Variables whose memory a collective writes to: its inputs if it works in place, or ``out``."""
     out = [_variable(keyword.value) for keyword in call.keywords if keyword.arg == "out"]
     if called.split(".")[-2].endswith("_"):
         given = call.args[0]
@@ -138,7 +138,7 @@ def _written_over(call: ast.Call, called: str) -> list[str]:
 
 
 def _kernel(called: str) -> str:
-    """The name of a kernel that is called; empty where it is none."""
+    """The name of the called kernel; empty if it is none."""
     if called.startswith(_NO_KERNEL):
         return ""
     if called.startswith("extern_kernels."):

@@ -56,7 +56,8 @@ def sample_side(name: str = "dtensor", scale: int = 1, breaks: int = 1) -> Side:
     )
     row = DecisionRow("overlap", LINE, "its result is waited for at once", "all_gather[tp]", "all_gather[tp]")
     cause = GraphBreak(
-        LINE, "x.item()", "value-of-data", "Python needs a value of the data", "It is known late.", "Keep it a tensor.",
+        LINE, "x.item()", "value-of-data", "Python needs a data-dependent value", "It is known late.",
+        "Keep it a tensor.",
         "every backend", "Unsupported Tensor.item() call", graphs=2, collectives_before=1, collectives_after=3,
     )  # fmt: skip
     return Side(

@@ -74,7 +74,7 @@ def test_a_limit_that_is_broken(model, capsys):
         (["{model}:number"], "returns neither a model and its inputs nor a step"),
         (["{model}:fails"], "ValueError: no such layer"),
         (["{model}:build", "--rank", "2"], "2 is no rank of a job of 2 ranks"),
-        (["{model}:build", "--mesh", "tp:4"], "--mesh tp:4 is no mesh"),
+        (["{model}:build", "--mesh", "tp:4"], "--mesh tp:4 is not a mesh"),
     ],
 )
 def test_what_cannot_be_looked_at_is_one_line_and_status_2(model, arguments, message, capsys):

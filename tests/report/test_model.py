@@ -45,10 +45,10 @@ def test_pages_are_up_to_date():
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("no json", "no JSON"),
+        ("no json", "not JSON"),
         ("[]", "its version is None"),
         ('{"version": "0.1"}', "its version is '0.1'"),
-        (json.dumps({"version": model.VERSION, "ours": 3}), "no report"),
+        (json.dumps({"version": model.VERSION, "ours": 3}), "not a report"),
     ],
 )
 def test_other_text_is_refused(text, says):

@@ -219,7 +219,7 @@ def test_what_cannot_be_held_back_breaks_the_graph_and_says_so():
 
     assert_says_the_same(program, (_sharded(mesh),), fullgraph=False)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="backend='dtensor' calls print when the graph has run"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="backend='dtensor' calls print after the graph has run"):
         torch.compile(program, backend="dtensor_aten", fullgraph=True)(_sharded(mesh))
 
 
