@@ -2,15 +2,15 @@
 
 The backend is found by its name; nothing has to be imported to use it. Public names:
 
-- `record`: what was captured, decided and sent while programs compiled.
+- `record`: collects what is captured, decided and sent while programs compile.
 - `explain`: the report of one call of a function or a module.
-- `Options`: what ``options={...}`` may say.
-- `redistribute`: a DTensor on another mesh.
+- `Options`: the keys of ``options={...}``.
+- `redistribute`: moves a DTensor to another mesh.
 - `one_gloo_worker`: gloo groups in which two gathers that complete at once do not end the process.
 - `export`: the program of one rank as a ``torch.export.ExportedProgram``.
 - the errors, all of them `DTensorCompileError`.
 
-Each is imported when it is first asked for: importing the package costs nothing, and does not import torch.
+Each is imported on first access: importing the package is free, and does not import torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
     "redistribute",
 ]
 
-#: Where the names are that are not errors.
+#: Modules of the public names other than errors.
 _MODULES = {
     "Options": "options",
     "explain": "report.explain",

@@ -1,4 +1,4 @@
-"""The ``"dtensor"`` backend: the stages, in order. And ``"dtensor_aten"``, the same without Inductor."""
+"""The ``"dtensor"`` backend, which runs the stages in order, and ``"dtensor_aten"``, the same without Inductor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dtensor(
     Args:
         gm: graph of torch functions, with DTensor values.
         example_inputs: fake inputs.
-        mode, options: as given to ``torch.compile``; see `dtensor_compile.options.Options`.
+        mode, options: as passed to ``torch.compile``; see `dtensor_compile.options.Options`.
 
     Raises:
         OptionError: an unknown option or a wrong value.
@@ -59,9 +59,7 @@ def dtensor_aten(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """`dtensor` with ``options={"kernels": "aten"}``: compiles fast, runs like eager; for tests and for finding
-    faults.
-    """
+    """`dtensor` with ``options={"kernels": "aten"}``: compiles fast, runs like eager; for tests and debugging."""
     return dtensor(gm, example_inputs, mode=mode, options={**(options or {}), "kernels": "aten"})
 
 

@@ -1,4 +1,4 @@
-"""A dict with a limit, for what is found out once in a process."""
+"""A dict with a size limit, for values that are computed once per process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dict that forgets all it has before an item would be one too many.
+    """A dict that is cleared before it would exceed its limit.
 
-    What is kept is found again at the price of the first time; which items go is no matter where the limit is never met
-    but by programs that make new ones all the time. Items are set one by one (``cache[key] = value``): `update` and
-    `setdefault` do not ask for the limit.
+    Cleared values are recomputed. Which items are dropped does not matter, since only programs that keep creating new
+    ones reach the limit. Set items one by one (``cache[key] = value``): `update` and `setdefault` do not enforce the
+    limit.
     """
 
     def __init__(self, limit: int) -> None:

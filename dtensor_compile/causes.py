@@ -1,7 +1,7 @@
-"""Why a graph breaks: one registry of causes, each with a code that messages, reports and docs share.
+"""Causes of graph breaks: one registry, with codes shared by messages, reports and docs.
 
-Whatever ends a graph under our backend names its cause by code. The message that the user sees begins with the title
-and the code (`break_title`), so that whoever reads messages finds the row again (`code_in`).
+Every graph break of our backend names its cause by code. The message to the user begins with the title and the code
+(`break_title`), from which readers of messages find the row again (`code_in`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Cause:
 
     Attributes:
         code: short and stable name, lower case with hyphens.
-        title: what was met, in a few words, with nothing of a program in it.
+        title: what was encountered, in a few words, independent of the program.
         why: why it is not traced.
         instead: how to write it so that it is, or what to accept.
-        example: lines of Python that break for this cause, and after ``# instead`` lines that do the same without.
+        example: lines of Python that break for this cause, and after ``# instead`` equivalent lines that do not.
     """
 
     code: str
@@ -35,7 +35,7 @@ _ALL = (
     Cause(
         "member-not-traced",
         "member is not traced",
-        "The member may change the object, or depends on more than what the guards hold fixed.",
+        "The member may change the object, or depends on more than the guards fix.",
         "Use the member outside of the compiled function and pass its result in.",
         "options = group._get_backend(x.device).options\n# instead: before the compiled function, and pass the result "
         "in",
@@ -43,7 +43,7 @@ _ALL = (
     Cause(
         "object-state",
         "state of a mesh, a group or a placement is read or set",
-        "Guards hold the object fixed, and what was read from it while tracing would not follow the change.",
+        "Guards fix the object, and values read from it while tracing would not follow the change.",
         "Keep data of your own in an object of your own.",
         "mesh.scale = 2\n# instead: keep the scale next to the mesh",
     ),
@@ -56,15 +56,15 @@ _ALL = (
     ),
     Cause(
         "not-a-tensor",
-        "method of a DTensor that returns something else than tensors",
-        "It returns Python objects that describe shards (for checkpoints and caches); a graph deals with tensors.",
+        "method of a DTensor that returns something other than tensors",
+        "It returns Python objects that describe shards (for checkpoints and caches); a graph contains only tensors.",
         "Call it outside of the compiled function; placements, device_mesh and shape are constants inside.",
         "chunks = d.__create_chunk_list__()\n# instead: outside of the compiled function",
     ),
     Cause(
         "raw-object",
         "object of the C++ side of torch.distributed",
-        "It acts on the process or on other ranks when its methods are called, and shows nothing that could be traced.",
+        "It acts on the process or on other ranks when its methods are called, and has no state that could be traced.",
         "Use it outside of the compiled function. Collectives of torch.distributed are traced, and so are those of "
         "groups without options objects.",
         "group.allreduce([x], dist.AllreduceOptions())\n# instead\ngroup.allreduce([x], dist.ReduceOp.SUM)",
@@ -72,21 +72,21 @@ _ALL = (
     Cause(
         "group-lifetime",
         "process groups are started or ended",
-        "Compiled code holds groups and is guarded on them; it cannot outlive the group that it runs in.",
+        "Compiled code contains groups and is guarded on them; it cannot outlive the group that it runs in.",
         "Start and end process groups outside of the compiled function.",
         "dist.destroy_process_group()\n# instead: after the last call of the compiled function",
     ),
     Cause(
         "process-setting",
         "setting of the process is changed",
-        "The setting changes what code outside of the graph does, at the moment at which it is changed.",
+        "The setting changes the behaviour of code outside of the graph, at the moment at which it is changed.",
         "Change it outside of the compiled function.",
         "dist.set_debug_level(dist.DebugLevel.INFO)\n# instead: before the compiled function is called",
     ),
     Cause(
         "looks-at-execution",
-        "tool that looks at what eager runs",
-        "It shows what is executed call by call, and in a compiled program calls are not what is executed.",
+        "tool that observes eager execution",
+        "It shows eager execution call by call, and a compiled program does not execute these calls.",
         "Use it on the program in eager; dtensor_compile.record() shows what the compiled one sends.",
         "with CommDebugMode() as counts:\n    model(x)\n# instead\nwith dtensor_compile.record() as counts:\n    "
         "compiled(x)",
@@ -101,22 +101,22 @@ _ALL = (
     ),
     Cause(
         "maker-argument",
-        "argument of a function that makes meshes or groups is not a constant",
-        "Meshes and groups are made once, while tracing, and that needs the values of the arguments.",
-        "Make the mesh or the group outside of the compiled function and pass it in.",
+        "argument of a function that creates meshes or groups is not a constant",
+        "Meshes and groups are created once, while tracing, which needs the values of the arguments.",
+        "Create the mesh or the group outside of the compiled function and pass it in.",
         "dist.new_group([int(x.sum())])\n# instead: make the group outside and pass it in",
     ),
     Cause(
         "placement-argument",
         "argument of a placement is not a constant",
-        "Placements are made while tracing, and that needs the values of their arguments.",
-        "Make the placement outside of the compiled function and pass it in.",
+        "Placements are created while tracing, which needs the values of their arguments.",
+        "Create the placement outside of the compiled function and pass it in.",
         "Shard(int(x.sum()))\n# instead\nShard(0)",
     ),
     Cause(
         "object-collective",
         "collective of Python objects",
-        "It sends Python objects, which are only there when the program runs.",
+        "It sends Python objects, which exist only at run time.",
         "Call it outside of the compiled function, or send tensors.",
         "dist.all_gather_object(results, value)\n# instead\ndist.all_gather_into_tensor(results, tensor)",
     ),
@@ -130,23 +130,23 @@ _ALL = (
     Cause(
         "receive-from-any",
         "message from any rank",
-        "It receives from any rank, and which one is only known when the program runs.",
+        "It receives from any rank, and which one is only known at run time.",
         "Name the source.",
         "dist.recv(x)\n# instead\ndist.recv(x, src=0)",
     ),
     Cause(
         "reduction-not-plain",
-        "reduction that is not a plain one",
-        "It is called with something else than a plain reduction.",
+        "reduction that is not traced",
+        "It is called with something other than a plain reduction.",
         "Scale the tensor and use dist.ReduceOp.SUM.",
         "dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))\n# instead\ndist.all_reduce(x.mul_(0.5))",
     ),
     Cause(
         "leaf-made",
         "a leaf is made in the program",
-        "backend='dtensor' cannot give a tensor that it makes itself a gradient that outlives the call: where it "
-        "leaves the compiled function, Python has to make it.",
-        "Make parameters outside of the compiled function.",
+        "backend='dtensor' cannot give a tensor that it creates itself a gradient that outlives the call: if it "
+        "leaves the compiled function, Python has to create it.",
+        "Create parameters outside of the compiled function.",
         "return distribute_tensor(x.requires_grad_(), mesh, [Shard(0)])\n# instead: make the parameter outside and "
         "pass it in",
     ),
@@ -185,25 +185,25 @@ _ALL = (
     ),
     Cause(
         "comm-mode",
-        "CommDebugMode is asked for what it does not know here",
+        "CommDebugMode is asked for information that it does not have here",
         "The mode counts collectives while the program is traced. It does not follow modules, does not know what was "
-        "counted before the compiled function was called, and cannot tell what a redistribution to or from strided "
-        "shards sends.",
+        "counted before the compiled function was called, and cannot determine what a redistribution to or from "
+        "strided shards sends.",
         "Use get_comm_counts() and get_total_counts(), or enter the mode around the eager program.",
         "with CommDebugMode() as mode: ...\nmode.generate_comm_debug_tracing_table()\n# "
         "instead\nmode.get_comm_counts()",
     ),
     Cause(
         "generator-inner",
-        "generator is used in a region of its own",
-        "In a checkpointed region, whose operators run again in the backward, the state of a generator does not come "
-        "out.",
+        "generator is used in a checkpointed region",
+        "The operators of a checkpointed region run again in the backward, and the state of a generator cannot leave "
+        "the region.",
         "Draw outside of the region and pass the values in.",
         "checkpoint(lambda x: x + torch.rand(4, generator=g), x)\n# instead\nnoise = torch.rand(4, generator=g)",
     ),
     Cause(
         "generator-of-device",
-        "generator that is not one of the CPU",
+        "generator of a device other than the CPU",
         "The state of a generator is a value of the graph, and that of a device's generator follows rules of the "
         "device.",
         "Draw from torch's own generator of that device.",
@@ -212,31 +212,30 @@ _ALL = (
     Cause(
         "message-argument",
         "argument of print, logging or warnings is not a tensor or a constant",
-        "Messages are said when the graph has run; what can be held back until then are tensors, constants, meshes, "
-        "groups, placements, and lists of those, outside of checkpointed regions.",
+        "Messages are printed after the graph has run; only tensors, constants, meshes, groups, placements, and lists "
+        "of those can be deferred until then, outside of checkpointed regions.",
         "Print the parts that you need, or print outside of the compiled function.",
         "print(an_object_of_mine)\n# instead\nprint(an_object_of_mine.name)",
     ),
     Cause(
         "number-needed",
-        "a number that only the data decides has to be known",
-        "item() and tolist() are part of the graph as numbers without a value; a loop over one, an index into a list "
-        "or an operator that cannot do without the value needs it while tracing.",
+        "the value of a data-dependent number is needed",
+        "item() and tolist() are part of the graph as symbolic numbers (unbacked SymInts); a loop over one, an index "
+        "into a list or an operator that cannot do without the value needs it while tracing.",
         "Keep the number in tensor operations, or read it outside of the compiled function.",
         "for _ in range(int(x.sum().item())): x = x + 1\n# instead\nx = x + x.sum().long()",
     ),
     Cause(
         "packed-sequence",
         "recurrent layer on a packed sequence",
-        "How many steps each sequence has is in the data, and a graph has one number of steps for all.",
+        "The number of steps of each sequence is data-dependent, and a graph has one number of steps for all.",
         "Pad the sequences and pass them as one tensor, or accept that the layer runs outside of the graph.",
         "y, h = lstm(torch.nn.utils.rnn.pack_padded_sequence(x, lengths))\n# instead\ny, h = lstm(x)",
     ),
     Cause(
         "symbolic-spec",
         "spec of an intermediate DTensor with symbolic sizes",
-        "backend='dtensor' makes a constant of the spec of a DTensor that the program computes; its sizes must be "
-        "fixed.",
+        "backend='dtensor' makes the spec of a DTensor that the program computes a constant; its sizes must be static.",
         "Use placements, device_mesh and shape of the DTensor, or compile with dynamic=False.",
         "(d + 1)._spec\n# instead\n(d + 1).placements",
     ),
@@ -247,7 +246,7 @@ CAUSES: Mapping[str, Cause] = {cause.code: cause for cause in _ALL}
 
 
 def cause(code: str) -> Cause:
-    """The cause of that code.
+    """The cause with that code.
 
     Raises:
         KeyError: there is none; the message names the nearest known code.
@@ -267,6 +266,6 @@ _TITLE = re.compile(r"dtensor backend: [^\n\[]*\[(?P<code>[a-z0-9-]+)\]")
 
 
 def code_in(message: str) -> str | None:
-    """The code of the cause that a message of a graph break names; None where it names none of ours."""
+    """The code of the cause in the message of a graph break; None if it names none of ours."""
     found = _TITLE.search(message)
     return found["code"] if found and found["code"] in CAUSES else None

@@ -28,14 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
-        "report", help="what broke, what was sent, why, and what to do about it: dtensor-compile report --help"
+        "report", help="graph breaks, communication, reasons, and advice: dtensor-compile report --help"
     )
-    commands.add_parser("parity", help="compiled against eager, on ranks: dtensor-compile parity --help")
-    commands.add_parser(
-        "kernels", help="what a program becomes on a GPU that is not there: dtensor-compile kernels --help"
-    )
+    commands.add_parser("parity", help="compares compiled with eager, on ranks: dtensor-compile parity --help")
+    commands.add_parser("kernels", help="GPU code of a program, for an emulated GPU: dtensor-compile kernels --help")
     demo = commands.add_parser(
-        "demo", help="train a small Llama eager, with stock Inductor and with this backend, and compare"
+        "demo", help="train a small Llama in eager, with stock Inductor and with this backend, and compare"
     )
     demo.add_argument("--ranks", type=int, default=2, help="number of processes on this machine (default 2)")
     demo.epilog = (

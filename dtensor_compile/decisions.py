@@ -1,5 +1,5 @@
-"""`Decision`: the one record of what was done to a program and why. Passes return it, reports show it, tests assert on
-it.
+"""`Decision`: the one record of a change to a program and its reason. Passes return it, reports show it, tests assert
+on it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """One thing that was done, or was not.
+    """Something that was done to a program, or was not.
 
     Attributes:
-        kind: what was decided, by the name of the pass or stage (``"cancel_inverse_pairs"``, ``"capture"``).
-        where: the user's line that caused it, ``file:line: code``; empty where none is known.
-        reason: why, in one sentence.
-        before, after: what stood there, in text form.
-        left_alone: a stage left this as it was, handed it back to torch, or switched itself off; `reason` says why.
-        seconds, bytes: what that costs at most: estimated seconds of a step, bytes that are sent or copied; None where
-            no estimate exists.
+        kind: the name of the pass or stage that decided (``"cancel_inverse_pairs"``, ``"capture"``).
+        where: the user's line that caused it, ``file:line: code``; empty if unknown.
+        reason: one sentence.
+        before, after: the program text before and after.
+        left_alone: whether a stage left this unchanged, handed it back to torch, or disabled itself, for `reason`.
+        seconds, bytes: upper bound on the cost: estimated seconds of a step, bytes that are sent or copied; None if
+            there is no estimate.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""What the package's entry points name: ``torch.compile(model, backend="dtensor")`` loads
+"""Targets of the package's entry points: ``torch.compile(model, backend="dtensor")`` loads
 ``dtensor_compile.entry_points:dtensor``.
 """
 

@@ -1,4 +1,4 @@
-"""The errors this package raises on purpose. Each message says what is wrong and what to do about it."""
+"""The errors that this package raises on purpose. Each message states the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class OptionError(DTensorCompileError, ValueError):
 
 
 class NoProcessGroupError(DTensorCompileError):
-    """``torch.distributed`` is not initialized, or the process group of a mesh is gone."""
+    """``torch.distributed`` is not initialized, or the process group of a mesh was destroyed."""
 
 
 class MeshError(DTensorCompileError):
-    """A device mesh does not fit the job: ranks that do not exist, a device type that is not there."""
+    """A device mesh does not fit the job: ranks that do not exist, an unavailable device type."""
 
 
 class PlacementError(DTensorCompileError, ValueError):
@@ -32,7 +32,7 @@ class PlanError(DTensorCompileError):
 
 
 class MemoryBudgetError(PlanError):
-    """Sequences of collectives lead from one spec to the other, and all hold more at once than
+    """Every sequence of collectives from one spec to the other holds more bytes at once than
     ``redistribution_memory``.
     """
 
@@ -42,7 +42,7 @@ class SpecTextError(DTensorCompileError, ValueError):
 
 
 class TopologyError(DTensorCompileError, ValueError):
-    """A topology is neither a preset nor a file, or the file does not say what a topology is."""
+    """A topology is neither a preset nor a file, or the file does not describe a topology."""
 
 
 class AgreementError(DTensorCompileError):
@@ -50,8 +50,8 @@ class AgreementError(DTensorCompileError):
 
 
 class ManualRegionError(DTensorCompileError):
-    """A manual region does not fit the tensors that enter or leave it, or one leaves it that was not closed."""
+    """A manual region does not fit the tensors that enter or leave it, or a tensor leaves it unclosed."""
 
 
 class OfflineError(DTensorCompileError):
-    """A device that is not there cannot be emulated here, or the program asks of it what only a real one can do."""
+    """A device cannot be emulated here, or the program needs a real one."""

@@ -1,11 +1,11 @@
 """``dtensor_compile.export``: the program of one rank as a ``torch.export.ExportedProgram``, without DTensors in it.
 
-In: a module with DTensor parameters, and example arguments. Out: a program over local tensors (parameters, buffers,
-inputs and outputs), with functional collectives where DTensors were redistributed. That it computes what the module
-computes follows from tracing the module itself: each operator on a DTensor is recorded as what DTensor's own dispatch
-makes of it.
+Input: a module with DTensor parameters, and example arguments. Output: a program over local tensors (parameters,
+buffers, inputs and outputs), with functional collectives in place of redistributions. It computes what the module
+computes because the module itself is traced: each operator on a DTensor is recorded as DTensor's own dispatch
+decomposes it.
 
-``torch.export.export`` itself cannot be helped from a backend: it does not ask one.
+A backend cannot help ``torch.export.export`` itself, which does not call one.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ def export(
     dynamic_shapes: Any = None,
     strict: bool = False,
 ) -> torch.export.ExportedProgram:
-    """Exports what this rank computes; every rank calls it.
+    """Exports the program of this rank; every rank calls it.
 
     Args:
         model: a module whose parameters, buffers and inputs may be DTensors.
-        args: example inputs. Where one is a DTensor, the program takes its local tensor.
+        args: example inputs. For a DTensor the program takes its local tensor.
         kwargs: the same, by name.
         dynamic_shapes: as for ``torch.export.export``; sizes are those of local tensors.
         strict: as for ``torch.export.export``.
 
     Returns:
-        A program with the names of the model's parameters. DTensor outputs are local tensors in it. Saved and loaded,
-        it finds the process groups of its collectives by name: make the same meshes in the same order before it runs.
+        A program with the names of the model's parameters. DTensor outputs are local tensors in it. Once saved and
+        loaded, it finds the process groups of its collectives by name: create the same meshes in the same order before
+        it runs.
     """
     program = LocalProgram(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
     return torch.export.export(program, *program.local_inputs, dynamic_shapes=dynamic_shapes, strict=strict)
@@ -89,7 +90,7 @@ class LocalProgram(nn.Module):
             owner.register_buffer(last, tensor, persistent=persistent)
 
     def _trace(self, model: nn.Module, structure: Any, specs: list[Any], dynamic_shapes: Any) -> None:
-        """Makes the graph, whose inputs are the state of this module and the leaves of the arguments."""
+        """Traces the graph, whose inputs are the state of this module and the leaves of the arguments."""
         state, (args, kwargs) = self._state(), self.local_inputs
 
         def run(*values: Any) -> list[Any]:
@@ -103,7 +104,7 @@ class LocalProgram(nn.Module):
 
         dims = [frozenset()] * len(state) + dynamic_dims(model.forward, args, kwargs, dynamic_shapes)
         graph_module = trace_to_local(run, [*state.values(), *pytree.tree_leaves((args, kwargs))], dims)
-        self._graph = [graph_module]  # in a list: it is code, and no part of this module
+        self._graph = [graph_module]  # in a list, so that it is not a submodule of this module
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}

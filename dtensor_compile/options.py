@@ -1,6 +1,6 @@
 """Options of the backend: ``torch.compile(model, backend="dtensor", options={...})`` or ``mode=...``.
 
-Options of ours are the fields of `Options`; keys that Inductor knows pass through to it.
+Our own options are the fields of `Options`; keys that Inductor knows are passed on to it.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ PASS_NAMES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What ``options={...}`` of ``torch.compile`` may say; docs/options.md is made of this.
+    """The keys of ``options={...}`` of ``torch.compile``; docs/options.md is generated from this.
 
     Attributes:
         capture: Keeps redistributions as nodes until after autograd, so that they are planned together. ``False``
             compiles as stock Inductor does, to find out whether a difference comes from this backend.
         kernels: ``"inductor"`` generates kernels. ``"aten"`` runs the lowered graph operator by operator, which
-            compiles fast: for tests, and for finding faults. ``backend="dtensor_aten"`` is short for it.
+            compiles fast: for tests and debugging. ``backend="dtensor_aten"`` is short for it.
         disable_passes: Names of graph passes that do not run.
-        enable_passes: Names of graph passes that run although they do not by themselves, because they round
-            differently, take something about the program on trust, or do not always pay.
-        strict: A pass that raises, or a kernel that does not compile, ends the compilation. Otherwise the change of the
-            pass is dropped, and the graph of the kernel runs operator by operator, with a warning and a decision that
-            has the last lines of the compiler.
+        enable_passes: Names of graph passes that run although they are off by default, because they round differently,
+            rely on assumptions about the program, or do not always pay.
+        strict: If a pass raises, or a kernel does not compile, the compilation fails. Otherwise the change of the pass
+            is dropped, and the graph of the kernel runs operator by operator, with a warning and a decision that has
+            the last lines of the compiler's output.
         fallback: ``"replicate"`` runs an operator for which torch has no sharding rule on replicated tensors, and
             reports that as a decision; ``"error"`` raises as eager does.
         topology: The links for which redistributions are planned: a preset (``"h100"``, ``"a100"``,
             ``"cpu-10gbit"``, ...), or the path of a TOML or JSON file (`topology/files.py`;
             ``torchrun ... tools/measure_links.py --save FILE.json`` measures one). ``None``: all mesh dims are alike,
-            and the fewest bytes win.
-        schedule: Starts collectives early and waits for them late, so that they run beside compute. ``False`` leaves
+            and plans with the fewest bytes win.
+        schedule: Starts collectives early and waits for them late, so that they overlap with compute. ``False`` keeps
             the order of the program.
-        kernel_costs: How long the order takes kernels to run: ``"estimated"`` by the rates of the device in
-            `topology`, or ``"measured"``: matmuls, convolutions and attention as the device at hand runs them (a few
-            hundredths of a second for each different one, once in a process); fused loops stay estimated.
-        overlap_memory: How much `schedule` may add to the peak of live tensors, as a part of it; ``float("inf")`` for
-            no bound. What the order of ``fully_shard`` itself holds (two modules gathered, one reduction under way;
-            `schedule/wrapper_order.py`) may always be held.
+        kernel_costs: Kernel times for the schedule: ``"estimated"`` by the rates of the device in `topology`, or
+            ``"measured"``: matmuls, convolutions and attention are timed on the current device (a few hundredths of a
+            second for each different one, once in a process); fused loops stay estimated.
+        overlap_memory: How much `schedule` may add to the peak of live tensors, as a fraction of it; ``float("inf")``
+            for no limit. The memory of the order of ``fully_shard`` itself (two modules gathered, one reduction in
+            flight; `schedule/wrapper_order.py`) is always allowed.
         redistribution_memory: Bytes that one redistribution may hold at once besides its input (result, buffers, and
-            tensors between its steps; `planner/memory.py`). Plans that hold more are left out, also where that costs
-            bytes; where none is left, the compilation ends with an error that names what is needed and what would fit.
-            ``None`` for no bound.
+            tensors between its steps; `planner/memory.py`). Plans that hold more are excluded, even if the remaining
+            ones send more bytes; if none remains, the compilation fails with an error that reports what is needed and
+            what would fit. ``None`` for no limit.
         regather: Gathered tensors that backward needs: ``"always"`` gathers them again there (less memory, more bytes
-            sent), ``"never"`` keeps them, also those that FSDP or a checkpointed region would gather again, and a
-            number keeps up to so many bytes on each rank (`lowering/regather.py` says which). ``None``: as checkpointed
-            regions and ``reshard_after_forward`` say.
+            sent), ``"never"`` keeps them, including those that FSDP or a checkpointed region would gather again, and a
+            number keeps up to so many bytes on each rank (`lowering/regather.py` decides which). ``None``: as
+            checkpointed regions and ``reshard_after_forward`` specify.
         inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 
@@ -90,7 +90,7 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def cache_key(self) -> tuple[Any, ...]:
-        """All that decides what the steps do to a graph, as plain values: part of the key of torch's caches of compiled
+        """All options that affect the steps on a graph, as plain values: part of the key of torch's caches of compiled
         graphs.
 
         Every option counts but those of Inductor, which are in torch's own key.
@@ -101,11 +101,11 @@ class Options:
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
-        """From the arguments of ``torch.compile``.
+        """Parses the arguments of ``torch.compile``.
 
         Raises:
-            OptionError: an unknown key (the message names the nearest known one) or a wrong value (it names the allowed
-                ones).
+            OptionError: an unknown key (the message names the nearest known one) or an invalid value (it names the
+                allowed ones).
         """
         own: dict[str, Any] = {}
         inductor: dict[str, Any] = dict(mode_options(mode)) if mode and mode != "default" else {}
@@ -127,10 +127,10 @@ class Options:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value that an option has when it is given `value`.
+    """The value of an option, converted from `value`.
 
     Raises:
-        OptionError: the option does not take that.
+        OptionError: `value` is invalid for the option.
     """
     if name in _CHECKS:
         return _CHECKS[name](name, value)
@@ -146,14 +146,14 @@ def _flag(name: str, value: Any) -> bool:
 def _part_of_the_peak(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise OptionError(
-            f"option {name!r} takes a part of the peak, a number not below 0 (0.05 for 5%), not {value!r}"
+            f"option {name!r} takes a fraction of the peak, a number not below 0 (0.05 for 5%), not {value!r}"
         )
     return float(value)
 
 
 def _bytes_or_no_bound(name: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise OptionError(f"option {name!r} takes a number of bytes from 1, or None for no bound, not {value!r}")
+        raise OptionError(f"option {name!r} takes a number of bytes from 1, or None for no limit, not {value!r}")
     return value
 
 
@@ -194,7 +194,7 @@ def _pass_names(name: str, value: Any) -> Any:
     return names
 
 
-#: What checks the value of an option; those that are not here take one of `_CHOICES`, or names of passes.
+#: Check of the value of an option; other options take one of `_CHOICES`, or names of passes.
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "capture": _flag,
     "strict": _flag,

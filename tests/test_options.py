@@ -43,7 +43,7 @@ def test_mode_is_inductors():
         (
             None,
             {"redistribution_memory": 0},
-            "'redistribution_memory' takes a number of bytes from 1, or None for no bound, not 0",
+            "'redistribution_memory' takes a number of bytes from 1, or None for no limit, not 0",
         ),
         (
             None,
@@ -51,7 +51,7 @@ def test_mode_is_inductors():
             "'regather' takes 'always', 'never', a number of bytes from 0, or None, not 'sometimes'",
         ),
         (None, {"regather": True}, "or None, not True"),
-        (None, {"redistribution_memory": "1GB"}, "or None for no bound, not '1GB'"),
+        (None, {"redistribution_memory": "1GB"}, "or None for no limit, not '1GB'"),
         (None, {"disable_passes": 3}, "takes a list of pass names, not 3"),
         (None, {"max_autotune": "yes"}, "takes bool, not 'yes'"),
         ("fastest", None, "unknown mode 'fastest'; modes: default, "),

@@ -1,13 +1,14 @@
-"""Testing programs on real ranks: the helpers that the tests of this package use, for use on other models too.
+"""Tests of programs on real ranks: the helpers that the tests of this package use, for other models too.
 
-- ``ranks``: a test body runs on every rank of a job of several processes on this machine.
-- ``compare``: two results, value by value.
-- ``parity``: one step eager and one compiled, from equal states, compared.
-- ``bisect``: which part of the compilation makes a difference.
+- ``ranks``: runs a test body on every rank of a job of several processes on this machine.
+- ``compare_values``: compares two results, value by value.
+- ``parity``: compares one eager and one compiled step from equal states.
+- ``bisect``: finds the part of the compilation that causes a difference.
 - ``check``: ``@parity(mesh=(2, 2))`` on a function that returns a model and its inputs.
+- ``local``: the same with all ranks in this process.
 - ``minify``: the smallest part of a program that still differs, as a script.
 - ``graphs``: graphs as short text for golden tests.
-- ``collectives``: how many collectives a program really runs.
+- ``count_collectives``: the number of collectives that a program runs; ``step_memory``: the memory of a step.
 
 The decorator `parity` has the name of the module that it stands on; ``from dtensor_compile.testing.parity import ...``
 is the module.

@@ -1,7 +1,7 @@
-"""Which part of the compilation makes a difference: the one that, switched off, makes compiled equal to eager.
+"""Finds the part of the compilation that causes a difference: compiled equals eager when it is switched off.
 
 The order is from the outside in: Inductor's kernels, the graph passes (all, then one by one), capture and lowering,
-and, where stock torch differs too, its stages. Each try compiles the program again.
+and, if stock torch differs too, its stages. Each try compiles the program again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dtensor_compile.testing.parity import Settings
 
 @dataclass(frozen=True)
 class Culprit:
-    """What bisection found.
+    """Result of a bisection.
 
     Attributes:
         what: one sentence that names it.
         differing: the simplest settings under which compiled still differs from eager.
-        equal: the nearest settings under which it does not; None where there are none.
-        tried: what each try said, in order.
+        equal: the nearest settings under which it does not; None if there are none.
+        tried: result of each try, in order.
     """
 
     what: str
@@ -34,12 +34,12 @@ class Culprit:
 
 
 def bisect(differs: Callable[[Settings], bool], settings: Settings) -> Culprit:
-    """Finds what makes a difference.
+    """Finds the cause of a difference.
 
     Args:
-        differs: whether compiled differs from eager under given settings; on ranks it has to say the same on all of
+        differs: whether compiled differs from eager under given settings; on ranks it has to return the same on all of
             them.
-        settings: under which it does.
+        settings: settings under which it does.
     """
     tried: list[str] = []
 
@@ -92,7 +92,7 @@ def _pass(
         good = _without(now, [name])
         if equal(f"without {name}", good):
             return found(f"the graph pass {name} makes the difference", now, good)
-    kept: list[str] = []  # more than one is wrong: the first after which it differs
+    kept: list[str] = []  # several passes are wrong: find the first with which it differs
     for name in names:
         kept.append(name)
         some = _without(now, [n for n in names if n not in kept])

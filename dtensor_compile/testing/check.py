@@ -1,13 +1,13 @@
-"""``@parity(mesh=(2, 2))``: a function that returns a model and its inputs becomes a test on ranks; and `check_case`,
-which it runs there.
+"""``@parity(mesh=(2, 2))``: a function that returns a model and its inputs becomes a test on ranks, which runs
+`check_case`.
 
     @parity(mesh=(2, 2))
     def test_block(mesh):
         return build(mesh), [torch.randn(4, 64)]
 
-Under pytest it is a test like any other and takes its parametrization; called as it is, it starts the ranks and raises
-where compiled differs from eager. What it raises names the first value that differs and, by bisection, the part of the
-compilation that makes it so.
+Under pytest it is a test like any other and can be parametrized; called directly, it starts the ranks and raises if
+compiled differs from eager. The error names the first value that differs and, by bisection, the part of the compilation
+that causes it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def parity(  # noqa: PLR0913 - options that are documented, by keyword only
     """Decorator for a function that returns ``model, inputs`` (a tensor, a sequence of arguments, or a dict of them).
 
     Args:
-        mesh: shape of the mesh that the function gets where it takes one of the name ``mesh``; as many gloo ranks are
-            started as it has places.
+        mesh: shape of the mesh that is passed to the function if it has a parameter ``mesh``; as many gloo ranks are
+            started as it has devices.
         names: of the dims of the mesh.
         loss: from the outputs to the number whose gradients are compared, as in `Case`; None for no backward.
         optimizer: as in `Case`.
@@ -70,13 +70,14 @@ def parity(  # noqa: PLR0913 - options that are documented, by keyword only
         fullgraph: for ``torch.compile``.
         dynamic: for ``torch.compile``.
         options: for ``torch.compile``.
-        bisected: find out which part of the compilation makes a difference; costs nothing where there is none.
-        timeout: seconds after which the ranks are ended.
-        local: no ranks are started: all of them are in this process, and eager runs on torch's ``LocalTensor``
+        bisected: find the part of the compilation that causes a difference; free if there is none.
+        timeout: seconds after which the ranks are killed.
+        local: start no ranks: all of them are in this process, and eager runs on torch's ``LocalTensor``
             (`testing.local`).
 
     Raises:
-        RankError: the test does where compiled differs from eager, or a rank raised, died or did not answer in time.
+    Raises:
+        RankError: in the test: compiled differs from eager, or a rank raised, died or did not answer in time.
         AssertionError: the same with `local`.
     """
     settings = Settings(backend, fullgraph, dynamic, options)
@@ -98,7 +99,7 @@ def parity(  # noqa: PLR0913 - options that are documented, by keyword only
 
 
 def _on_mesh(function: Callable[..., Any], mesh: Sequence[int], names: Sequence[str] | None) -> Callable[..., Any]:
-    """The function, given a mesh of that shape where it takes one."""
+    """Passes a mesh of that shape to the function if it takes one."""
     takes_mesh = "mesh" in inspect.signature(function).parameters
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,16 +110,16 @@ def _on_mesh(function: Callable[..., Any], mesh: Sequence[int], names: Sequence[
 
 
 def _without_mesh(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature that pytest sees, which asks for no fixture ``mesh``."""
+    """Signature for pytest, without a fixture ``mesh``."""
     signature = inspect.signature(function)
     return signature.replace(parameters=[p for name, p in signature.parameters.items() if name != "mesh"])
 
 
 def make_program(function: Callable[[], Any]) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """What a function of the user's returned, as `Case` wants it.
+    """Converts the result of a user's function for `Case`.
 
     Raises:
-        TypeError: it returned no program.
+        TypeError: the result is not a program.
     """
     program = program_of(function())
     if program is None:
@@ -127,16 +128,16 @@ def make_program(function: Callable[[], Any]) -> tuple[Callable[..., Any], Seque
 
 
 def check_case(case: Case, settings: Settings, *, bisected: bool = True, world: int | None = None) -> None:
-    """Raises an AssertionError that tells the differences of all ranks, and what makes them; call it on every rank.
+    """Raises an AssertionError with the differences of all ranks, and their cause; call it on every rank.
 
     Args:
-        world: that many ranks in this process, which has no process group (`testing.local`).
+        world: number of ranks in this process, which has no process group (`testing.local`).
     """
     comparison = compare_everywhere(case, settings, world)
     if comparison.differences:
         raise AssertionError(describe(comparison.differences, bisect_case(case, settings, world) if bisected else None))
     if not comparison.tensors:
-        raise AssertionError("the program returns no tensor and leaves none behind: there is nothing to compare")
+        raise AssertionError("the program returns no tensor and modifies none: there is nothing to compare")
 
 
 def compare_everywhere(case: Case, settings: Settings, world: int | None = None) -> Comparison:
@@ -145,7 +146,7 @@ def compare_everywhere(case: Case, settings: Settings, world: int | None = None)
 
 
 def bisect_case(case: Case, settings: Settings, world: int | None = None) -> Culprit:
-    """`bisect` for a case; call it on every rank, or with the number of those in this process."""
+    """`bisect` for a case; call it on every rank, or with the number of ranks in this process."""
 
     def differs(tried: Settings) -> bool:
         try:
@@ -160,7 +161,7 @@ def bisect_case(case: Case, settings: Settings, world: int | None = None) -> Cul
 
 
 def describe(differences: Sequence[Difference], culprit: Culprit | None = None, limit: int = 20) -> str:
-    """Differences as text, the first one first, and what makes them."""
+    """Text of differences, the first one first, and their cause."""
     ranks = sorted({d.rank for d in differences})
     on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     lines = [f"compiled differs from eager in {len(differences)} places, on {on}:"]

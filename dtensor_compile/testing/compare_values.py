@@ -1,5 +1,5 @@
-"""Two results compared: structure, types, placements, meshes, shapes, strides, dtypes, values; the first value that
-differs is named."""
+"""Comparison of two results: structure, types, placements, meshes, shapes, strides, dtypes, values; names the first
+value that differs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dtensor.specs import MaskPartial
 
 #: Largest difference allowed, relative to the largest finite value of the tensor, by the dtype in which it was
-#: computed: the order of sums may differ, a term may not.
+#: computed: sums may be in another order, but must have all terms.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-#: For complex numbers and whatever else has no entry.
+#: For complex numbers and all other dtypes.
 _OTHERWISE = 1e-5
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where eager and compiled differ.
+    """A difference between eager and compiled.
 
     Attributes:
-        what: the value, ``grad.0.weight``, and what about it, ``.placements``; of numbers the place where they differ
-            most.
+        what: the value, ``grad.0.weight``, and its attribute, ``.placements``; for numbers the index of the largest
+            difference.
         eager, compiled: both values.
-        relative: size of the difference over the largest finite value of the tensor; ``nan`` where no number differs.
-        tolerance: what was allowed, and where that comes from; empty where nothing was.
-        rank: on which rank.
+        relative: size of the difference over the largest finite value of the tensor; ``nan`` if no number differs.
+        tolerance: the allowed difference, and its source; empty if none was allowed.
+        rank: the rank on which it was found.
     """
 
     what: str
@@ -50,14 +50,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Allowed:
-    """How far numbers may be apart.
+    """The allowed difference of numbers.
 
     Attributes:
-        computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results
-            (autocast).
+        computed_in: dtype in which the program computes, if that is coarser than the dtypes of its results (autocast).
         relative: overrides `TOLERANCE`.
-        terms: size of terms of which the numbers are sums; one rounding of it is allowed whatever the size of the
-            numbers.
+        terms: size of the terms of which the numbers are sums; one rounding of it is allowed, independent of the size
+            of the numbers.
     """
 
     computed_in: torch.dtype | None = None
@@ -65,14 +64,14 @@ class Allowed:
     terms: float = 0.0
 
     def of(self, dtype: torch.dtype) -> tuple[float, str]:
-        """The tolerance for results of a dtype, and where it comes from."""
+        """The tolerance for results of a dtype, and its source."""
         if self.relative is not None:
             return self.relative, f"{self.relative:g} (as given)"
         if self.computed_in is not None:
             value = TOLERANCE.get(self.computed_in, _OTHERWISE)
-            return value, f"{value:g} (testing.compare.TOLERANCE, computed in {self.computed_in})"
+            return value, f"{value:g} (testing.compare_values.TOLERANCE, computed in {self.computed_in})"
         value = TOLERANCE.get(dtype, _OTHERWISE)
-        return value, f"{value:g} (testing.compare.TOLERANCE of {dtype})"
+        return value, f"{value:g} (testing.compare_values.TOLERANCE of {dtype})"
 
 
 def compare_values(
@@ -106,10 +105,10 @@ def _facts(value: torch.Tensor) -> dict[str, Any]:
     facts: dict[str, Any] = {"type": "DTensor" if isinstance(value, DTensor) else "Tensor"}
     facts |= {"dtype": value.dtype, "shape": tuple(value.shape), "device": value.device.type}
     facts["requires_grad"] = value.requires_grad
-    empty = not value.numel()  # the stride of a dim without a second element means nothing
+    empty = not value.numel()  # the stride of a dim with a single element has no meaning
     facts["stride"] = tuple(None if empty or size == 1 else step for size, step in zip(value.shape, value.stride()))
     if isinstance(value, DTensor):
-        # Each lookup has a mask of its own.
+        # Each lookup has its own mask.
         facts["placements"] = tuple(str(p) if isinstance(p, MaskPartial) else p for p in value.placements)
         facts["mesh"] = value.device_mesh
         facts["local shape"] = tuple(value.to_local().shape)
@@ -123,8 +122,7 @@ def _compare_numbers(name: str, a: torch.Tensor, b: torch.Tensor, allowed: Allow
         return []
     if not (a.is_floating_point() or a.is_complex()):
         return [_at(name, a, b, (a != b).flatten().int().argmax())]
-    # What is not finite has to be the same thing in the same place, and says nothing about the size of the other
-    # numbers.
+    # Non-finite values have to be equal and at the same places, and do not count for the size of the other numbers.
     finite = a.isfinite() & b.isfinite()
     odd = ~finite & ~((a == b) | (a.isnan() & b.isnan()))
     if odd.any():

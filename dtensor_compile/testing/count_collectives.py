@@ -1,4 +1,4 @@
-"""How many collectives a program really runs, by the profiler: in eager, in hooks, in compiled code of any backend."""
+"""Number of collectives that a program runs, by the profiler: in eager, in hooks, in compiled code of any backend."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[list[int]]:
-    """A list that holds, once the scope has been left, how many collectives this thread ran in it on gloo groups.
+    """Yields a list that holds, after the scope, the number of collectives that this thread ran in it on gloo groups.
 
-    Messages between two ranks are none, but for those of which this backend makes a collective. Every rank of the
+    Messages between two ranks do not count, except those that this backend replaces by a collective. Every rank of the
     groups that are used has to enter it.
     """
     found: list[int] = []
@@ -24,7 +24,7 @@ def counted_collectives() -> Iterator[list[int]]:
 
 
 def collectives_run(program: Callable[[], object]) -> int:
-    """How many collectives a program runs on this rank (`counted_collectives`).
+    """Number of collectives that a program runs on this rank (`counted_collectives`).
 
     Args:
         program: a step. It is called once; every rank of its groups has to call it.

@@ -13,8 +13,8 @@ from dtensor_compile.graph.nodes import is_redistribution, read, starts_collecti
 
 
 def graph_text(graph: torch.fx.Graph) -> str:
-    """One line per node. Metadata, group names and the names of aten overloads are left out, so that the text reads and
-    lasts.
+    """One line per node. Metadata, group names and overload names of aten are left out, so that the text is readable
+    and stable.
     """
     lines = []
     for node in graph.nodes:
@@ -52,8 +52,8 @@ def _argument(value: Any) -> str:
 def captured_graph(
     function: Callable[..., Any], *args: Any, stage: str = "captured", options: dict[str, Any] | None = None
 ) -> str:
-    """Text of the joint graph of ``function(*args)`` before the passes (``"captured"``), after (``"planned"``), or the
-    last graph that was lowered (``"lowered"``).
+    """Text of the joint graph of ``function(*args)`` before the passes (``"captured"``), after (``"planned"``), or of
+    the last graph that was lowered (``"lowered"``).
 
     Raises:
         ValueError: there is no such stage.

@@ -1,18 +1,17 @@
-"""One step eager and one compiled, with all ranks in this process: no ranks to start, nothing to wait for, nothing that
-hangs.
+"""Compares one eager and one compiled step with all ranks in this process, without starting ranks and without hangs.
 
 Eager runs once for all ranks on torch's ``LocalTensor``, whose operators run for each rank and whose collectives run
 among its parts. A program cannot be compiled like that: Dynamo traces through a ``LocalTensor``, so that the parts of
-all ranks become inputs of one graph, and what is to be compared, the graph of a rank with its collectives, is not
-there. So each rank compiles the program as on a job, in a thread of its own, and runs its graphs there; the threads
-take turns, and their collectives meet in this process (`compat.distributed.rank_threads`). Then each rank's results are
+all ranks become inputs of one graph, and the graph of a single rank with its collectives, which is to be compared, does
+not exist. So each rank compiles the program as in a job, in its own thread, and runs its graphs there; the threads take
+turns, and their collectives meet in this process (`compat.distributed.rank_threads`). Then each rank's results are
 compared with its parts of eager's.
 
     eager, LocalTensor:   x = {rank 0: ..., rank 1: ...}  -> program ->  y = {rank 0: ..., rank 1: ...}
     compiled, threads:    rank 0: x -> graph -> y,  rank 1: x -> graph -> y
 
-Where ``LocalTensor`` refuses the program (branches on sizes that differ between ranks), eager runs in such threads too,
-and `Comparison.reference` says so.
+If ``LocalTensor`` refuses the program (branches on sizes that differ between ranks), eager runs in such threads too,
+and `Comparison.reference` reports that.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from dtensor_compile.testing.parity import (
 )
 from dtensor_compile.variables import mesh_constructors as factories
 
-#: What this package remembers of a process and is a rank's here, and what it is at first.
+#: State of this package that belongs to a process, and here to a rank, with its initial values.
 _STATES: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     (capture_mesh, "_meshes", weakref.WeakValueDictionary),
     (capture_mesh, "_merged", dict),
@@ -63,10 +62,10 @@ _STATES: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
 
 @dataclass(frozen=True)
 class Reference:
-    """What eager left behind.
+    """Results of eager.
 
     Attributes:
-        found: by name, as `Case.run` returns it; None where each rank runs eager itself.
+        found: by name, as `Case.run` returns it; None if each rank runs eager itself.
         random: state of the generator by rank.
         refused: why ``LocalTensor`` did not run the program.
     """
@@ -81,7 +80,7 @@ class Reference:
 
 
 def run_eager(case: Case, world: int) -> Reference:
-    """Runs a case eager, for all ranks at once."""
+    """Runs a case in eager, for all ranks at once."""
     try:
         with local_tensors(world) as mode:
             found = case.run(Settings(eager=True))
@@ -97,11 +96,11 @@ def compare_locally(case: Case, world: int, settings: Settings, reference: Refer
     """As `parity.compare_case`, with all ranks in this process, which has no process group.
 
     Args:
-        reference: eager's results, where they are there already.
+        reference: eager's results, if they are known already.
 
     Raises:
-        DeadlockError: ranks wait for each other for ever.
-        Exception: what the program raised, compiled, on the first rank where it did.
+        DeadlockError: ranks wait for each other forever.
+        Exception: the compiled program raised; the exception is that of the first rank that did.
     """
     eager = reference or run_eager(case, world)
     results = run_in_threads(world, lambda rank: _compare(case, settings, eager, rank), _STATES)

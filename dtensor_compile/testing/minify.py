@@ -1,9 +1,9 @@
 """The smallest part of a program that still differs from eager, as a script of one file.
 
 The program is taken as Dynamo captured it: a graph of torch functions over DTensors, whose inputs are described by
-shape, dtype, placements and mesh and made anew from random numbers. The graph is cut behind the first value that
-differs, and then before the last value from which the difference still comes about. What is left is written as a module
-and a function with `@parity` on it.
+shape, dtype, placements and mesh and recreated from random numbers. The graph is cut after the first value that
+differs, and then before the last value from which the difference can still be reproduced. The rest is written as a
+module and a function with `@parity` on it.
 
     before   400 nodes that end in a loss
     after    def forward(self, l_x_): return torch.nn.functional.rms_norm(l_x_, (8,))
@@ -26,12 +26,12 @@ from dtensor_compile.testing.parity import Case, Settings, compare_case, of_all_
 from dtensor_compile.testing.ranks import make_mesh
 from dtensor_compile.variables import install_trackers
 
-#: Most programs that are compiled on the way.
+#: Limit on the number of compiled programs.
 TRIES = 40
 
 
 class MinifyError(Exception):
-    """No smaller program that differs was found, or it has no form as a script; the message says why."""
+    """No smaller program that differs was found, or it cannot be written as a script; the message gives the reason."""
 
 
 _taken: list[tuple[torch.fx.GraphModule, list[Any]]] = []
@@ -52,7 +52,7 @@ def minified_script(case: Case, settings: Settings, mesh: Sequence[int], names: 
     """The script for a case that differs; call it on every rank.
 
     Args:
-        settings: under which it differs.
+        settings: settings under which it differs.
         mesh, names: shape and names of the mesh of the program.
 
     Raises:
@@ -75,18 +75,18 @@ def minified_script(case: Case, settings: Settings, mesh: Sequence[int], names: 
 
 
 class _Program:
-    """A graph, and for each of its inputs the expression that makes it."""
+    """A graph, with the expression of each of its inputs."""
 
     def __init__(self, gm: torch.fx.GraphModule, inputs: list[str], texts: _Texts) -> None:
         self.gm, self.inputs, self.texts = gm, inputs, texts
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
-        """Those that compute."""
+        """The nodes that compute."""
         return [n for n in self.gm.graph.nodes if n.op in ("call_function", "call_method", "call_module")]
 
     def cut_behind(self, index: int) -> _Program | None:
-        """The program that returns the value of that node; None where that is no tensor."""
+        """The program that returns the value of that node; None if that is not a tensor."""
         return self._changed(index, _return)
 
     def cut_before(self, index: int) -> _Program | None:
@@ -144,7 +144,7 @@ def _example(node: torch.fx.Node) -> torch.Tensor | None:
 def _shrink(program: _Program, differs: Callable[[_Program], bool]) -> _Program:
     tries = TRIES
     low, high = 0, len(program.nodes) - 1
-    while low < high and tries > 0:  # the first node whose value differs, where what follows differs too
+    while low < high and tries > 0:  # the first node whose value differs, assuming that what follows differs too
         middle, tries = (low + high) // 2, tries - 1
         cut = program.cut_behind(middle)
         if cut is not None and differs(cut):
@@ -155,7 +155,7 @@ def _shrink(program: _Program, differs: Callable[[_Program], bool]) -> _Program:
     if cut is not None and differs(cut):
         program = cut
     index = len(program.nodes) - 2
-    while index >= 0 and tries > 0:  # from the end: what need not be computed any more
+    while index >= 0 and tries > 0:  # from the end: nodes that need not be computed any more
         tries -= 1
         cut = program.cut_before(index)
         if cut is not None and differs(cut):
@@ -181,10 +181,10 @@ def _differs(program: _Program, settings: Settings, allowed: Allowed) -> bool:
 
 
 class _Texts:
-    """Inputs as expressions, and back.
+    """Expressions of inputs.
 
     Args:
-        mesh: that of the program, which the expressions call ``mesh``.
+        mesh: that of the program, called ``mesh`` in the expressions.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -213,7 +213,7 @@ class _Texts:
         names = mesh.mesh_dim_names
         if names and set(names) <= set(self.mesh.mesh_dim_names or ()) and self.mesh[names] == mesh:
             return f"mesh[{names!r}]"
-        raise MinifyError(f"an input lives on {mesh}, which is no part of the mesh of the program")
+        raise MinifyError(f"an input is on {mesh}, which is not a part of the mesh of the program")
 
     def evaluate(self, text: str) -> Any:
         names = {"Partial": Partial, "Replicate": Replicate, "Shard": Shard, "torch": torch, "mesh": self.mesh}
@@ -231,11 +231,11 @@ def _placement(placement: Placement) -> str:
         return f"Partial({placement.reduce_op!r})"
     if isinstance(placement, Replicate):
         return "Replicate()"
-    raise MinifyError(f"an input has the placement {placement}")
+    raise MinifyError(f"an input has an unsupported placement {placement}")
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> torch.Tensor:
-    """Random values of any dtype, the same on every rank for the same shape: integers are 0 or 1, so that they may be
+    """Random values of any dtype, the same on every rank for the same shape; integers are 0 or 1, so that they may be
     indices.
     """
     generator = torch.Generator().manual_seed(sum(shape) + len(shape))
@@ -247,7 +247,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool 
 def random_dtensor(
     mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False
 ) -> DTensor:
-    """`random_tensor`, placed; on a partial mesh dim the ranks hold terms."""
+    """`random_tensor` as a DTensor; on a partial mesh dim the ranks hold terms."""
     full = random_tensor(shape, dtype)
     whole = [Replicate() if p.is_partial() else p for p in placements]
     local = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
@@ -287,7 +287,7 @@ if __name__ == "__main__":
 
 def _script(program: _Program, settings: Settings, mesh: Sequence[int], names: Sequence[str]) -> str:
     if program.gm.graph.find_nodes(op="get_attr") or program.gm.graph.find_nodes(op="call_module"):
-        raise MinifyError("the program that is left holds tensors or other graphs, which have no form as a script")
+        raise MinifyError("the remaining program contains tensors or other graphs, which cannot be written as a script")
     code = program.gm.graph.python_code("self").src.replace("\n\n", "\n").strip("\n")
     return _SCRIPT.format(
         forward="".join(f"    {line}\n" for line in code.splitlines()), mesh=tuple(mesh), names=tuple(names),

@@ -1,17 +1,17 @@
-"""One step eager and one compiled, from equal states, compared value by value.
+"""Compares one eager and one compiled step from equal states, value by value.
 
-Both start from copies of the same model and inputs and from the same seed. What is compared: results of every call,
-inputs (what was written to them), gradients, parameters and buffers (after the optimizer's steps, where there is an
-optimizer), what random operators drew and the state in which they leave torch's generator; of tensors also type, dtype,
-shape, stride, placements and mesh.
+Both start from copies of the same model and inputs and from the same seed. Compared are: results of every call, inputs
+(which may be written to), gradients, parameters and buffers (after the optimizer's steps, if there is an optimizer),
+random numbers and the final state of torch's generator; for tensors also type, dtype, shape, stride, placements and
+mesh.
 
-Steps of an optimizer start from equal numbers. Adam divides a gradient by its own size, so that of one that is only
-rounding it makes a full step, in either direction: no tolerance for parameters would be small enough to see a fault. So
-the gradients of each call are compared, and where they agree the compiled run steps with eager's: rounding is not
-passed on, to a step or to the next call. A gradient that does not agree is kept, and shows in all that follows from it.
+Steps of an optimizer start from equal numbers. Adam divides a gradient by its own size, so that a gradient that is only
+rounding becomes a full step, in either direction: no tolerance for parameters would be small enough to detect an error.
+Therefore the gradients of each call are compared, and if they agree the compiled run steps with eager's: rounding is
+not passed on to a step or to the next call. A gradient that does not agree is kept, and affects all that follows.
 
-    eager:     parameters -> gradients g  -------------------> step(g) -> parameters, compared as everything is
-    compiled:  parameters -> gradients g' (compared with g) -> step(g where they agree, else g') -> parameters
+    eager:     parameters -> gradients g  -------------------> step(g) -> parameters, compared like everything else
+    compiled:  parameters -> gradients g' (compared with g) -> step(g if they agree, else g') -> parameters
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Loss = Callable[[Any], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How the compiled run is compiled: arguments of ``torch.compile``.
+    """Arguments of ``torch.compile`` for the compiled run.
 
     Attributes:
         eager: do not compile at all.
@@ -54,7 +54,7 @@ class Settings:
     eager: bool = False
 
     def with_options(self, **options: Any) -> Settings:
-        """These, with `options` on top of theirs."""
+        """These settings with additional `options`, which take precedence."""
         return replace(self, options={**(self.options or {}), **options})
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,15 +70,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """A program to compare: makes its state anew for each run.
+    """A program to compare, which creates its state anew for each run.
 
     Attributes:
         make: returns the model, and positional and keyword arguments; called once for each run, after the seed is set.
-        loss: makes a scalar of the output (or None), whose backward is compared too; None compares the forward alone.
-        optimizer: makes an optimizer of the parameters, which steps after each backward.
-        calls: how often the step runs, on the same inputs; without an optimizer gradients add up.
-        backwards: how often the backward pass of each call but the first runs; it retains the graph for the next one.
-        allowed: how far numbers may be apart.
+        loss: returns a scalar from the output (or None), whose backward is compared too; None compares only the
+            forward.
+        optimizer: creates an optimizer of the parameters, which steps after each backward.
+        calls: number of runs of the step, on the same inputs; without an optimizer gradients accumulate.
+        backwards: number of backward passes of each call but the first; all but the last retain the graph.
+        allowed: allowed difference of numbers.
     """
 
     make: Callable[[], tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]]
@@ -89,11 +90,11 @@ class Case:
     allowed: Allowed = field(default_factory=Allowed)
 
     def run(self, settings: Settings, reference: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What one run leaves behind, by name, in the order in which it is worth looking at.
+        """All results of one run, by name, in the order in which they should be examined.
 
         Args:
-            reference: what eager left behind, with local tensors for gradients at least, for a run that is compared
-                with it; its gradients are those of the optimizer's steps (see the module).
+            reference: results of eager, with local tensors at least for gradients, for a run that is compared with it;
+                its gradients are those of the optimizer's steps (see the module docstring).
         """
         torch.manual_seed(0)
         model, args, kwargs = self.make()
@@ -150,29 +151,27 @@ class Case:
                 or torch.equal(wanted, own)
             ):
                 continue
-            assert p.grad is not None  # `own` is its part
+            assert p.grad is not None  # `own` is its local tensor
             p.grad = copy_of(p.grad)  # other tensors may share the memory of what the program returned
             local_part(p.grad).copy_(wanted)
 
 
 def local_part(value: Any) -> Any:
-    """The local tensor of a DTensor; what is none as it is."""
+    """The local tensor of a DTensor; other values unchanged."""
     return cast("DTensor", value.detach()).to_local() if isinstance(value, DTensor) else value
 
 
 def gradients_of(found: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | None]]:
-    """The gradients of parameters among what a run left behind, with their names, of all calls that an optimizer's step
-    follows.
-    """
+    """Names and gradients of parameters in the results of a run, for all calls followed by an optimizer step."""
     return [(name, value) for name, value in found.items() if name.startswith(_GRADIENT)]
 
 
 def allowed_for_gradients(allowed: Allowed, eager: Mapping[str, Any]) -> Allowed:
     """`allowed`, with the rounding that gradients of a program have in common.
 
-    A gradient is a sum of terms, and of terms that cancel only their rounding is left: the gradient of the bias of keys
-    in attention is zero but for that. The terms are not known; as all of them come from one gradient of the loss, they
-    are taken to be as large as the largest gradient of the program.
+    A gradient is a sum of terms; if they cancel, only their rounding is left: the gradient of the bias of keys in
+    attention is zero except for rounding. The terms are unknown; since all of them come from one gradient of the loss,
+    they are assumed to be as large as the largest gradient of the program.
     """
     found = [local_part(value) for _, value in gradients_of(eager)]
     sizes = [x.detach().abs().nan_to_num(0, 0, 0).max().item() for x in found if x is not None and x.numel()]
@@ -181,11 +180,11 @@ def allowed_for_gradients(allowed: Allowed, eager: Mapping[str, Any]) -> Allowed
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two runs showed.
+    """Result of comparing two runs.
 
     Attributes:
         differences: in the order of `Case.run`, rank by rank.
-        tensors: how many tensors were compared on this rank.
+        tensors: number of tensors compared on this rank.
         reference: what compiled was compared with.
     """
 
@@ -195,9 +194,7 @@ class Comparison:
 
 
 def compare_runs(case: Case, eager: dict[str, Any], compiled: dict[str, Any]) -> tuple[list[Difference], int]:
-    """What differs between what two runs of a case left behind on this rank, and how many tensors there were to
-    compare.
-    """
+    """Differences between the results of two runs of a case on this rank, and the number of compared tensors."""
     gradients = allowed_for_gradients(case.allowed, eager)
     allowed = {key: gradients if key.startswith(_GRADIENT) else case.allowed for key in eager}
     found = [d for key in eager for d in compare_values(key, eager[key], compiled[key], allowed=allowed[key])]
@@ -206,10 +203,10 @@ def compare_runs(case: Case, eager: dict[str, Any], compiled: dict[str, Any]) ->
 
 
 def compare_case(case: Case, settings: Settings, *, everywhere: bool = False) -> Comparison:
-    """Runs a case eager and compiled and compares what they leave behind.
+    """Runs a case in eager and compiled and compares the results.
 
     Args:
-        everywhere: the differences of all ranks, on every rank (a collective: call it on every rank).
+        everywhere: return the differences of all ranks, on every rank (a collective: call it on every rank).
     """
     eager = case.run(replace(settings, eager=True))
     found, tensors = compare_runs(case, eager, case.run(settings, eager))
@@ -217,7 +214,7 @@ def compare_case(case: Case, settings: Settings, *, everywhere: bool = False) ->
 
 
 def of_all_ranks(found: list[Difference]) -> list[Difference]:
-    """The differences that all ranks found, on every rank."""
+    """The differences found on all ranks, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return found
     plain = [replace(d, eager=str(d.eager), compiled=str(d.compiled)) for d in found]  # meshes do not pickle
@@ -227,8 +224,8 @@ def of_all_ranks(found: list[Difference]) -> list[Difference]:
 
 
 def sum_of_squares(out: Any) -> torch.Tensor | None:
-    """A loss for whatever a program returns: the sum of the squares of all that has a gradient; None where nothing has
-    one.
+    """A loss for any result of a program: the sum of squares of all tensors that require gradients; None if there are
+    none.
     """
     total = None
     for x in pytree.tree_leaves(out):
@@ -245,7 +242,7 @@ def case_of(
     kwargs: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Case:
-    """A case that copies `model` and `inputs` for each run; a model that is a function keeps what it captures."""
+    """A case that copies `model` and `inputs` for each run; values captured by a function are shared."""
 
     def make() -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
         args, named = _fresh((list(inputs), dict(kwargs or {})))
@@ -269,7 +266,7 @@ def compare_steps(  # noqa: PLR0913 - options that are documented, by keyword on
     computed_in: torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> list[Difference]:
-    """Runs `model` on `inputs` eager and compiled and compares what they leave behind (see the module).
+    """Runs `model` on `inputs` in eager and compiled and compares the results (see the module docstring).
 
     Args:
         model: a module or a function over tensors and DTensors.
@@ -282,8 +279,7 @@ def compare_steps(  # noqa: PLR0913 - options that are documented, by keyword on
         fullgraph: for ``torch.compile``.
         dynamic: for ``torch.compile``.
         calls: as in `Case`.
-        computed_in: dtype in which the program computes, where that is coarser than the dtypes of its results
-            (autocast).
+        computed_in: dtype in which the program computes, if that is coarser than the dtypes of its results (autocast).
         tolerance: largest relative difference allowed, instead of `TOLERANCE`.
     """
     case = case_of(
@@ -293,19 +289,19 @@ def compare_steps(  # noqa: PLR0913 - options that are documented, by keyword on
 
 
 def assert_parity(model: Any, inputs: Sequence[Any], **kwargs: Any) -> None:
-    """`compare_steps`, and an AssertionError that lists the differences where there are any."""
+    """`compare_steps`; raises an AssertionError that lists the differences if there are any."""
     differences = compare_steps(model, inputs, **kwargs)
     if differences:
         raise AssertionError("compiled differs from eager:\n" + "\n".join(f"  {d}" for d in differences[:20]))
 
 
 def _kept(value: Any) -> Any:
-    """A copy of what later steps may write to."""
+    """A copy of a value that later steps may write to."""
     return copy_of(value) if isinstance(value, torch.Tensor) else value
 
 
 def _fresh(values: Any) -> Any:
-    """Copies of all tensors; what was one tensor stays one."""
+    """Copies of all tensors; aliases of one tensor stay one tensor."""
     made: dict[int, torch.Tensor] = {}
 
     def copied(x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""``dtensor-compile parity TARGET --mesh 2x2``: does the compiled program give eager's numbers, and if not, what makes
-the difference?
+"""``dtensor-compile parity TARGET --mesh 2x2``: compares the compiled program with eager, and finds the cause of
+differences.
 
-The command starts the ranks itself, on gloo, runs on those of a job (``--real``, under ``torchrun``), or has all of
-them in its own process (``--local``). Exit status: 0; 1
-where compiled differs from eager, with the differences; 2 where the program could not be compared.
+The command starts the ranks itself, on gloo, runs on those of a job (``--real``, under ``torchrun``), or simulates all
+of them in its own process (``--local``). Exit status: 0; 1 if compiled differs from eager, with the differences; 2 if
+the program could not be compared.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _OPTIMIZERS = ("sgd", "adam", "adamw")
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What a rank says.
+    """Answer of a rank.
 
     Attributes:
         status: of the command.
         text: for the user.
-        script: what ``--minify`` writes.
+        script: for ``--minify``.
     """
 
     status: int
@@ -51,7 +51,7 @@ class RankAnswer:
 
 def parser(program: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog=program, description="Runs a step eager and compiled, on ranks, and compares all that it leaves behind."
+        prog=program, description="Runs a step in eager and compiled, on ranks, and compares all results."
     )
     p.add_argument(
         "target", help="package.module:function or script.py:function that returns a model and its inputs, or a step"
@@ -60,19 +60,19 @@ def parser(program: str) -> argparse.ArgumentParser:
         "--mesh", metavar="2x2", default="", help="mesh for a function that takes one; with names: dp=2,tp=2"
     )
     p.add_argument("--world", type=int, metavar="N", help=f"ranks to start (default: of --mesh, else {DEFAULT_WORLD})")
-    p.add_argument("--real", action="store_true", help="the ranks are there: for use under torchrun")
+    p.add_argument("--real", action="store_true", help="use the ranks of a real job, under torchrun")
     p.add_argument(
         "--local", action="store_true", help="start no ranks: all in this process, eager on torch's LocalTensor"
     )
     p.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds until the ranks are ended (default 600)"
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds until the ranks are killed (default 600)"
     )
     p.add_argument("--calls", type=int, default=2, metavar="N", help="calls of the step (default 2)")
     p.add_argument(
         "--optimizer", choices=_OPTIMIZERS, help="steps after each call; parameters are compared after the last"
     )
     p.add_argument("--lr", type=float, default=1e-3, help="of the optimizer (default 1e-3)")
-    p.add_argument("--no-backward", action="store_true", help="compare the forward alone")
+    p.add_argument("--no-backward", action="store_true", help="compare only the forward")
     p.add_argument(
         "--kernels", choices=("inductor", "aten"), default="inductor", help="as of the backend (default inductor)"
     )
@@ -80,7 +80,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument("--dynamic", action=argparse.BooleanOptionalAction, help="for torch.compile")
     p.add_argument("--breaks", action="store_true", help="allow graph breaks")
     p.add_argument("--tolerance", type=float, metavar="X", help="largest relative difference (default: by dtype)")
-    p.add_argument("--bisect", action="store_true", help="find out which part of the compilation makes the difference")
+    p.add_argument("--bisect", action="store_true", help="find the part of the compilation that causes the difference")
     p.add_argument("--minify", metavar="FILE", help="write the smallest part of the program that differs, as a script")
     p.add_argument("--verbose", action="store_true", help="what the ranks print, and tracebacks")
     return p
@@ -99,7 +99,7 @@ def main(argv: Sequence[str], program: str = "dtensor-compile parity") -> int:
         if args.real and args.local:
             raise TargetError("--real and --local exclude each other: the ranks are processes, or they are not")
         if args.local and args.minify:
-            raise TargetError("--minify compares on ranks of their own: leave --local out, or use --bisect")
+            raise TargetError("--minify starts its own ranks: leave --local out, or use --bisect")
         if args.local:
             answer, first = _compare_here(args, job), True
         elif args.real:
@@ -132,7 +132,7 @@ def compare_target(args: argparse.Namespace, job: Job) -> RankAnswer:
 
 
 def _compare_here(args: argparse.Namespace, job: Job) -> RankAnswer:
-    """`compare_target` with all ranks in this process; what ends it is told as if it had ended a rank."""
+    """`compare_target` with all ranks in this process; an exception is reported as if it had ended a rank."""
     try:
         return compare_target(args, job)
     except DTensorCompileError:
@@ -171,7 +171,7 @@ def _compare(args: argparse.Namespace, job: Job) -> RankAnswer:
         told += f"; {steps}"
     if not comparison.differences:
         if not comparison.tensors:
-            raise TargetError(f"{args.target} returns no tensor and leaves none behind: there is nothing to compare")
+            raise TargetError(f"{args.target} returns no tensor and modifies none: there is nothing to compare")
         return RankAnswer(EQUAL, f"equal: {comparison.tensors} tensors of {args.calls} calls on {ranks} ranks" + told)
     culprit = bisect_case(case, settings, world) if args.bisect or args.minify else None
     text, script = "\n".join(filter(None, (describe(comparison.differences, culprit), steps))), ""

@@ -6,8 +6,8 @@
         dist.all_reduce(x)
         assert x.tolist() == [2, 2]
 
-A job that fails or does not answer in time is ended (its processes by their ids) and a new one serves the next test, so
-no test waits for ever and none suffers from another.
+A job that fails or does not answer in time is killed (its processes by their ids) and a new one serves the next test,
+so that no test waits forever and none affects another.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-#: Seconds that the other ranks have to come back after one has failed.
+#: Seconds that the other ranks have to answer after one has failed.
 GRACE = 5.0
-#: What the process imports of which ranks are forked; as long as nothing in it has run they start no thread.
+#: Imports of the process from which ranks are forked; they start no thread as long as nothing in it has run.
 PRELOADED = ["torch", "torch.distributed.tensor", "dtensor_compile.backend"]
-#: Processes that stand ready for tests, over all world sizes: each holds some hundred megabytes.
+#: Limit on processes kept for tests, over all world sizes: each takes some hundred megabytes.
 MOST_RANKS = 12
 
 
 class RankError(AssertionError):
-    """A rank failed, died, or did not answer in time. The message carries what each rank said."""
+    """A rank failed, died, or did not answer in time. The message has the answer of each rank."""
 
 
 def on_ranks(world: int, timeout: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -49,9 +49,9 @@ def on_ranks(world: int, timeout: float = 120.0) -> Callable[[Callable[..., Any]
 
     Args:
         world: number of ranks.
-        timeout: seconds after which the job is ended and the call fails.
+        timeout: seconds after which the job is killed and the call fails.
 
-    The decorated function returns the list of what each rank returned. Arguments and results are pickled. The function
+    The decorated function returns the list of the results of all ranks. Arguments and results are pickled. The function
     has to be reachable by its name in its module.
     """
 
@@ -78,7 +78,7 @@ def run_on_ranks(
         while _jobs and sum(_jobs) + world > MOST_RANKS:
             _jobs.pop(next(iter(_jobs))).end()
         job = _Job(world)
-    _jobs[world] = job  # the last of them, as the last one used
+    _jobs[world] = job  # as the last item, since it was used last
     try:
         return job.call(function, args, kwargs, timeout)
     except RankError:
@@ -90,8 +90,8 @@ def run_on_ranks(
 def make_mesh(shape: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu") -> Any:
     """`init_device_mesh`, once per job and rank for the same arguments: tests share the process groups.
 
-    A test that flattens mesh dims makes a mesh of its own: torch then redistributes over the flattened mesh, for all
-    who share it.
+    A test that flattens mesh dims should create its own mesh: torch then redistributes over the flattened mesh, for all
+    users of the mesh.
     """
     import torch.distributed as dist
 
@@ -106,7 +106,7 @@ def _make_mesh(job: Any, shape: tuple[int, ...], names: tuple[str, ...] | None, 
 
 
 class _Job:
-    """The processes of one world size, and one pipe to each."""
+    """The processes of one world size, with one pipe to each."""
 
     def __init__(self, world: int) -> None:
         self.directory = tempfile.TemporaryDirectory(prefix="dtensor_compile_ranks_")
@@ -165,7 +165,7 @@ class _Job:
         return "(unknown)"
 
     def _death(self, rank: int) -> str:
-        """How a rank's process ended, and where it was if a signal ended it."""
+        """How a rank's process ended, and its stack if a signal ended it."""
         process = self.processes[rank]
         process.join(timeout=GRACE)
         code = process.exitcode
@@ -184,11 +184,10 @@ class _Job:
         self.directory.cleanup()
 
 
-#: By world size, the one used longest ago first.
+#: Jobs by world size, least recently used first.
 _jobs: dict[int, _Job] = {}
 
 
-#: Environment of the process of which ranks are forked, once there is one.
 class _Forked:
     """The environment in which the process that ranks are forked from was started."""
 
@@ -208,7 +207,7 @@ def _process_context() -> Iterator[Any]:
     """The start method of ranks: forked from a process that has imported torch, which takes a tenth of the time of an
     import.
 
-    Torch reads its options from the environment when it is imported: where that has changed since, ranks import it
+    torch reads its settings from the environment when it is imported: if that has changed since, ranks import it
     themselves."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     if _Forked.environment not in (None, environment):
@@ -217,7 +216,7 @@ def _process_context() -> Iterator[Any]:
     _Forked.environment = environment
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # Before Python 3.13 the process that preloads knows no other import path than that of its environment.
+    # Before Python 3.13 the preloading process has only the import path of its environment.
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     try:
         yield context
@@ -228,7 +227,7 @@ def _process_context() -> Iterator[Any]:
 
 
 def _serve(pipe: Any, rank: int, world: int, directory: str, path: list[str], environment: dict[str, str]) -> None:
-    """Body of a rank's process: answers requests until the pipe closes."""
+    """Main loop of a rank's process: answers requests until the pipe closes."""
     stack = open(pathlib.Path(directory) / f"stack{rank}", "w")  # noqa: SIM115 - stays open for the life of the process
     faulthandler.enable(file=stack)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -242,7 +241,7 @@ def _serve(pipe: Any, rank: int, world: int, directory: str, path: list[str], en
     from dtensor_compile.compat.distributed.gloo import one_gloo_worker
 
     torch.set_num_threads(1)
-    # What is imported stays; graphs that are being traced are looked through less often for what could be freed.
+    # Imports are permanent; while graphs are traced, the garbage collector runs less often.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     one_gloo_worker(share_device=True)

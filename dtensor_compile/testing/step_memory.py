@@ -1,7 +1,7 @@
-"""Memory that a step of a program takes on this rank, beyond what there is before it, by two instruments.
+"""Memory of a step of a program on this rank, in addition to that before the step, measured in two ways.
 
-`resident_peak` counts pages of the process: also what backends copy in threads of their own, but not what is allocated
-and never written to. `allocated_peak` counts what torch's allocator for the CPU gives out, on all threads.
+`resident_peak` counts pages of the process, including copies that backends make in their own threads, but not memory
+that is allocated and never written to. `allocated_peak` counts allocations of torch's CPU allocator, on all threads.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-#: Of ``mallopt``: blocks from this size on are mapped by themselves, so that what is freed goes back to the system at
+#: Option of ``mallopt``: blocks from this size on are mapped separately, so that freed ones return to the system at
 #: once.
 _MMAP_THRESHOLD, _MAPPED_FROM = -3, 1 << 16
 
 
 def resident_peak(step: Callable[[], Any]) -> int:
-    """The peak of resident memory while `step` runs, beyond that before it. Linux only."""
+    """The peak of resident memory in bytes while `step` runs, minus that before it. Linux only."""
     return_freed_memory()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     step()
     return _status("VmHWM") - before
 
 
 def return_freed_memory() -> None:
-    """Memory that is freed goes back to the system, now what was freed before and from then on all larger blocks. Linux
+    """Returns memory freed so far to the system, and makes larger blocks return when they are freed from now on. Linux
     only.
     """
     libc = ctypes.CDLL(None)

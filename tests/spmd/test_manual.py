@@ -337,7 +337,7 @@ def _errors():
         b = enable_manual_sharding(x, ("dp", None))
         return disable_manual_sharding(a + b, ("dp", None), (4, 8), axes=("dp",))
 
-    with pytest.raises(Exception, match="several manual regions meet"):
+    with pytest.raises(Exception, match="mixes tensors of several manual regions"):
         torch.compile(meet, backend="dtensor_aten")(x, w)
     with pytest.raises(ManualRegionError, match="cannot be cut in 2 equal pieces"):
         enable_manual_sharding(torch.ones(3, 3), ("dp", None))

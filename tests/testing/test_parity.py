@@ -33,7 +33,7 @@ def test_the_place_of_the_largest_difference_and_the_tolerance_are_named():
     assert found.what == "x at local index (1, 2)" and (found.eager, found.compiled) == (1.0, 1.5)
     assert str(found) == (
         "rank 0: x at local index (1, 2): eager 1.0, compiled 1.5, relative difference 5.00e-01, "
-        "allowed 1e-05 (testing.compare.TOLERANCE of torch.float32)"
+        "allowed 1e-05 (testing.compare_values.TOLERANCE of torch.float32)"
     )
     assert one(a, b, allowed=Allowed(relative=0.2)).tolerance == "0.2 (as given)"
     assert "computed in torch.bfloat16" in one(a, b, computed_in=torch.bfloat16).tolerance

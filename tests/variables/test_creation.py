@@ -123,7 +123,7 @@ def test_a_distributed_leaf_that_is_returned_collects_its_gradient():
         results.append((d.is_leaf, d.grad, e, y))
     assert results[0][0] and not compare_values("step", *results)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot give a tensor that it makes itself a gradient"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot give a tensor that it creates itself a gradient"):
         torch.compile(program, **ATEN, fullgraph=True)(torch.ones(4, 2).requires_grad_())
 
 

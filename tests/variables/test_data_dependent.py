@@ -1,4 +1,4 @@
-"""Numbers that only the data decides are part of the graph; where one has to be known, there is one break and eager's
+"""Data-dependent numbers are part of the graph; if the value of one is needed, there is one break and eager's
 result.
 """
 

@@ -76,7 +76,7 @@ def test_spec_of_a_result_with_symbolic_sizes_breaks_the_graph():
     program = lambda d: (d @ d.T, (d + 1)._spec.placements)  # noqa: E731
     assert_like_eager(program, *((d,) for d in tensors), fullgraph=False, dynamic=True)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="backend='dtensor' makes a constant of the spec"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="backend='dtensor' makes the spec of a DTensor"):
         torch.compile(program, backend="dtensor", fullgraph=True, dynamic=True)(tensors[0])
 
 
