@@ -7,7 +7,7 @@
     arguments = TrainingArguments(output, torch_compile_backend="dtensor")      # before: the same, from Trainer(...)
 
 accelerate compares the name of a backend with a closed enum, `DynamoBackend`, whatever torch has registered. Python
-calls the ``_missing_`` hook of an enum for values that are not members; `enable` makes it return members for the names
+calls the ``_missing_`` hook of an enum for values that are not members; `enable` makes it return values for the names
 of this backend, and leaves the members, their order and all other names unchanged.
 """
 

@@ -74,8 +74,8 @@ usage: {program} [options] TARGET [options]
 
 TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, \
 that returns a model
-and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is looked at. An argument of
-the script that is called like an option of this command goes behind --.
+and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is reported. An argument of
+the script that has the name of an option of this command goes after --.
 """
 
 

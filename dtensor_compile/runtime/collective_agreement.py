@@ -275,7 +275,7 @@ class Agreement:
 
 def _place(book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> tuple[int | None, bool]:
     """The place of an announcement among those of its graph, and whether it counts as a new one of its kind; the place
-    is None if an equal announcement was not refused.
+    is None if there is an equal one that was not refused.
     """
     before: list[Announcement] = book.announced.setdefault((ranks, name), [])
     place = len(before)
@@ -336,7 +336,7 @@ def _compare(book: Book, waiting: list[Waiting]) -> list[Waiting]:
 
 
 def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseException | None], None]:
-    """Polls for answers from now on, and warns or raises if the graph waits for a rank in vain.
+    """Polls for answers from now on, and warns if the graph waits for a rank in vain.
 
     Returns:
         A function to call when the graph has run, with the error if it raised.
@@ -370,7 +370,7 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
 
 
 def _refuse(book: Book, entry: Waiting) -> None:
-    """Raises `AgreementError`. If the program goes on, the same graph is compared again when it is compiled again, as
-    on the other ranks.
+    """Records a refused announcement. If the program goes on after the error and compiles the same graph again, the
+    graph is compared again, as on the other ranks.
     """
     book.refused.add((entry.ranks, entry.graph, entry.place))

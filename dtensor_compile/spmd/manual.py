@@ -58,11 +58,11 @@ def enable_manual_sharding(
         pieces = _pieces(entry, manual, mesh.mesh_shape)
         if t.shape[dim] % pieces:
             raise ManualRegionError(
-                f"dim {dim} of size {t.shape[dim]} cannot be cut in {pieces} equal pieces for a manual region"
+                f"dim {dim} of size {t.shape[dim]} cannot be split into {pieces} equal pieces for a manual region"
             )
         if [a in manual for a in entry] != sorted([a in manual for a in entry], reverse=True):
             raise ManualRegionError(
-                f"dim {dim} is cut along a manual axis behind one that is not manual: {partition_spec}"
+                f"dim {dim} is sharded along a manual axis after one that is not manual: {partition_spec}"
             )
     return to_manual(t, mesh_text_in_program(mesh, t), cut, manual)
 

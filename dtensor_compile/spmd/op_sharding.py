@@ -64,7 +64,7 @@ class OpSharding:
 
     Attributes:
         tile_assignment, group_assignment, replication_groups: nested lists of device ids and of group numbers; see the
-            module docstring. The latter two are empty if no device holds a copy.
+            module docstring. The latter two are empty if the type is not PARTIAL.
         sharding_type: see `ShardingType`.
         tile_dims: pieces per tensor dim.
         v2: the same as `IotaTiles`, in positions of the mesh's list of device ids; None if no dim is sharded.

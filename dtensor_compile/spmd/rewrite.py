@@ -189,9 +189,9 @@ class Rewrite(DTensorGraph):
                 self.insert(made, made, constrain, self.text, sharding.axes, False)
 
     def _place(self, node: torch.fx.Node) -> None:
-        """Redistributes an intermediate that is replicated or partial where the propagation shards it. Also replicates
-        one whose gradient will be partial, because matmuls use it with sharded operands: the terms are added first, and
-        sent once."""
+        """Redistributes an intermediate that is replicated or partial where the propagation shards it. Also
+        constrains one whose gradient would be partial, because matmuls use it unsharded with sharded operands: the
+        terms of the gradient are added first, and sent once."""
         value, sharding = self.values[node], self.wanted.get(node)
         if not isinstance(value, DTensor) or sharding is None or node.target is constrain:
             return

@@ -4,7 +4,7 @@ Eager runs once for all ranks on torch's ``LocalTensor``, whose operators run fo
 among its parts. A program cannot be compiled like that: Dynamo traces through a ``LocalTensor``, so that the parts of
 all ranks become inputs of one graph, and the graph of a single rank with its collectives, which is to be compared, does
 not exist. So each rank compiles the program as in a job, in its own thread, and runs its graphs there; the threads take
-turns, and their collectives meet in this process (`compat.distributed.rank_threads`). Then each rank's results are
+turns, and their collectives run in this process (`compat.distributed.rank_threads`). Then each rank's results are
 compared with its parts of eager's.
 
     eager, LocalTensor:   x = {rank 0: ..., rank 1: ...}  -> program ->  y = {rank 0: ..., rank 1: ...}

@@ -93,8 +93,8 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-#: Key -> (result, the objects whose addresses are in the key). The key is, by default, the group, function, arguments,
-#: place in the program, and number of earlier calls at this place.
+#: Key -> (result, the objects whose addresses are in the key). The key consists of the default group, function,
+#: arguments, place in the program, and number of earlier calls at this place.
 _made: dict[Any, tuple[Any, Any]] = {}
 
 

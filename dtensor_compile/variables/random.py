@@ -1,8 +1,8 @@
 """Random numbers from a generator of the program, and changes of torch's own generator by the program.
 
 A generator is a value of the graph: its state is an input tensor, every draw computes the next state, and after the
-graph has run the generator is set to the last one. Its numbers and its final state are those of eager. Draws from
-torch's own generator, including all others, are effects that stay in the order of the program.
+graph has run the generator is set to the last one. Its numbers and its final state are those of eager. All other
+draws are from torch's own generator; their effects on it stay in the order of the program.
 
 DTensors on a CPU draw from torch's generator in eager, whatever generator is passed; so they do here.
 """

@@ -339,9 +339,9 @@ def _errors():
 
     with pytest.raises(Exception, match="mixes tensors of several manual regions"):
         torch.compile(meet, backend="dtensor_aten")(x, w)
-    with pytest.raises(ManualRegionError, match="cannot be cut in 2 equal pieces"):
+    with pytest.raises(ManualRegionError, match="cannot be split into 2 equal pieces"):
         enable_manual_sharding(torch.ones(3, 3), ("dp", None))
-    with pytest.raises(ManualRegionError, match="behind one that is not manual"):
+    with pytest.raises(ManualRegionError, match="after one that is not manual"):
         enable_manual_sharding(x, (("dp", "tp"), None), axes=("tp",))
     with pytest.raises(ManualRegionError, match="not \\[4, 4\\]"):
         disable_manual_sharding(torch.ones(2, 8), ("dp", None), (4, 4))
