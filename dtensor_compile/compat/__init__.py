@@ -14,6 +14,8 @@ met in one place:
 - ``emulation/``: a GPU that is not there.
 """
 
+import torch._dynamo  # noqa: F401 - the first of torch's private modules: those of AOTAutograd import it, and it them
+
 from dtensor_compile.compat.release import check_release
 
 check_release()

@@ -95,10 +95,13 @@ def _matches(parameters: list[str], known: list[str]) -> bool:
 def if_there(place: str) -> Any:
     """What is at ``module:name``; None where the installed release has no such thing."""
     module, _, name = place.partition(":")
-    with contextlib.suppress(ImportError):
+    try:
         found = getattr(importlib.import_module(module), name, None)
         return found if found is not None else importlib.import_module(f"{module}.{name}")
-    return None
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{module}.{name}".startswith(missing.name):
+            raise  # the module is there, and lacks something of its own
+        return None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from dtensor_compile.errors import UnsupportedTorchError
 
 #: Minor releases that are allowed, the primary one first; ``docs/releases.md`` has what each of them gave.
-SUPPORTED = ("2.13", "2.14", "2.11")
+SUPPORTED = ("2.13", "2.14", "2.15", "2.11")
 
 #: Of these, the ones that an import warns of, and why.
 IN_PART = {

@@ -33,13 +33,13 @@ def test_a_release_that_is_supported_in_part_warns():
     "version, how_far",
     [
         ("2.12.1+cu126", "It was not tried"),
-        ("2.15.0a0+git1234", "newer than all that were tried"),
+        ("2.16.0a0+git1234", "newer than all that were tried"),
         ("3.0.0", "newer than all that were tried"),
         ("2.1.3", "older than all that were tried"),
     ],
 )
 def test_another_release_is_an_error_that_names_the_supported_ones(version, how_far):
-    with pytest.raises(UnsupportedTorchError, match=r"Supported: 2\.13\.x, 2\.14\.x, 2\.11\.x") as error:
+    with pytest.raises(UnsupportedTorchError, match=r"Supported: 2\.13\.x, 2\.14\.x, 2\.15\.x, 2\.11\.x") as error:
         check_release(version)
     assert version in str(error.value) and how_far in str(error.value)
 
