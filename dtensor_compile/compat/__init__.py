@@ -4,6 +4,7 @@ The rest of the package imports functions and classes from here under names of i
 met in one place:
 
 - ``release``: which releases are supported.
+- ``missing_names``: a name that torch has no more costs what needs it, and not the import of a module.
 - ``patches``: the table of what is replaced and called, and which feature does not work where something is not there.
 - ``apply_patches``: how a row is applied; nothing else assigns to torch.
 - ``dynamo/``: trackers, and the scope in which Dynamo traces for our backend.
@@ -16,6 +17,8 @@ met in one place:
 
 import torch._dynamo  # noqa: F401 - the first of torch's private modules: those of AOTAutograd import it, and it them
 
+from dtensor_compile.compat.missing_names import tolerate_missing_names
 from dtensor_compile.compat.release import check_release
 
 check_release()
+tolerate_missing_names()

@@ -1,7 +1,13 @@
-"""Which torch releases are supported, and the error for all others."""
+"""Which torch releases are supported, and what happens with all others.
+
+A release that is newer than those runs, with one warning (`patches.warn_of_untried_release`); any other one is refused.
+The environment variable ``DTENSOR_COMPILE_TORCH`` decides otherwise: ``known`` refuses newer releases too, ``any``
+refuses none.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import torch
@@ -38,18 +44,29 @@ def _how_far_it_is(minor: str) -> str:
     return "It is older than all that were tried." if _number(minor) < min(tried) else "It was not tried."
 
 
-def check_release(version: str = torch.__version__) -> None:
-    """Raises `UnsupportedTorchError`, with how far it is from the supported releases and their names, unless `version`
-    is one of them.
+def is_untried(version: str = torch.__version__) -> bool:
+    """Whether a release is none of the supported ones."""
+    return minor_release(version) not in SUPPORTED
 
-    Warns where one is supported in part.
+
+def check_release(version: str = torch.__version__) -> None:
+    """Decides whether the package runs on a release of torch. Warns where that is supported in part.
+
+    Raises:
+        UnsupportedTorchError: it does not. The message says how far the release is from the supported ones.
+        ValueError: ``DTENSOR_COMPILE_TORCH`` is neither ``known`` nor ``any``.
     """
+    policy = os.environ.get("DTENSOR_COMPILE_TORCH", "")
+    if policy not in ("", "known", "any"):
+        raise ValueError(f"DTENSOR_COMPILE_TORCH is {policy!r}; it may be 'known' or 'any'")
     minor = minor_release(version)
     if minor in IN_PART:
         warnings.warn(f"dtensor_compile supports torch {version} in part: {IN_PART[minor]}", stacklevel=2)
-    if minor not in SUPPORTED:
+    is_newer = _number(minor) > max(map(_number, SUPPORTED))
+    if is_untried(version) and policy != "any" and (policy == "known" or not is_newer):
         raise UnsupportedTorchError(
             f"dtensor_compile does not support torch {version}. {_how_far_it_is(minor)} "
             f"Supported: {', '.join(s + '.x' for s in SUPPORTED)}. "
-            f'Install one of them, for instance: pip install "torch=={SUPPORTED[0]}.*"'
+            f'Install one of them, for instance: pip install "torch=={SUPPORTED[0]}.*"; '
+            "or set DTENSOR_COMPILE_TORCH=any to try this one."
         )
