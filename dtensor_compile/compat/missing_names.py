@@ -131,17 +131,13 @@ def _import(
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         module = None
-    missing = [each for each in fromlist if not _has(name, module, each)]
+    missing = [each for each in fromlist if not hasattr(module, each)]  # submodules are there by now
     if not missing:
         return module
     MISSING[importer] += [f"{name}:{each}" for each in missing]
     found = types.SimpleNamespace(**{each: getattr(module, each) for each in fromlist if each not in missing})
     vars(found).update({each: StandIn(f"{name}:{each}") for each in missing})
     return found
-
-
-def _has(name: str, module: types.ModuleType | None, each: str) -> bool:
-    return module is not None and (hasattr(module, each) or f"{name}.{each}" in sys.modules)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

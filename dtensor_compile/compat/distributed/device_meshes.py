@@ -67,6 +67,8 @@ def group_exists(name: str) -> bool:
     """Whether a process group of that name is alive in this process."""
     try:
         return _resolve_process_group(cast("GroupName", name)) is not None
+    except UnsupportedTorchError:  # torch has no such function
+        raise
     except (RuntimeError, LookupError):
         return False
 
