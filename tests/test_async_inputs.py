@@ -187,7 +187,7 @@ def test_inputs_that_were_not_waited_for_are_written_in_place(backend):
         assert_as_in_eager("gathered", use, backend)
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["dtensor_aten", pytest.param("dtensor", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_blocks_of_a_tensor_parallel_model_are_compiled_one_by_one(backend):
     config = LlamaConfig(layers=2, dim=32, ffn_dim=48, heads=4, kv_heads=2, vocab=64, sequence=16)

@@ -187,6 +187,7 @@ def in_inductor():
     return found
 
 
+@pytest.mark.slow
 def test_through_inductor():
     for found in run_on_ranks(4, in_inductor, timeout=300):
         assert found == [""] * len(found)

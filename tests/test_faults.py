@@ -123,6 +123,7 @@ def test_a_compiler_that_dies_leaves_the_graph_to_operators(tmp_path, where):
     assert job(tmp_path, CXX=str(compiler)) == ["right", "right"]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_kernels_that_do_not_compile_forward_and_backward_are_reported():
     def program(x):

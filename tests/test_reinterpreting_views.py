@@ -37,7 +37,7 @@ def first(results):
     return results[0] if isinstance(results, tuple) else results
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=pytest.mark.slow), None])
 @pytest.mark.parametrize("backend", ["dtensor_aten", pytest.param("dtensor", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_numbers_of_another_kind_in_the_memory_of_an_input(backend, dynamic):

@@ -4,6 +4,7 @@ eager's.
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -46,6 +47,7 @@ def test_uneven_shards():
     assert_parity(tp_mlp(local=False, dim=7, hidden=13), [torch.randn(3, 7, requires_grad=True)], loss=square)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_empty_shard_on_four_ranks():
     assert_parity(tp_mlp(local=False, dim=8, hidden=3), [torch.randn(5, 8, requires_grad=True)], loss=square)

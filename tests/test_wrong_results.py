@@ -295,7 +295,7 @@ def views_at_an_end(x):
 
 
 @pytest.mark.parametrize("program", [beside_its_view, two_views_of_what_was_gathered, views_at_an_end])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_view_of_another_result_that_was_redistributed_for_it(program, world):
     """Its values are not in the memory of that result: made anew from it, each rank would see rows of its own shard, or
     none.

@@ -1,18 +1,18 @@
 """Every private torch name that the package uses, and every difference between torch releases.
 
-The rest of the package imports functions and classes from here under names of its own, so that a new torch release is
-met in one place:
+The rest of the package imports functions and classes from here under names of its own, so that support for a new torch
+release is added in one place:
 
-- ``release``: which releases are supported.
-- ``missing_names``: a name that torch has no more costs what needs it, and not the import of a module.
-- ``patches``: the table of what is replaced and called, and which feature does not work where something is not there.
-- ``apply_patches``: how a row is applied; nothing else assigns to torch.
+- ``release``: the supported releases.
+- ``missing_names``: stand-ins for names that torch no longer has.
+- ``patches``: the table of torch functions that are replaced or called, and the feature that depends on each.
+- ``apply_patches``: applies rows of the table; nothing else assigns to torch.
 - ``dynamo/``: trackers, and the scope in which Dynamo traces for our backend.
-- ``aot/``: joint graphs, what stands around compiled graphs, symbolic sizes.
-- ``inductor/``: compiling a graph with our passes; its kernels, caches and written code.
+- ``aot/``: joint graphs, wrappers of compiled graphs, symbolic sizes.
+- ``inductor/``: compiling a graph with our passes; kernels, caches and generated code.
 - ``dtensor/``: specs, rules, the function through which every redistribution goes.
 - ``distributed/``: meshes, process groups, data-parallel wrappers, ranks as threads.
-- ``emulation/``: a GPU that is not there.
+- ``emulation/``: an emulated GPU.
 """
 
 import torch._dynamo  # noqa: F401 - the first of torch's private modules: those of AOTAutograd import it, and it them

@@ -1,11 +1,11 @@
-"""How rows of the table of patches are applied: the one place that assigns to anything of torch's.
+"""Applies rows of the table of patches: the only place that assigns to anything of torch's.
 
 Threads, nesting and undoing are decided here, once:
 
 - A function is replaced on the thread that entered the scope; other threads get torch's.
-- Scopes nest, on one function too: the innermost is called first, and is handed the one around it as `stock`.
-- Scopes of several threads end in any order. The function is torch's own again with the end of the last one.
-- A compilation for another backend inside of one for ours sees stock torch (`stock_torch`).
+- Scopes nest, also for one function: the innermost is called first, and is given the next one out as `stock`.
+- Scopes of several threads end in any order. The end of the last one restores torch's function.
+- A compilation for another backend inside one for ours sees stock torch (`stock_torch`).
 """
 
 from __future__ import annotations
@@ -21,49 +21,47 @@ from typing import Any
 
 from dtensor_compile.compat.patches import Patch
 
-#: Of an entry: there is none while the scope is entered.
+#: Value of an entry or attribute that is absent while the scope is active.
 ABSENT: Any = object()
-#: Attribute of a function that stands in the place of one of torch's: that one, which programs call.
+#: Attribute of a replacement that holds torch's function, which programs call.
 STANDS_FOR = "_dtensor_compile_stands_for"
-#: Holds while a function of torch's is replaced or put back.
+#: Held while a function of torch's is replaced or restored.
 _lock = threading.RLock()
 
 
 class _Thread(threading.local):
-    """How many compilations for other backends this thread is in, one inside of the other: each sees none of the
-    patches that were there before.
-    """
+    """The nesting depth of compilations for other backends on this thread; each sees no patches from outside of it."""
 
     level = 0
 
 
 _thread = _Thread()
-#: A thread, and how many compilations for other backends are around what it does.
+#: A thread, and its nesting depth of compilations for other backends.
 Place = tuple[int, int]
 
 
 def this_place() -> Place:
-    """For which calls a scope that is entered now replaces a function: for those from the same place."""
+    """The current place; a scope that is entered now replaces a function for calls from the same place."""
     return threading.get_ident(), _thread.level
 
 
 class _Site:
     """A function of torch's that is replaced on at least one thread, or on all.
 
-    What stands in its place asks which thread calls, so that nothing but the first scope to begin and the last to end
-    assigns to torch.
+    The installed function dispatches on the calling thread, so only the first scope to begin and the last to end assign
+    to torch.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.found = inspect.getattr_static(owner, name)
-        self.is_own = name in vars(owner)  # and not that of a base
+        self.is_own = name in vars(owner)  # not inherited
         self.stock = getattr(self.found, "__func__", None) or getattr(self.found, "fget", None) or self.found
         self.by_place: dict[Place, list[_Layer]] = {}
         self.of_all: list[_Layer] = []
 
     def top(self, place: Place) -> Callable[..., Any]:
-        """What a call from a place goes to."""
+        """The function that a call from `place` goes to."""
         layers = self.by_place.get(place) or self.of_all
         return layers[-1] if layers else self.stock
 
@@ -79,7 +77,7 @@ class _Site:
 
     def remove(self) -> None:
         if inspect.getattr_static(self.owner, self.name) is not self.installed:
-            return  # somebody wrapped it since; it calls torch's function from now on
+            return  # wrapped by somebody since; it calls torch's function from now on
         if self.is_own:
             setattr(self.owner, self.name, self.found)
         else:
@@ -87,7 +85,7 @@ class _Site:
 
 
 class _Layer:
-    """A replacement of one scope, in its place among those of other scopes."""
+    """One scope's replacement of a function, in a stack with those of other scopes."""
 
     def __init__(self, site: _Site, layers: list[_Layer], replacement: Callable[..., Any]) -> None:
         self.site, self.layers, self.replacement = site, layers, replacement
@@ -96,7 +94,7 @@ class _Layer:
         return self.replacement(self.below(), *args, **kwargs)
 
     def below(self) -> Callable[..., Any]:
-        """What the replacement is handed as `stock`: asked for at each call, as the scope around may have ended."""
+        """The `stock` of the replacement, looked up at each call, as the enclosing scope may have ended."""
         place = self.layers.index(self)
         if place:
             return self.layers[place - 1]
@@ -104,22 +102,22 @@ class _Layer:
         return of_all[-1] if of_all and self.layers is not of_all else self.site.stock
 
 
-#: By what holds the function and its name. The owner is kept by its site.
+#: Sites by id of the owner and name of the function; the site keeps the owner alive.
 _sites: dict[tuple[int, str], _Site] = {}
 
 
 @contextlib.contextmanager
 def patched(row: Patch, replacement: Callable[..., Any], *, every_thread: bool = False) -> Iterator[None]:
-    """While it is entered, calls of the function of `row` go to ``replacement(stock, *args, **kwargs)``.
+    """While active, calls of the function of `row` go to ``replacement(stock, *args, **kwargs)``.
 
     Args:
         row: of a function, a method (its object is the first argument), a class method, a static method, the getter of
             a property, or a class that is called.
-        replacement: is given what was there before, torch's or that of a scope around this one, as first argument.
-        every_thread: calls on other threads go there, too.
+        replacement: its first argument is the previous function: torch's, or that of an enclosing scope.
+        every_thread: replaces the function for calls on other threads, too.
 
-    A function that programs call, and that Dynamo therefore traces, is to be replaced by `patched_value`: Dynamo cannot
-    look into what stands here.
+    Use `patched_value` for a function that programs call and that Dynamo therefore traces: Dynamo cannot look into the
+    function that is installed here.
     """
     if row.optional and not row.is_there():
         yield
@@ -132,7 +130,7 @@ def patched(row: Patch, replacement: Callable[..., Any], *, every_thread: bool =
 
 
 def _put(row: Patch, replacement: Callable[..., Any], every_thread: bool) -> Callable[[], None]:
-    """Puts a replacement in place; returns what takes it out again."""
+    """Installs a replacement; returns a function that removes it."""
     owner, name = row.target()
     place, key = this_place(), (id(owner), name)
     with _lock:
@@ -157,7 +155,7 @@ def _put(row: Patch, replacement: Callable[..., Any], every_thread: bool) -> Cal
 
 
 def is_called_from(module: types.ModuleType) -> bool:
-    """Whether the call that a replacement was given comes from code of `module`. For the replacement itself to ask."""
+    """Whether the replacement that calls this was itself called from code of `module`."""
     frame = sys._getframe(2)
     while frame.f_globals is globals() and frame.f_back is not None:
         frame = frame.f_back
@@ -166,7 +164,7 @@ def is_called_from(module: types.ModuleType) -> bool:
 
 @contextlib.contextmanager
 def seen_from(place: Place) -> Iterator[None]:
-    """While it is entered, this thread sees the patches that were put in place at `place`, a place of its own."""
+    """While active, this thread sees the patches that were installed at `place`, a place of the same thread."""
     before, _thread.level = _thread.level, place[1]
     try:
         yield
@@ -175,18 +173,18 @@ def seen_from(place: Place) -> Iterator[None]:
 
 
 def stock_torch() -> contextlib.AbstractContextManager[None]:
-    """While it is entered, functions that scopes on this thread replace are torch's: another backend compiles."""
+    """While active, this thread sees torch's functions, unpatched: another backend compiles."""
     thread, level = this_place()
     return seen_from((thread, level + 1))
 
 
-#: Values that scopes put into the place of torch's: what was there first, and those of the open scopes in order.
+#: Values that scopes installed: the original value, and those of the open scopes in order.
 _values: dict[tuple[int, Any], tuple[Any, list[tuple[object, Any]]]] = {}
 
 
 @contextlib.contextmanager
 def _in_place(key: tuple[int, Any], before: Any, value: Any, put: Callable[[Any], None]) -> Iterator[None]:
-    """While it is entered, a value is in place, on every thread; scopes end in any order."""
+    """While active, a value is installed on every thread; scopes end in any order."""
     entry = object(), value
     with _lock:
         first, open_ = _values.setdefault(key, (before, []))
@@ -204,7 +202,7 @@ def _in_place(key: tuple[int, Any], before: Any, value: Any, put: Callable[[Any]
 
 @contextlib.contextmanager
 def patched_value(row: Patch, value: Any) -> Iterator[None]:
-    """While it is entered, the attribute of `row` is `value`, on every thread; there need not have been one."""
+    """While active, the attribute of `row` is `value` on every thread; it need not have existed before."""
     owner, name = row.target()
 
     def put(value: Any) -> None:
@@ -229,10 +227,11 @@ def patched_values(values: Mapping[Patch, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched_entries(row: Patch, entries: Mapping[Any, Any], table: Any = None) -> Iterator[None]:
-    """While it is entered, the dict of `row` has these entries, on every thread.
+    """While active, the dict of `row` has these entries on every thread.
 
     Args:
-        table: the dict, where `row` names the function or the class that has it.
+        entries: by key; `ABSENT` removes one.
+        table: the dict; by default, the attribute that `row` names.
     """
     if table is None:
         owner, name = row.target()
@@ -248,7 +247,7 @@ def patched_entries(row: Patch, entries: Mapping[Any, Any], table: Any = None) -
 
 
 def on_this_thread(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """An entry for a table that is ``replacement(stock, ...)`` where `patched` would be, and `stock` elsewhere."""
+    """A function for a table: ``replacement(stock, ...)`` on this thread (as for `patched`), `stock` elsewhere."""
     place = this_place()
 
     @functools.wraps(stock)
@@ -259,12 +258,12 @@ def on_this_thread(stock: Callable[..., Any], replacement: Callable[..., Any]) -
 
 
 def patch_for_good(row: Patch, replacement: Callable[..., Any]) -> None:
-    """From now on calls of the function of `row`, which is `lasting`, go to ``replacement(stock, ...)``."""
+    """From now on calls of the function of a `lasting` row go to ``replacement(stock, ...)``."""
     assert row.lasting, row
     _put(row, replacement, every_thread=True)
 
 
 def set_for_good(row: Patch, value: Any) -> None:
-    """The attribute of `row`, which says that it is `lasting`, is `value` from now on."""
+    """From now on the attribute of a `lasting` row is `value`."""
     assert row.lasting, row
     setattr(*row.target(), value)

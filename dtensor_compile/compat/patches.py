@@ -1,6 +1,6 @@
-"""The table of patches: what this package replaces, or calls, of torch under a private name, and why.
+"""The table of patches: the private names of torch that this package replaces or calls, and why.
 
-A row stands beside what takes the place of the function, in the declaration of the feature that needs it:
+A row stands beside its replacement, in the declaration of the feature that needs it:
 
     PLACE = patch("torch._functorch.partitioners:functionalize_rng_ops", "joint_module fw_module ...")
 
@@ -13,12 +13,11 @@ A row stands beside what takes the place of the function, in the declaration of 
         with patched(PLACE, place):
             yield
 
-`compat.apply_patches` is the one place that assigns to anything of torch's.
+Only `compat.apply_patches` assigns to anything of torch's.
 
-Where torch has no such function, or one with other parameters, the scope is not entered: the feature is missing, which
-one warning says, with the name of the function; the rest works. A feature is `essential` where numbers could be wrong
-without it, or where a program asks for it by name: what would use it is an error then. ``docs/patches.md`` is made of
-`FEATURES`.
+If torch lacks the function, or has one with other parameters, the scope is not entered: one warning names the feature
+and the function, and everything else works. A feature is `essential` if numbers could be wrong without it, or if a
+program asks for it by name: using it is an error then. ``docs/patches.md`` is generated from `FEATURES`.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from dtensor_compile.errors import UnsupportedTorchError
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
-#: What a function under ``contextlib.contextmanager`` gives: it can decorate a function, too.
+#: The result of a function under ``contextlib.contextmanager``; it can decorate a function, too.
 Scope: TypeAlias = contextlib._GeneratorContextManager[None]
 
 
 class MissingHookWarning(UserWarning):
-    """A feature of this package does not work under the installed torch release."""
+    """A feature of this package does not work with the installed torch release."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +54,16 @@ class Hook:
     """One function, method, class or table of torch's.
 
     Attributes:
-        place: ``module:name`` or ``module:Class.name``; in a module of settings the name of one.
-        takes: parameter lists that we know how to call, names with blanks between; ``...`` at the end allows more of
-            them. None: it is enough that the name is there.
+        place: ``module:name`` or ``module:Class.name``; for a config module, the name of a setting.
+        takes: parameter lists that we know how to call, names separated by blanks; ``...`` at the end allows more.
+            Empty: it is enough that the name exists.
     """
 
     place: str
     takes: tuple[str, ...] = ()
 
     def problem(self) -> str | None:
-        """What is wrong with it in the installed release, as the end of a sentence; None where it is as it should
-        be.
-        """
+        """What is wrong with the hook in the installed release, as the end of a sentence; None if nothing is."""
         module, _, path = self.place.partition(":")
         try:
             found: Any = importlib.import_module(module)
@@ -79,7 +76,7 @@ class Hook:
         try:
             parameters = [*inspect.signature(getattr(found, "__func__", found)).parameters]
         except (TypeError, ValueError):
-            return None  # C++ code does not tell
+            return None  # C++ code has no signature
         if any(_matches(parameters, text.split()) for text in self.takes):
             return None
         return (
@@ -95,7 +92,7 @@ def _matches(parameters: list[str], known: list[str]) -> bool:
 
 
 def if_there(place: str) -> Any:
-    """What is at ``module:name``; None where the installed release has no such thing."""
+    """The object at ``module:name``; None if the installed release has no such thing."""
     module, _, name = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)
@@ -108,11 +105,11 @@ def if_there(place: str) -> Any:
 
 @dataclass(frozen=True)
 class Patch(Hook):
-    """A `Hook` that a function of ours takes the place of, while a scope is entered or (`lasting`) for good.
+    """A `Hook` that a function of ours replaces, while a scope is active or (`lasting`) for good.
 
     Attributes:
-        lasting: it stays in place once it is.
-        optional: torch may have no such thing: nothing is replaced then; a value is added, and taken away again.
+        lasting: it is never undone.
+        optional: torch may lack it: nothing is replaced then; a value is added, and removed again.
     """
 
     lasting: bool = False
@@ -128,10 +125,10 @@ class Patch(Hook):
         return inspect.getattr_static(owner, name, absent) is not absent
 
     def target(self) -> tuple[Any, str]:
-        """What holds the function, and its name there.
+        """The owner of the function, and its name there.
 
         Raises:
-            ImportError, AttributeError: the installed release has no such thing; its feature does not work then.
+            ImportError, AttributeError: the installed release has no such thing.
         """
         module, _, path = self.place.partition(":")
         *owners, name = path.split(".")
@@ -139,7 +136,7 @@ class Patch(Hook):
 
 
 def hook(place: str, *takes: str) -> Hook:
-    """A function, method, class or table of torch's that is called or read, and not replaced."""
+    """A function, method, class or table of torch's that is called or read, but not replaced."""
     return Hook(place, takes)
 
 
@@ -150,17 +147,17 @@ def patch(place: str, *takes: str, lasting: bool = False, optional: bool = False
 
 @dataclass
 class Feature:
-    """Something that this package does by hooks.
+    """A capability of this package that depends on hooks.
 
     Attributes:
-        name: what it is, as a row of a table.
+        name: as shown in docs and warnings.
         hooks: all that it needs.
-        without: what happens where one is missing.
-        essential: whether that is an error.
-        upstream: the issue or pull request at torch's, or ``not reported: `` and why.
+        without: what happens if one is missing.
+        essential: whether a missing hook is an error.
+        upstream: the issue or pull request in torch's repository, or ``not reported: `` and why.
         remove_when: what torch has to do itself for the patches to go.
-        scope: where it is done, ``module:function``, and the first sentence of that function's docstring.
-        module: the module that declares it. What that imports of torch has to be there too.
+        scope: the function that does it, ``module:function``, and the first paragraph of its docstring.
+        module: the module that declares it, whose imports from torch it needs, too.
     """
 
     name: str
@@ -175,24 +172,24 @@ class Feature:
     _told: bool = False
 
     def __post_init__(self) -> None:
-        """Looks at what is there already: later, scopes may have put functions of ours into the place of others. What
-        is not imported yet is looked at when the feature is first used.
+        """Checks hooks of imported modules now, because scopes may replace some later; others when the feature is first
+        used.
 
         Raises:
-            TypeError: something is replaced, and it is not said why torch does not do it or when that can go.
+            TypeError: a feature with patches lacks `upstream` or `remove_when`.
         """
         if any(isinstance(hook, Patch) for hook in self.hooks) and not (self.upstream and self.remove_when):
             raise TypeError(f"{self.name}: a feature with patches needs `upstream` and `remove_when`")
         self._known = {hook: hook.problem() for hook in self.hooks if hook.place.partition(":")[0] in sys.modules}
 
     def done_by(self, function: F) -> F:
-        """`function`, which does it: a decorator."""
+        """Decorator: records `function` as the one that provides the feature."""
         sentence = " ".join((function.__doc__ or "").partition("\n\n")[0].split())
         self.scope = f"{function.__module__}:{function.__qualname__}", sentence
         return function
 
     def problems(self) -> list[str]:
-        """What is wrong with its hooks in the installed release."""
+        """What is wrong with the hooks in the installed release; empty if nothing is."""
         for hook in self.hooks:
             if hook not in self._known:
                 self._known[hook] = hook.problem()
@@ -200,10 +197,10 @@ class Feature:
         return problems + [f"has no {place}" for place in MISSING.get(self.module, ())]
 
     def works(self) -> bool:
-        """Whether the installed release has what it needs; warns the first time where it has not.
+        """Whether the installed release has all hooks; warns the first time if not.
 
         Raises:
-            UnsupportedTorchError: it is essential, and a hook is missing.
+            UnsupportedTorchError: a hook is missing and the feature is essential.
         """
         problems = self.problems()
         if not problems:
@@ -226,7 +223,7 @@ FEATURES: dict[str, Feature] = {}
 def feature(
     name: str, *hooks: Hook, without: str, essential: bool = False, upstream: str = "", remove_when: str = ""
 ) -> Feature:
-    """A new `Feature`, one of `FEATURES`."""
+    """Creates a `Feature` and registers it in `FEATURES`."""
     caller = sys._getframe(1)
     while caller.f_back is not None and caller.f_globals is globals():  # `needs`
         caller = caller.f_back
@@ -256,14 +253,14 @@ def warn_of_untried_release() -> None:
 
 @contextlib.contextmanager
 def _nothing() -> Iterator[None]:
-    """A scope in which all is as it is."""
+    """A scope that changes nothing."""
     yield
 
 
 def needs(
     name: str, *hooks: Hook, without: str, essential: bool = False, upstream: str = "", remove_when: str = ""
 ) -> Callable[[Callable[P, Scope]], Callable[P, Scope]]:
-    """A scope that is a `Feature`: it is entered only where that works. For functions that make context managers."""
+    """Declares a `Feature` and makes the decorated context manager enter only if it works; a no-op otherwise."""
     of = feature(name, *hooks, without=without, essential=essential, upstream=upstream, remove_when=remove_when)
 
     def decorate(scope: Callable[P, Scope]) -> Callable[P, Scope]:

@@ -1,8 +1,7 @@
-"""Which torch releases are supported, and what happens with all others.
+"""The supported torch releases, and what happens with all others.
 
-A release that is newer than those runs, with one warning (`patches.warn_of_untried_release`); any other one is refused.
-The environment variable ``DTENSOR_COMPILE_TORCH`` decides otherwise: ``known`` refuses newer releases too, ``any``
-refuses none.
+Releases newer than those run, with one warning (`patches.warn_of_untried_release`); all others are an error. The
+environment variable ``DTENSOR_COMPILE_TORCH`` changes that: ``known`` refuses newer releases too, ``any`` accepts all.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 
 from dtensor_compile.errors import UnsupportedTorchError
 
-#: Minor releases that are allowed, the primary one first; ``docs/releases.md`` has what each of them gave.
+#: Supported minor releases, the primary one first; ``docs/releases.md`` has the test results of each.
 SUPPORTED = ("2.13", "2.14", "2.15", "2.11")
 
-#: Of these, the ones that an import warns of, and why.
+#: The partly supported ones, with the reason that the warning on import gives.
 IN_PART = {
     "2.11": "the C++ part is not used there, which makes calls slower, and some programs break the graph that do not "
     "on 2.13; each feature "
@@ -50,10 +49,10 @@ def is_untried(version: str = torch.__version__) -> bool:
 
 
 def check_release(version: str = torch.__version__) -> None:
-    """Decides whether the package runs on a release of torch. Warns where that is supported in part.
+    """Checks that the package runs on a torch release; warns if it is supported in part.
 
     Raises:
-        UnsupportedTorchError: it does not. The message says how far the release is from the supported ones.
+        UnsupportedTorchError: it does not; says whether `version` is newer or older, and names the supported ones.
         ValueError: ``DTENSOR_COMPILE_TORCH`` is neither ``known`` nor ``any``.
     """
     policy = os.environ.get("DTENSOR_COMPILE_TORCH", "")

@@ -1,1 +1,1 @@
-"""The C++ part of a compiled call, and what loads it."""
+"""The C++ part of a compiled call, and its loader."""

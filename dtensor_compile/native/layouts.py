@@ -1,4 +1,4 @@
-"""What the code that Inductor writes for us asks of the inputs of a graph, all at once."""
+"""Checks the sizes and strides of all inputs of a graph at once; called by code that Inductor generates."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def layouts(expected: Sequence[Layout], complain: Callable[..., None]) -> Callable[[tuple[torch.Tensor, ...]], None]:
-    """A function of a tuple of tensors; it asks `complain` about each that has other sizes and strides than `expected`
-    says.
+    """A function that checks a tuple of tensors; it calls `complain` for each whose layout differs.
+
+    Args:
+        expected: sizes and strides of each tensor, in elements.
+        complain: ``complain(tensor, sizes, strides, "input")`` raises if the layout really differs.
     """
     if native() is not None:
         return native().Layouts(tuple(expected), complain)

@@ -1,32 +1,29 @@
-"""The C++ part of a compiled call, built once per machine and torch release; where it cannot be built, torch's own way
-stands.
+"""The C++ part of a compiled call, built once per machine and torch release; without it, torch's own code is used.
 
-What is in it (`native_code/`, a subject a file). Callable objects, each made once at compile time:
+Its sources are in `native_code/`, one subject per file. Callable objects, each made once at compile time:
 
 - ``Guard(example, sizes, strides, local_sizes, local_strides, any_size)(object)``: whether a tensor is what the graph
-  was compiled for. It compares what a plain tensor's guard compares, of the DTensor and of its local tensor, and the
-  spec: its identity first; mesh, placements, order of shards and dtype where that differs.
-- ``Unwrap(plan)(arguments)``: the inputs of the graph, local tensors and meshes in place of DTensors.
-- ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are made again only for another mesh or
-  other sizes. With `accumulate`, a gradient goes right into ``.grad`` of its parameter where autograd would do nothing
-  but that.
+  was compiled for. It compares what the guard of a plain tensor compares, for the DTensor and for its local tensor, and
+  the spec: first by identity, then mesh, placements, shard order and dtype.
+- ``Unwrap(plan)(arguments)``: the inputs of the graph, with local tensors and meshes instead of DTensors.
+- ``Wrap(plan, accumulate)(results)``: DTensors made of results, with specs that are only remade for another mesh or
+  other sizes. With `accumulate`, a gradient is accumulated directly into ``.grad`` of its parameter if autograd would
+  do nothing else.
+- ``Fetch(roots, plan)(*objects)``: the inputs of a graph, read from `objects`, in a tuple. The plan is a list of reads
+  ``(from, step, key, wanted)``: `from` is the index of an earlier read, or ``-1 - i`` for object `i`; the step is one
+  of `READS`: an attribute, an item, a gradient, or the value or key at a position of a dict.
+- ``GuardAll(roots, plan, checks)(*objects)``: whether everything that such a walk finds is what the graph was compiled
+  for. A check ``(index, expected)`` requires that a `Guard` accepts a read, that it has a type, or that it is the same
+  object as another read.
+- ``Layouts(expected, complain)(tensors)``: checks that tensors have the sizes and strides of `expected`, a tuple of
+  ``(sizes, strides)``; calls ``complain(tensor, sizes, strides, "input")`` for one that does not.
+- ``Arguments(values, hold)()``: the arguments of a call while they are unchanged: a list, or None once a tensor was
+  freed or mutated. With `hold`, tensors are kept alive.
 
-- ``Fetch(roots, plan)(*objects)``: what the inputs of a graph are read from `objects`, in a tuple. The plan is a list
-  of reads ``(from, step, key, wanted)``: `from` is the place of an earlier read, or ``-1 - i`` for object `i`; the step
-  `READS` of an attribute, an item, a gradient, or the value or key at a position of a dict.
-- ``GuardAll(roots, plan, checks)(*objects)``: whether all that one such walk finds is what the graph was compiled for.
-  A check ``(place, expected)`` says of a read that a `Guard` accepts it, that it has a type, or that it is what another
-  read finds.
-
-- ``Layouts(expected, complain)(tensors)``: that tensors have the sizes and strides of `expected`, a tuple of ``(sizes,
-  strides)``; ``complain(tensor, sizes, strides, "input")`` is asked about one that has not.
-- ``Arguments(values, hold)()``: the arguments of a call as long as they are what they were: a list of them, or None
-  once a tensor is gone or was written to. With `hold`, tensors do not go.
-
-And functions of a tuple of values: ``own_storages``, whether surely no two tensors in it, or local tensors of DTensors,
-have one storage; ``increment_versions``, which does what ``torch.autograd.graph.increment_version`` does;
-``detached_views``, a list of its tensors with views detached; ``without_wrappers``, whether none is a tensor that
-``torch.func`` wraps."""
+Functions of a tuple of values: ``own_storages``, whether all tensors in it, or local tensors of DTensors, have distinct
+storages; ``increment_versions``, equivalent to ``torch.autograd.graph.increment_version``; ``detached_views``, a list
+of its tensors with views detached; ``without_wrappers``, whether none is a ``torch.func`` wrapper.
+"""
 
 from __future__ import annotations
 
@@ -60,18 +57,18 @@ READS = {"attribute": 0, "item": 1, "gradient": 2, "value_at": 3, "key_at": 4}
 
 _NAME = "dtensor_compile_native"
 _SOURCES = pathlib.Path(__file__).with_name("native_code")
-#: Of torch, what the module needs.
+#: Libraries of torch that the module is linked with.
 _LIBRARIES = ("torch_python", "torch_cpu", "c10")
 
 
 @functools.cache
 def native() -> Any:
-    """The C++ module, whose members are listed above; None, with a warning, where there is no compiler or it fails. The
-    first call on a machine builds it (20 s).
+    """The C++ module, whose members are listed above; None, with a warning, if there is no compiler or it fails.
 
-    None before torch 2.13 as well: what it reads of tensors is not what these have, and its guards would let through
-    what they should not. ``DTENSOR_COMPILE_NATIVE=0`` in the environment does without it; ``CXX`` names the compiler,
-    with options where there are some."""
+    The first call on a machine builds it (20 s). None before torch 2.13, too: tensors have other internals there, and
+    guards would accept too much. ``DTENSOR_COMPILE_NATIVE=0`` in the environment disables it; ``CXX`` names the
+    compiler, optionally with flags.
+    """
     if os.environ.get("DTENSOR_COMPILE_NATIVE") == "0" or torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         return None
     try:
@@ -80,31 +77,29 @@ def native() -> Any:
     except (OSError, ImportError, AttributeError, TypeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _refused.append(str(reason))
-        log.warning(
-            "calls cost what they cost under torch: the C++ part of dtensor_compile could not be built (%s)", reason
-        )
+        log.warning("calls are as slow as under torch: the C++ part of dtensor_compile could not be built (%s)", reason)
         return None
     return module
 
 
-#: Why the module could not be built, once it could not.
+#: The reason why the module could not be built; empty otherwise.
 _refused: list[str] = []
 
 
 def without_native() -> list[Decision]:
-    """The decision that calls cost as much as under torch, where the C++ module is not there."""
+    """The decision that calls are as slow as under torch, if the C++ module is missing."""
     if native() is not None:
         return []
-    why = _refused[0] if _refused else "DTENSOR_COMPILE_NATIVE=0, or a release of torch before 2.13"
+    why = _refused[0] if _refused else "DTENSOR_COMPILE_NATIVE=0, or a torch release before 2.13"
     reason = f"guards, arguments and results of DTensors are handled in Python, as under torch: {why}"
     return [Decision("native_calls", "", reason, left_alone=True)]
 
 
 def built_library(name: str, main: pathlib.Path, libraries: Sequence[str]) -> pathlib.Path:
-    """The library that `main` is compiled to, now if there is none for the files beside it, this torch and this Python.
+    """The library compiled from `main`; built now unless it exists for the sources, this torch and this Python.
 
     Args:
-        libraries: of torch, those that it is linked with.
+        libraries: of torch, to link with.
 
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails.
@@ -118,7 +113,7 @@ def built_library(name: str, main: pathlib.Path, libraries: Sequence[str]) -> pa
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of ranks that start together one builds
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of the ranks that start together builds it
         if not target.exists():
             log.info("building %s", target)
             made = pathlib.Path(scratch) / target.name
@@ -128,13 +123,13 @@ def built_library(name: str, main: pathlib.Path, libraries: Sequence[str]) -> pa
 
 
 def _folder() -> pathlib.Path:
-    """Where torch keeps compiled extensions."""
+    """The folder where torch keeps compiled extensions."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     return pathlib.Path(root) if root else pathlib.Path.home() / ".cache" / "torch_extensions" / "dtensor_compile"
 
 
 def _command(main: pathlib.Path, libraries: Sequence[str]) -> list[str]:
-    from torch.utils import cpp_extension  # takes a while: it imports setuptools
+    from torch.utils import cpp_extension  # slow: it imports setuptools
 
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -151,7 +146,7 @@ def _command(main: pathlib.Path, libraries: Sequence[str]) -> list[str]:
 def _load(path: pathlib.Path) -> types.ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
     spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
-    assert spec is not None  # a loader was given
+    assert spec is not None  # because a loader is given
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

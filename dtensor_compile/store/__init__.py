@@ -1,1 +1,1 @@
-"""What ranks tell each other through the store of their process group."""
+"""Communication between ranks through the store of their process group."""

@@ -1,4 +1,4 @@
-"""What this rank has said to the others through the store of the process group that is there now."""
+"""State of this rank's communication through the store of the current process group."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Book:
         group, store: the default process group and its store.
         announced: announcements of graphs, by the ranks of a group and the graph's name
             (`runtime.collective_agreement`).
-        refused: places of announcements with which another rank's did not agree.
-        unanswered: places of announcements that another rank could not answer, for it failed.
-        said: how often this rank has announced the same collectives of a group, for whatever graphs.
-        graphs: how often a graph was compiled, by its name.
-        compilations: how often the compilation of a function began, by its name.
-        met: how often `ranks` have met about a topic (`store.rendezvous`).
-        epoch: counts the process groups that this rank had on that store, which may outlive them.
+        refused: keys of announcements that disagreed with another rank's.
+        unanswered: keys of announcements that another rank could not answer, because it failed.
+        said: number of announcements of the same collectives of a group, for whatever graphs.
+        graphs: number of compilations per graph, by name.
+        compilations: number of compilations started per function, by name.
+        met: number of rendezvous of `ranks` per topic (`store.rendezvous`).
+        epoch: number of process groups that this rank has had on that store, which may outlive them.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -39,19 +39,19 @@ class Book:
         self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
 
     def key(self, ranks: tuple[int, ...], *parts: object) -> str:
-        """A key of the store for something that concerns `ranks`."""
+        """A key of the store that concerns `ranks`."""
         return "/".join(map(str, ("dtensor_compile", self.epoch, digest(ranks), *parts)))
 
 
 class _Current:
-    """The book of this process, which is that of its default process group."""
+    """The book of the current default process group."""
 
     book: Book | None = None
 
 
 def current_book() -> Book | None:
-    """The book of this process group; None where there is nobody to talk to, or nobody who could answer while this rank
-    waits (ranks that are threads take turns)."""
+    """The book of the current process group; None if there are no other ranks, or if they could not answer while this
+    rank waits (ranks that are threads run one at a time)."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ("fake", "threaded"):
         return None
     group = dist.group.WORLD

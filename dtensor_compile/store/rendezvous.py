@@ -1,13 +1,13 @@
-"""Ranks meet before they do together what would block the one that does it alone.
+"""Two-phase rendezvous through the store before a blocking collective setup.
 
-In: what it is about, who has to be there. Out: whether all are. All get the same answer, and nobody waits much longer
-than `PATIENCE` for it, whatever the others do: a rank that compiles something alone, to look at its parameters for
-instance, must not hang.
+All ranks get the same answer: whether all of them have arrived at the same topic. Nobody waits much longer than
+`PATIENCE` for it, whatever the others do: a rank that compiles something alone, for instance to inspect its parameters,
+must not hang.
 
-Through the store of the process group, in two phases. Each rank says ``here``. The first of them, once it sees that all
-are, turns each ``here`` into ``locked``; when it has all, it says ``go``. A rank that is tired of waiting turns its own
-``here`` into ``gone``, which fails where it is locked: then the answer is on its way. Both are compare-and-set, so that
-one of the two wins. The first rank asks each of n ranks twice, the others ask for one key each.
+Each rank writes ``here`` to the store. When the first rank sees that all have arrived, it turns each ``here`` into
+``locked``; once it has all, it writes ``go``. A rank that times out turns its own ``here`` into ``gone``, which fails
+if it is locked: then the answer is on its way. Both are compare-and-set operations, so exactly one of them wins. The
+first rank makes two requests for each of n ranks, the others poll one key each.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _HERE, _LOCKED, _GONE = "here", "locked", "gone"
 
 
 def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) -> bool:
-    """Whether all of `ranks`, of which this is one, ask this about the same topic now; the same answer on each of them.
+    """Whether all of `ranks`, including this one, have arrived at the same topic; the same answer on each of them.
 
     Args:
         topic: names what is to be done together.
+        ranks: global ranks.
         patience: seconds that a rank waits for the others; None for `PATIENCE`.
     """
     seconds = PATIENCE if patience is None else patience
@@ -37,7 +38,7 @@ def all_meet(topic: str, ranks: Sequence[int], patience: float | None = None) ->
     if book is None:
         return True
     store, ranks, me = book.store, tuple(sorted(ranks)), dist.get_rank()
-    number = book.met.get((ranks, topic), 0)  # of times that all met, which all of them counted
+    number = book.met.get((ranks, topic), 0)  # completed rendezvous, which all ranks counted
     keys = {rank: book.key(ranks, "meet", topic, number, rank) for rank in ranks}
     go = book.key(ranks, "meet", topic, number, "go")
     store.set(keys[me], _HERE)
@@ -67,7 +68,7 @@ def _lock_all(store: dist.Store, keys: dict[int, str], me: int) -> bool:
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether the condition holds within so many seconds."""
+    """Whether the condition becomes true within `seconds`."""
     deadline, pause = time.monotonic() + seconds, 0.001
     while not condition():
         if time.monotonic() > deadline:

@@ -4,6 +4,7 @@ of stays with torch.
 
 import inspect
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -159,6 +160,7 @@ def test_row_wise_embedding_of_sharded_indices_gathers_them_first():
     assert rec.captured
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_row_wise_embedding_on_two_mesh_dims():
     parity_of_embedding(embed_and_reduce, (2, 2), [Shard(0), Replicate()], [Replicate(), Shard(0)])

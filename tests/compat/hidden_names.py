@@ -44,7 +44,11 @@ def hide(module: str, names: set[str] | None) -> None:
     stock = builtins.__import__
 
     def hidden(name, globals=None, locals=None, fromlist=(), level=0):
-        if name != module or not fromlist or not (globals or {}).get("__name__", "").startswith("dtensor_compile.compat."):
+        if (
+            name != module
+            or not fromlist
+            or not (globals or {}).get("__name__", "").startswith("dtensor_compile.compat.")
+        ):
             return stock(name, globals, locals, fromlist, level)
         if names is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -133,10 +133,8 @@ def test_a_program_compiles_without_a_feature_that_it_does_not_need():
     mesh = make_mesh((2,))
     x = torch.distributed.tensor.distribute_tensor(torch.randn(5, 4), mesh, [torch.distributed.tensor.Shard(0)])
     compiled = torch.compile(lambda x: (x @ x.t()).sum(), backend="dtensor_aten", fullgraph=True)
-    warned = pytest.warns(
-        MissingHookWarning, match="in regions that are computed again: torch .* has no torch._gone:gone"
-    )
-    with _without("random numbers in regions that are computed again"), warned:
+    warned = pytest.warns(MissingHookWarning, match="in recomputed regions: torch .* has no torch._gone:gone")
+    with _without("random numbers in recomputed regions"), warned:
         found = compiled(x)
     torch.testing.assert_close(found.full_tensor(), (x @ x.t()).sum().full_tensor())
     with partition.place_random_states():
@@ -149,7 +147,7 @@ def test_kernels_stay_in_inductors_order_where_torch_takes_no_other():
     mesh = make_mesh((2,))
     x = torch.distributed.tensor.distribute_tensor(torch.randn(5, 4), mesh, [torch.distributed.tensor.Shard(0)])
     compiled = torch.compile(lambda x: (x @ x.t()).sum(), backend="dtensor", fullgraph=True)
-    name = "an order of Inductor's kernels in which collectives run beside compute"
+    name = "an order of Inductor's kernels that overlaps collectives with compute"
     with (
         _without(name),
         pytest.warns(MissingHookWarning, match="torch._gone:gone. Without it Inductor's own order stays"),
@@ -172,7 +170,7 @@ def test_a_program_compiles_without_marks_of_local_tensors():
         return (x @ w).relu().full_tensor().sum()
 
     with (
-        _without("what local tensors are globally, between redistributions"),
+        _without("specs of local tensors between redistributions"),
         pytest.warns(MissingHookWarning, match="more bytes"),
     ):
         torch.compile(loss, backend="dtensor_aten", fullgraph=True)(x).backward()

@@ -83,7 +83,7 @@ def made(placed, interior, value):
     return x.requires_grad_() * 1 if interior else x
 
 
-@pytest.mark.parametrize("backend", ["dtensor", "dtensor_aten"])
+@pytest.mark.parametrize("backend", [pytest.param("dtensor", marks=pytest.mark.slow), "dtensor_aten"])
 @pytest.mark.parametrize("placed", [False, True], ids=["tensor", "DTensor"])
 @on_ranks(2)
 def test_a_preserved_version_is_eagers(placed, backend):

@@ -1,5 +1,6 @@
 """Reductions over all ranks are of contiguous tensors, whose copies are part of the kernels before them."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -55,6 +56,7 @@ def test_what_stays():
         assert graph_text(gm.graph) == before
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gradients_of_convolutions_are_not_copied_when_they_come_back():
     """They are made in channels-last by Inductor, and returned in the layout of their parameters."""

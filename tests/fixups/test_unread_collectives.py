@@ -49,7 +49,7 @@ def test_its_gradient(alone, backend):
     """Inductor's partitioner refused the graph: what was not read had been put into the backward pass (fuzz seed
     89496).
     """
-    others = [name for name in dtensor_compile.options._PASSES["disable_passes"] if name != "make_in_place"]
+    others = [name for name in dtensor_compile.options.PASS_NAMES["disable_passes"] if name != "make_in_place"]
     options = {"strict": True, "disable_passes": others if alone else ()}
     assert_parity(
         norm_read_twice,

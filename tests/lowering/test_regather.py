@@ -69,7 +69,7 @@ def results(kernels="aten"):
 KEPT, AGAIN = ("S(0)->R", "kept for backward"), ("S(0)->R", "gathered again in backward")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parameters(ranks):
     """The gradient of a layer's input needs its weight; all gathers are repeated, none, or those that a budget
     leaves.
@@ -119,6 +119,7 @@ def test_what_fsdp_and_checkpoints_repeat_is_kept_where_that_is_asked_for():
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_activations_of_two_mesh_dims():
     """What is gathered for a product is gathered again from the shard of the activation, which is kept in its place."""

@@ -273,11 +273,13 @@ wait     reduce_scatter_tensor #11
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["a100", "b200"])
 def test_kernels_compile_for_other_architectures(gpu):
     check(step("tp", 8, gpu))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp", "fsdp"])
 def test_512_ranks(layout):
     device = step(layout, 512, "h200", rank=300)

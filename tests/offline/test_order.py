@@ -36,8 +36,8 @@ def compiled(name, layers, change=lambda built: None):
     "name",
     [
         "fully_shard x tensor parallel: plain",
-        "fully_shard x tensor parallel: uneven",
-        "fully_shard x tensor parallel: sharded loss",
+        pytest.param("fully_shard x tensor parallel: uneven", marks=pytest.mark.slow),
+        pytest.param("fully_shard x tensor parallel: sharded loss", marks=pytest.mark.slow),
     ],
 )
 def test_data_parallel_collectives_run_beside_kernels(name):
@@ -68,6 +68,7 @@ def test_decisions_and_report_are_of_the_written_code():
     assert all(graph.rests_on == "kernels" for graph in recording.report().ours.graphs)
 
 
+@pytest.mark.slow
 def test_a_collective_of_the_program_constrains_waits_alone():
     """A loss that the program itself sums over the data-parallel ranks: gathers and reductions beside it still run
     beside kernels.

@@ -158,7 +158,7 @@ def compiled(name, config=TINY, **kwargs):
     return device
 
 
-SLOW = {name for name in configurations.CONFIGURATIONS if name.endswith("dynamic")}
+SLOW = {name for name in configurations.CONFIGURATIONS if not name.endswith(("plain", "uneven"))}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +177,7 @@ def test_each_configuration_compiles_to_two_graphs(name):
     assert sum(step.kind == "start" for step in backward.steps) > 0
 
 
+@pytest.mark.slow
 def test_clipping_and_an_optimizer_step_are_one_graph_more():
     with offline.job(configurations.RANKS), offline.device("h100") as device:
         built = configurations.build("fully_shard: mixed precision", "cuda", TINY)
@@ -196,7 +197,7 @@ def test_clipping_and_an_optimizer_step_are_one_graph_more():
     assert updates.kernels
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD foreach", "SGD fused"])
+@pytest.mark.parametrize("optimizer", ["AdamW fused", pytest.param("SGD foreach", marks=pytest.mark.slow), "SGD fused"])
 def test_steps_of_optimizers_compile(optimizer):
     with offline.job(configurations.RANKS), offline.device("h100") as device:
         built = configurations.build("fully_shard x tensor parallel: plain", "cuda", TINY)
@@ -229,6 +230,7 @@ def test_checkpoint_wrapper_under_autocast():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["HSDP: plain", "replicate (DDP): plain"])
 def test_a_root_whose_hooks_run_in_eager(name):
     with offline.job(configurations.RANKS), offline.device("h100") as device:
@@ -240,6 +242,7 @@ def test_a_root_whose_hooks_run_in_eager(name):
     assert [graph.direction for graph in device.graphs] == ["forward", "backward"]
 
 
+@pytest.mark.slow
 def test_shapes_of_llama_8b_on_256_ranks():
     config = configurations.LLAMA_8B
     with offline.job(256), offline.device("h100") as device:

@@ -184,7 +184,7 @@ def test_scalars():
     assert_like_torch(2, (2,), ("R", "P(sum)", "P(max)"), [()], [torch.float32], ["contiguous"])
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (5, 6, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 8), pytest.param((5, 6, 3), marks=pytest.mark.slow), (3, 1)], ids=str)
 def test_every_change_on_two_mesh_dims(shape):
     assert_like_torch(4, (2, 2), ("R", "S(0)", "S(1)", "P(sum)"), [shape], [torch.float32], ["contiguous"])
 
@@ -222,7 +222,7 @@ def compare_strided(mesh_shape, words, shapes):
     [
         (2, (2,), ("R", "S(0)", "_S(0,2)", "_S(1,3)", "_S(0,5)")),
         (4, (4,), ("R", "_S(0,2)")),
-        (4, (2, 2), ("R", "S(0)", "_S(0,2)", "S(1)")),
+        pytest.param(4, (2, 2), ("R", "S(0)", "_S(0,2)", "S(1)"), marks=pytest.mark.slow),
     ],
 )
 def test_strided_shards_to_and_fro(world, mesh_shape, words):

@@ -61,7 +61,9 @@ def traced(local, *node):
     return trace_local(lambda x: carry_out(x, *node), [local]).graph
 
 
-@pytest.mark.parametrize(("world", "mesh_shape"), [(4, (4,)), (4, (2, 2)), (8, (2, 4))])
+@pytest.mark.parametrize(
+    ("world", "mesh_shape"), [(4, (4,)), (4, (2, 2)), pytest.param(8, (2, 4), marks=pytest.mark.slow)]
+)
 def test_no_plan_holds_more_than_is_counted(world, mesh_shape):
     mode, plans = FakeTensorMode(), 0
     with simulated_job(world, 0):

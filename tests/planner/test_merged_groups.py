@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ def gathered(x):
     return x.redistribute(placements=[Replicate(), Replicate()]).to_local() * 2
 
 
+@pytest.mark.slow
 @on_ranks(5)
 def test_ranks_outside_of_the_mesh_hold_up_nobody():
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])

@@ -16,7 +16,12 @@ from dtensor_compile.planner.search import bytes_sent, collectives, plan
 from tests.planner.test_search import price
 
 WORDS = ("R", "S(0)", "S(1)", "P(sum)")
-CASES = [((4,), (8, 8), 16), ((2, 4), (256, 64), 50), ((2, 4), (7, 300), 25), ((2, 2, 2), (64, 64), 20)]
+CASES = [
+    ((4,), (8, 8), 16),
+    ((2, 4), (256, 64), 50),
+    ((2, 4), (7, 300), 25),
+    pytest.param((2, 2, 2), (64, 64), 20, marks=pytest.mark.slow),
+]
 
 
 def sample(mesh_ndim, most):

@@ -48,7 +48,7 @@ def step_without_rank_1(dies: bool, backend: str) -> None:
         raise RuntimeError(f"rank 0 was told: {error}") from error
 
 
-@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("dies", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_others_get_an_error_within_the_time_out(dies):
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 0 was told: .*([Cc]onnection|[Tt]imed out)") as told:

@@ -255,7 +255,7 @@ def scaler_follows_eager(*args, **arguments):
 
 
 @pytest.mark.parametrize("name", MAKE_SCALED)
-@pytest.mark.parametrize("infinite", ["-++--+-", "+-++-"])
+@pytest.mark.parametrize("infinite", [pytest.param("-++--+-", marks=pytest.mark.slow), "+-++-"])
 def test_scaler_leaves_steps_out(mesh, name, infinite):
     scaler_follows_eager(mesh, MAKE_SCALED[name], [sign == "+" for sign in infinite])
 

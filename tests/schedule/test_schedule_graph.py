@@ -264,7 +264,12 @@ def starts(layout_name, uneven, topology):
 
 
 @pytest.mark.parametrize(
-    "layout, ranks, uneven, topology", [("fsdp", 2, True, None), ("tp", 2, False, None), ("2d", 4, False, "cpu-1gbit")]
+    "layout, ranks, uneven, topology",
+    [
+        ("fsdp", 2, True, None),
+        ("tp", 2, False, None),
+        pytest.param("2d", 4, False, "cpu-1gbit", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_bitwise_the_same_and_all_ranks_start_alike(layout, ranks, uneven, topology):
     first, *others = run_on_ranks(ranks, starts, layout, uneven, topology)

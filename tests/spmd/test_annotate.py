@@ -292,6 +292,7 @@ def test_convolutions_run_on_shards_of_the_batch():
     compare(one, image, calls=1)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_other_modules():
     failed = []
@@ -323,6 +324,7 @@ def _program_over_local_tensors():
     assert other.placements == (Shard(0), Shard(1))
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_other_ways_to_run():
     _program_over_local_tensors()

@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -195,6 +196,7 @@ def _stored_in_shards():
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_checkpointed_regions():
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -119,6 +120,7 @@ def _running_statistics():
                 torch.testing.assert_close(got, want)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_writes_in_place():
     _written_intermediates()
@@ -195,6 +197,7 @@ def _gradients_of_what_is_mixed():
     compare(model, x)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_random_numbers_are_those_of_the_plain_program():
     _draws()

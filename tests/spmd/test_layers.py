@@ -133,6 +133,7 @@ def _specs_and_loader():
         ShardingSpec(mesh, (None, "tp"), minibatch=True).slice(t)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_layers_and_loaders_on_ranks():
     _specs_and_loader()

@@ -259,6 +259,7 @@ def _sizes_that_vary():
         torch.testing.assert_close(compiled(x), torch.relu(x))
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_regions_along_some_axes():
     set_global_mesh_22()

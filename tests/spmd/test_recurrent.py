@@ -148,6 +148,7 @@ def _packed_sequences():
         torch.compile(model.layer, backend="dtensor_aten", fullgraph=True)(packed)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=280)
 def test_recurrent_layers():
     torch.manual_seed(0)

@@ -108,6 +108,7 @@ def test_a_training_step_with_dropout(rows, mesh):
     return model, [torch.randn(rows, 6)]
 
 
+@pytest.mark.slow
 @parity(mesh=(3,), local=True)
 def test_uneven_shards_partial_values_and_empty_shards_through_inductor(mesh):
     x = distribute_tensor(torch.randn(7, 5), mesh, [Shard(0)]).detach().requires_grad_()

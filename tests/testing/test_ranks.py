@@ -85,6 +85,7 @@ def test_hang_of_one_rank_ends_with_its_stack():
         run_on_ranks(2, sleep_on_one, timeout=10)
 
 
+@pytest.mark.slow
 def test_of_too_many_processes_those_used_longest_ago_are_ended(monkeypatch):
     monkeypatch.setattr(ranks, "_jobs", {})
     monkeypatch.setattr(ranks, "MOST_RANKS", 3)

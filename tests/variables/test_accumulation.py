@@ -149,6 +149,7 @@ def test_replicated_gradients_wait():
     assert_same(*BUILD["replicated"], sync=IN_STAGES)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_eager_and_compiled_microbatches_of_shards_take_turns():
     assert_same(*BUILD["hybrid uneven"], sync=IN_STAGES, backends=(BACKEND, None))
@@ -164,6 +165,7 @@ def test_shards_that_wait_are_sent_over_shards_alone():
     assert {collective.kind for collective in collectives} != {"all_gather"}
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_through_inductor():
     assert_same(per_block, 6, ("dtensor",))
@@ -177,6 +179,7 @@ def test_eager_and_compiled_microbatches_take_turns(name):
     assert_same(*BUILD[name], backends=(None, BACKEND))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_eager_and_compiled_microbatches_take_turns_under_tensor_parallel():
     assert_same(*BUILD["two dims"], backends=(BACKEND, None))

@@ -119,6 +119,7 @@ def calls(run):
     return [(counted(run(argument(rows))), counted(GIVEN)) for rows in (6, 6, 8)]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_counts_equal_eagers():
     for program in PROGRAMS:

@@ -109,6 +109,7 @@ def test_one_graph(program):
     follows_eager(program, {there_and_back: 4, one_hot_counts: 3}.get(program, 2))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_four_ranks():
     follows_eager(there_and_back, 8)

@@ -80,7 +80,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+#: Those whose whole step is compiled in `make test`; of the others `make test-slow` compiles it.
+WHOLE = ("sgd", "adamw")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+)
 @on_ranks(2)
 def test_whole_train_step(name):
     def make(model):

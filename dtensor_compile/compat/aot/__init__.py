@@ -1,1 +1,1 @@
-"""What the package replaces and calls of AOTAutograd and of symbolic sizes."""
+"""The private parts of AOTAutograd and of symbolic shapes that the package replaces or calls."""

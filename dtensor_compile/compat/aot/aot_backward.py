@@ -1,6 +1,4 @@
-"""The backward pass that AOTAutograd traces and builds: errors while it is traced, and gradients that it did not
-expect.
-"""
+"""The backward that AOTAutograd traces and builds: errors during its trace, and unexpected tangents."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from dtensor_compile.compat.apply_patches import is_called_from, patched
 from dtensor_compile.compat.dtensor.specs import Spec
 from dtensor_compile.compat.patches import hook, needs, patch
 
-#: Gradients to put in place of an error: ``(error, inputs, tangents)``; None where the error stands.
+#: Gradients instead of an error: ``(error, inputs, tangents)``; None to raise the error.
 StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
 
 
@@ -41,14 +39,14 @@ _GRAD = patch("torch.autograd:grad", "outputs inputs grad_outputs ...")
     hook("torch._functorch._aot_autograd:graph_capture_wrappers"),
     without="they are errors of the compilation",
     upstream="#104943",
-    remove_when="AOTAutograd traces the backward lazily, or hands a backend the error of the joint trace",
+    remove_when="AOTAutograd traces the backward lazily, or gives a backend the error of the joint trace",
 )
 @contextlib.contextmanager
 def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
-    """While it is entered, an error of the backward pass that AOTAutograd traces on this thread goes to `stand_in`.
+    """While active, an error of the backward that AOTAutograd traces on this thread goes to `stand_in`.
 
-    The one call in which AOTAutograd traces a backward pass is to ``torch.autograd.grad``, from its module
-    ``graph_capture_wrappers``; every other call, a program's own among them, is torch's.
+    AOTAutograd traces a backward by one call to ``torch.autograd.grad``, from its module ``graph_capture_wrappers``;
+    all other calls, including the program's own, go to torch.
     """
 
     def grad(stock: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -67,27 +65,25 @@ def traced_backward_hook(stand_in: StandIn) -> Iterator[None]:
 
 
 @needs(
-    "gradients of results that the loss does not use, or that come placed otherwise than expected",
+    "gradients of unused results, and gradients with unexpected placements",
     *BUILD,
     *TANGENTS,
-    without="they are an error of torch's in the backward pass",
+    without="torch raises an error in the backward pass",
     upstream="#173123, #118600",
-    remove_when="AOTAutograd takes a plain zero gradient of a DTensor, and gradients that are placed otherwise than "
-    "expected",
+    remove_when="AOTAutograd takes a plain zero gradient of a DTensor, and gradients with unexpected placements",
 )
 @contextlib.contextmanager
 def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterator[None]:
-    """While it is entered, backward passes that AOTAutograd builds on this thread take the gradients that DTensor
-    outputs get.
+    """While active, backward passes that AOTAutograd builds on this thread take the gradients that DTensor outputs get.
 
-    Stock refuses two kinds: that of an output which the loss does not use (autograd makes plain zeros of it, and
-    nothing says which mesh and placements they stand for), and that of an output with an unbacked size (it asks whether
-    that equals the size of the gradient). A gradient that is placed otherwise than expected is dealt with as
-    `compat.aot.tangents` says. The functions stay with the compiled code; torch's own are as they were.
+    Stock refuses two kinds: the gradient of an output that the loss does not use (autograd makes plain zeros, without
+    mesh and placements), and that of an output with an unbacked size (it compares that size with the gradient's).
+    Gradients with other placements than expected are handled as described in `compat.aot.tangents`. The changes apply
+    to the compiled code; torch's own functions are unchanged.
 
     Args:
         program: the traced program.
-        tangents: what to expect, and where to note what comes.
+        tangents: the expected placements; records those that arrive.
     """
 
     def take(compiled: type[torch.autograd.Function], metadata: Any) -> None:
@@ -108,7 +104,7 @@ def _of_dtensor(meta: Any) -> bool:
 
 
 def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tangents: Tangents) -> None:
-    """Changes a compiled ``torch.autograd.Function``: see `dtensor_tangents`."""
+    """Patches a compiled ``torch.autograd.Function``; see `dtensor_tangents`."""
     stock_forward, stock_backward = compiled.forward, compiled.backward
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -152,9 +148,7 @@ def _take_gradients_as_they_come(compiled: Any, program: Callable[..., Any], tan
 
 
 def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:
-    """A gradient of zeros for an output with that spec; where the output is partial, zeros on every rank are
-    replicated.
-    """
+    """A zero gradient for an output with that spec; replicated where the output is partial."""
     placements = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
     return DTensor.from_local(
         zeros.new_zeros(local_shape), spec.mesh, placements, run_check=False, shape=spec.shape, stride=spec.stride
@@ -162,9 +156,8 @@ def _zeros(zeros: torch.Tensor, spec: Any, local_shape: torch.Size) -> DTensor:
 
 
 class _SpecOfAnySize(Spec):
-    """torch 2.11 asks whether what it traced equals what arrives, sizes included, which are the output's whatever they
-    are.
-    """
+    """A spec that equals others of any size: torch 2.11 also compares the sizes, which are always those of the
+    output."""
 
     __hash__ = Spec.__hash__
 
@@ -181,7 +174,7 @@ def _of_any_size(meta: SubclassCreationMeta) -> SubclassCreationMeta:
 
 
 def _process_tangent(stock: Callable[..., Any], tangent: Any, meta: Any, *args: Any) -> Any:
-    """torch compares what it traced with what arrives, sizes included, which are the output's whatever they are."""
+    """Calls torch's function with the sizes of the tangent, which it compares with those it traced."""
     if _of_dtensor(meta) and isinstance(tangent, DTensor):
         placements, _, *rest = meta.meta
         meta = copy.copy(meta)

@@ -1,9 +1,8 @@
-"""Inputs of a compiled region that are AsyncCollectiveTensors, or DTensors over one: collectives that eager has started
-and not waited for.
+"""Inputs of a compiled region that are AsyncCollectiveTensors, or DTensors over one: results of collectives that eager
+has started but not waited for.
 
-    torch:  traces such an input by the tensor in it, which requires no gradient: what the region computes of it has
-    none either
-    here:   traces a tensor that requires a gradient where the input does; the compiled call waits before its graph runs
+    torch:  traces the inner tensor, which does not require a gradient: results that depend on it have none either
+    here:   traces a tensor that requires a gradient if the input does; the compiled call waits before its graph runs
 
 Upstream: `process_inputs` in ``torch/_functorch/_aot_autograd/frontend_utils.py`` calls ``trigger_wait()``, and the
 result has no autograd history. Can go once torch keeps ``requires_grad`` there, and waits for local tensors of DTensors
@@ -36,16 +35,14 @@ def _is_async(value: Any) -> bool:
 
 
 def waited_for(value: Any) -> Any:
-    """`value` with a plain (local) tensor that is ready to be read in the place of an AsyncCollectiveTensor; nothing
-    that autograd knows of.
-    """
+    """`value` with its AsyncCollectiveTensor replaced by the completed plain tensor, without autograd history."""
     if isinstance(value, AsyncCollectiveTensor):
         return value.trigger_wait()
     return DTensor(value._local_tensor.trigger_wait(), value._spec, requires_grad=False) if _is_async(value) else value
 
 
 class _Interior(torch.autograd.Function):
-    """A tensor that is not a leaf of the autograd graph, and no view."""
+    """Gives a tensor that is neither a leaf of the autograd graph nor a view."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -53,18 +50,16 @@ class _Interior(torch.autograd.Function):
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the sizes and strides of `value`, a fake AsyncCollectiveTensor or a DTensor over one, in a
-    storage of its own.
-    """
+    """A fake tensor with the sizes and strides of `value`, in its own storage. `value` is a fake AsyncCollectiveTensor
+    or a DTensor over one."""
     if isinstance(value, DTensor):
         return DTensor(_plain(value._local_tensor), value._spec, requires_grad=False)
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _as_traced(value: torch.Tensor, fake_mode: Any, static_shapes: bool) -> torch.Tensor:
-    """What stands for an input while its program is traced: with the sizes that Dynamo knows, and its place in
-    autograd's graph.
-    """
+    """The tensor to trace for an input: with the sizes that Dynamo knows, and the same role (leaf or not) in the
+    autograd graph."""
     context = TracingContext.try_get()
     symbolic = context.tensor_to_context.get(value) if context is not None else None
     source = getattr(symbolic, "tensor_source", None)
@@ -82,11 +77,11 @@ def _as_traced(value: torch.Tensor, fake_mode: Any, static_shapes: bool) -> torc
 
 @contextlib.contextmanager
 def keep_gradients_of_async_inputs(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """While it is entered, programs that AOTAutograd compiles on this thread keep the gradients of their
-    AsyncCollectiveTensors.
+    """While active, programs that AOTAutograd compiles on this thread keep the gradients of AsyncCollectiveTensor
+    inputs.
 
     Args:
-        example_inputs: those of the program. Without an AsyncCollectiveTensor among them nothing changes.
+        example_inputs: of the program. Without an AsyncCollectiveTensor among them nothing changes.
     """
     if async_inputs(example_inputs):
         with _traced_with_gradients():
@@ -108,14 +103,14 @@ _WRAPPER = patch(
     "gradients of inputs that are AsyncCollectiveTensors",
     _PROCESS,
     _WRAPPER,
-    without="torch decides about them, and their gradients can be lost",
+    without="torch handles them, and their gradients can be lost",
     upstream="#191113, #180614",
     remove_when="process_inputs keeps requires_grad of an AsyncCollectiveTensor, and waits for one that is the local "
     "tensor of a DTensor",
 )
 @contextlib.contextmanager
 def _traced_with_gradients() -> Iterator[None]:
-    """While it is entered, AOTAutograd traces such inputs on this thread with their place in autograd's graph."""
+    """While active, AOTAutograd traces such inputs on this thread with their role in the autograd graph."""
 
     def process(
         stock: Any,
@@ -147,7 +142,7 @@ def _traced_with_gradients() -> Iterator[None]:
 
 
 def _waiting(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """`compiled`, a boxed function, which gets the arguments at `places` once they are ready."""
+    """`compiled`, a boxed function, called once the arguments at `places` are complete."""
 
     def run(args: list[Any]) -> Any:
         for i in places:

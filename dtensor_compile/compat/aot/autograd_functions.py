@@ -1,4 +1,4 @@
-"""The ``torch.autograd.Function`` that AOTAutograd builds of a compiled graph and its backward."""
+"""The ``torch.autograd.Function`` that AOTAutograd builds from a compiled graph and its backward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.patches import if_there, needs, patch
 
 _PLACE = "torch._functorch._aot_autograd.runtime_wrappers:"
-#: The class whose one method builds such a function; before 2.13 it is built amid a longer one.
+#: The class that builds such a function; before 2.13, a longer method builds it.
 _FACTORY: Any = if_there(_PLACE + "_AOTDispatchAutogradFunctionFactory")
-#: Whether torch generates the Python that runs around a graph, as of 2.13.
+#: Whether torch generates the Python that runs around a graph (since 2.13).
 IS_GENERATED = _FACTORY is not None
 _WRAP = patch(_PLACE + "RuntimeWrapper.post_compile")
-#: What `functions_built` replaces first, and all that it replaces.
+#: The patch that `functions_built` applies first, and all of its patches.
 _BUILD = (
     patch(_PLACE + "_AOTDispatchAutogradFunctionFactory.build", "self")
     if IS_GENERATED
@@ -36,8 +36,11 @@ def _leave(*_: Any) -> None: ...
 def functions_built(
     before: Callable[[Any], None] = _leave, after: Callable[[type[torch.autograd.Function], Any], None] = _leave
 ) -> Iterator[None]:
-    """While it is entered, functions built on this thread pass by: `before` gets what AOTAutograd knows of the graph
-    (``ViewAndMutationMeta``), `after` the function as well, which nothing has called yet.
+    """While active, calls `before` and `after` around the construction of functions on this thread.
+
+    Args:
+        before: called with AOTAutograd's metadata of the graph (``ViewAndMutationMeta``).
+        after: called with the function, which has not run yet, and that metadata.
     """
 
     def build(stock: Any, self: Any) -> type[torch.autograd.Function]:
@@ -60,7 +63,7 @@ def functions_built(
 
 
 def _right_strides(meta: SubclassCreationMeta, all_args: Sequence[Any], *, curr_start_idx: int) -> tuple[Any, Any]:
-    """torch 2.11 takes symbolic strides of a tensor that a graph returns from where its sizes are."""
+    """Size and stride of a DTensor result; torch 2.11 reads symbolic strides from the position of the sizes."""
     given = iter(all_args[curr_start_idx:])
     size, stride = (
         tuple(next(given) if s is None else s for s in outer) for outer in (meta.outer_size, meta.outer_stride)
@@ -72,20 +75,19 @@ def _right_strides(meta: SubclassCreationMeta, all_args: Sequence[Any], *, curr_
     "strides of DTensors that a graph returns, before 2.13",
     _NOTE,
     without="symbolic strides are wrong",
-    upstream="done in 2.13",
-    remove_when="2.11 is not supported any more",
+    upstream="fixed in 2.13",
+    remove_when="2.11 is no longer supported",
 )
 @contextlib.contextmanager
 def strides_of_results() -> Iterator[None]:
-    """While it is entered, what this thread notes of the DTensors that go in and out of a graph gives them their
-    strides.
-    """
+    """While active, metadata that this thread creates for DTensor inputs and results of a graph has the right
+    strides."""
     if IS_GENERATED:
         yield
         return
 
     def note(stock: Any, self: SubclassCreationMeta) -> None:
-        stock(self)  # an attribute of the object: torch asks whether it is of this very class
+        stock(self)  # set on the object, as torch checks for exactly this class
         vars(self)["compute_outer_size_and_stride"] = functools.partial(_right_strides, self)
 
     with patched(_NOTE, note):

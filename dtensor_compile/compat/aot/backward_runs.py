@@ -1,9 +1,8 @@
-"""Runs of a compiled backward pass: who is told of the first, and what a pass gets that retains the graph for another
-one.
+"""Hooks around runs of a compiled backward, and ``retain_graph=True`` for it.
 
-A backward pass of Inductor's uses tensors that its forward pass made and no one else sees ("donated buffers") for its
-own results. torch refuses ``backward(retain_graph=True)`` then. Which tensors there are depends on the graph, and with
-it on the rank, so that one rank could refuse while the others wait in a collective.
+A backward of Inductor's writes over tensors that only its forward made and saved ("donated buffers"). torch then
+refuses ``backward(retain_graph=True)``. Which tensors are donated depends on the graph, and with it on the rank, so one
+rank could refuse while the others wait in a collective.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from dtensor_compile.compat.patches import hook, needs
     *BUILD,
     hook("torch._C._autograd:_get_current_graph_task_keep_graph"),
     hook("torch._prims_common:clone_preserve_strides", "x", "x base"),
-    without="torch refuses them where a backward pass uses the memory of saved tensors, and ranks do not compare their "
+    without="torch refuses them if a backward pass reuses the memory of saved tensors, and ranks do not compare their "
     "backward passes",
-    upstream="not reported: torch refuses them on purpose, where it writes over saved tensors",
+    upstream="not reported: torch refuses them on purpose if it writes over saved tensors",
     remove_when="a backward with retain_graph=True gets copies of donated buffers, and a hook sees the function first",
 )
 @contextlib.contextmanager
 def backward_runs(
     begin: Callable[[], None], failed: Callable[[Exception], None], ended: Callable[[Exception | None], None]
 ) -> Iterator[None]:
-    """While it is entered, functions built on this thread give a backward pass that retains the graph copies to write
-    over.
+    """While active, functions built on this thread copy donated buffers for a backward that retains the graph.
 
     Args:
-        begin: called before a backward pass that is compiled already runs for the first time; an error of its own ends
-            that run, and the next one calls it again.
-        failed: told of the error where a backward pass is compiled when it first runs, and cannot be.
-        ended: called after the first run of a backward pass, with the error if it raised.
+        begin: called before the first run of a backward that is already compiled; if it raises, the run fails, and the
+            next run calls it again.
+        failed: called with the error if a backward is compiled on its first run and that fails.
+        ended: called after a run of the backward: with None after the first that succeeds, with the error after each
+            that fails.
     """
     with functions_built(after=lambda compiled, metadata: _watch(compiled, metadata, begin, failed, ended)):
         yield
@@ -55,20 +54,18 @@ def _watch(
     failed: Callable[[Exception], None],
     ended: Callable[[Exception | None], None],
 ) -> None:
-    """Changes a compiled ``torch.autograd.Function``: see `backward_runs`."""
+    """Patches a compiled ``torch.autograd.Function``; see `backward_runs`."""
     stock, lock, began, ran = compiled._backward_impl, threading.Lock(), False, False
     donated: list[int] = []
 
     def run(ctx: Any, values: list[Any]) -> Any:
         nonlocal began, ran
-        if (
-            compiled.compiled_bw is not None
-        ):  # else it is compiled now, and where it retains the graph, to write over nothing
+        if compiled.compiled_bw is not None:  # else it is compiled now, without donated buffers if it retains the graph
             if not began:
                 begin()
                 began = True
             if torch._C._autograd._get_current_graph_task_keep_graph():
-                with lock:  # the list is emptied once, and torch then finds nothing to refuse
+                with lock:  # emptied once, so that torch finds no reason to refuse
                     donated.extend(metadata.bw_donated_idxs or ())
                     metadata.bw_donated_idxs = []
                 for i in donated:

@@ -1,4 +1,4 @@
-"""Who hears of the local tensors of DTensors, and of what they are globally, while AOTAutograd traces."""
+"""Reports local tensors of DTensors and their specs while AOTAutograd traces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TO_LOCAL = patch("torch.distributed.tensor._api:_ToTorchTensor.forward", "ctx i
 
 
 @needs(
-    "what local tensors are globally, between redistributions",
+    "specs of local tensors between redistributions",
     _BEGIN,
     _UNWRAP,
     _FLATTEN,
@@ -40,15 +40,16 @@ _TO_LOCAL = patch("torch.distributed.tensor._api:_ToTorchTensor.forward", "ctx i
 )
 @contextlib.contextmanager
 def locals_hook(tell: Callable[[torch.Tensor, DTensorSpec], None]) -> Iterator[None]:
-    """While it is entered, ``tell(local, spec)`` hears of DTensors that this thread hands to operators or takes apart.
+    """While active, calls ``tell(local, spec)`` for DTensors that this thread passes to operators or unwraps.
 
-    Of the arguments of an operator it hears where torch decides on a sharding, which it does once for equal specs: the
-    first time after a trace begins, as torch's cache of decisions is empty then. So all ranks hear the same, whatever
-    ran before on each."""
+    Arguments of an operator are reported when torch decides on a sharding, which it does once for equal specs: the
+    first time after a trace begins, because torch's cache of decisions is cleared then. So all ranks report the same,
+    whatever ran on them before.
+    """
     begun: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(stock: Any, self: ProxyTorchDispatchMode) -> Any:
-        if self.tracer not in begun:  # a trace is left and entered again
+        if self.tracer not in begun:  # the mode of a trace may be entered again
             begun.add(self.tracer)
             forget_decisions()
         return stock(self)

@@ -1,6 +1,5 @@
-"""Tokens that order operators with effects (``linalg.inv`` checks its result), where AOTAutograd makes graphs for
-Inductor.
-"""
+"""Tokens that order effectful operators (``linalg.inv`` checks its result) in graphs that AOTAutograd makes for
+Inductor."""
 
 from __future__ import annotations
 
@@ -23,20 +22,19 @@ _UNLIFT = tuple(
 
 
 @needs(
-    "operators with effects inside of DTensor operators",
+    "effectful operators inside of DTensor operators",
     *_UNLIFT,
     without="they are an error of the compilation",
     upstream="#184111 made the operators effectful; #190908, the same for while_loop",
-    remove_when="AOTAutograd finds the token for an operator with effects inside of a tensor subclass",
+    remove_when="AOTAutograd finds the token for an effectful operator inside of a tensor subclass",
 )
 @contextlib.contextmanager
 def tokens_from_inputs() -> Iterator[None]:
-    """While it is entered, graphs that AOTAutograd makes on this thread begin a chain of effects with the token they
-    are given.
+    """While active, graphs that AOTAutograd makes on this thread start each chain of effects with their input token.
 
-    Inside a DTensor operator the tracer does not see that token and leaves a fake tensor in its place, as a constant;
-    the token stays an input without a use, and AOTAutograd, which takes tokens out again for Inductor, refuses the
-    graph."""
+    Inside a DTensor operator the tracer does not see that token and uses a fake tensor as a constant instead. The token
+    input is then unused, and AOTAutograd, which removes tokens for Inductor, refuses the graph.
+    """
 
     def unlift(stock: Any, fw_module: torch.fx.GraphModule, fw_metadata: Any, *args: Any, **kwargs: Any) -> None:
         _begin_with_inputs(fw_module, list(fw_metadata.tokens))
@@ -47,8 +45,10 @@ def tokens_from_inputs() -> Iterator[None]:
 
 
 def _begin_with_inputs(module: torch.fx.GraphModule, effects: list[Any]) -> None:
-    """Puts the token of its effect, the first inputs of `module` in the order of `effects`, where a chain begins with a
-    constant.
+    """Replaces constants that start a chain of effects by the token of the effect.
+
+    Args:
+        effects: in the order of their tokens, the first inputs of `module`.
     """
     tokens = dict(zip(effects, module.graph.find_nodes(op="placeholder")))
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):

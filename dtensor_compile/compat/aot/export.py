@@ -1,6 +1,4 @@
-"""Tracing a program over DTensors to the operators on local tensors, with the sizes symbolic that ``torch.export``
-shall vary.
-"""
+"""Traces a program over DTensors to operators on local tensors, with the dynamic dims of ``torch.export`` symbolic."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from dtensor_compile.compat.dtensor.specs import Spec
 def dynamic_dims(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
 ) -> list[frozenset[int]]:
-    """The dims of each leaf of the arguments that ``dynamic_shapes`` (as for ``torch.export.export``) lets vary."""
+    """Per leaf of the arguments, the dims that ``dynamic_shapes`` (as for ``torch.export.export``) makes dynamic."""
     found: list[frozenset[int]] = []
 
     def note(_path: Any, leaf: Any, spec: Any = None) -> Any:
@@ -46,12 +44,12 @@ def _varies(size: Any) -> bool:
 def trace_to_local(
     function: Callable[..., Any], inputs: Sequence[Any], dims: Sequence[frozenset[int]]
 ) -> torch.fx.GraphModule:
-    """The graph of aten operators that ``function(*inputs)`` runs on local tensors; DTensors exist while it is traced
-    only.
+    """The graph of aten operators that ``function(*inputs)`` runs on local tensors; DTensors exist only during the
+    trace.
 
     Args:
         inputs: plain tensors and other values.
-        dims: per input the dims whose size is symbolic.
+        dims: per input, the dims with a symbolic size.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
@@ -67,7 +65,7 @@ def trace_to_local(
 
 
 def wrap_local(local: torch.Tensor, spec: Spec) -> DTensor:
-    """The DTensor around a local tensor; its global sizes follow from those of the local tensor where they may vary."""
+    """The DTensor around a local tensor; its global sizes follow from the local sizes if those are symbolic."""
     meta = spec.tensor_meta
     if meta is None or not all(isinstance(size, int) for size in local.shape):
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False)
@@ -75,7 +73,7 @@ def wrap_local(local: torch.Tensor, spec: Spec) -> DTensor:
 
 
 def local_and_spec(tensor: DTensor) -> tuple[torch.Tensor, Spec]:
-    """What a DTensor is made of."""
+    """The local tensor, detached, and spec of a DTensor."""
     return tensor._local_tensor.detach(), tensor._spec
 
 

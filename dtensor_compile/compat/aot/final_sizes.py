@@ -1,9 +1,9 @@
-"""Sizes that a graph returns with its DTensors, and that become numbers while it is traced.
+"""Sizes that a graph returns with its DTensors, and that are specialized during the trace.
 
-AOTAutograd plans the results of a graph before it traces the backward pass. A DTensor of symbolic sizes is several: its
-local tensor, its mesh, and an integer per symbol. Where how a gradient is cut needs to know that a size is even, or
-less than the number of ranks, the symbol can be left with one value (``2 <= s < 3``): the traced graph returns no
-integer for it, and every later result is taken for the one before.
+AOTAutograd plans the results of a graph before it traces the backward. A DTensor with symbolic sizes is flattened to
+its local tensor, its mesh, and one integer per symbol. If the placement of a gradient needs to know that a size is
+even, or less than the number of ranks, the symbol can be left with one value (``2 <= s < 3``): the traced graph returns
+no integer for it, and every later result is taken for its predecessor.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ T = TypeVar("T")
 
 
 class _PlannedTooEarly(Exception):
-    """A size that the plan of the results has as a symbol is a number now."""
+    """A size that is a symbol in the plan of the results is an integer now."""
 
 
 def plan_until_sizes_stay(compile: Callable[[], T]) -> T:
-    """What `compile`, which calls AOTAutograd, returns; it is called again where a size became a number after the plan
-    was made.
+    """The result of `compile`, which calls AOTAutograd; repeats it if a size was specialized after the plan was made.
 
-    It ends: a size that is a number is none of the symbols of the next plan.
+    Terminates: a specialized size is not a symbol of the next plan.
     """
     while True:
         try:
@@ -47,19 +46,18 @@ _CREATE = patch("torch._functorch._aot_autograd.graph_capture:_create_graph", "f
 
 
 @needs(
-    "results whose sizes become numbers in the backward pass",
+    "results whose sizes are specialized in the backward pass",
     _UNWRAP,
     _CREATE,
-    without="such a graph returns too little",
+    without="such a graph returns too few results",
     essential=True,
     upstream="#152963",
     remove_when="AOTAutograd plans the results of subclasses after the joint graph is traced",
 )
 @contextlib.contextmanager
 def _plans_checked() -> Iterator[None]:
-    """While it is entered, a graph traced on this thread that returns fewer integers than planned is an error, before
-    any pass sees it.
-    """
+    """While active, a graph traced on this thread that returns fewer integers than planned is an error, before any pass
+    runs."""
     planned: list[torch.SymInt] = []
 
     def unwrap(stock: Any, *args: Any, meta: Any, **kwargs: Any) -> Any:
@@ -77,6 +75,6 @@ def _plans_checked() -> Iterator[None]:
 
 
 def _symbols(results: list[Any]) -> list[torch.SymInt]:
-    """Sizes and strides that a plan has as integers of their own."""
+    """Symbolic sizes and strides that a plan returns as separate integers."""
     extents = [(*meta.outer_size, *meta.outer_stride) for meta in results if isinstance(meta, SubclassCreationMeta)]
     return [size for extent in extents for size in extent if isinstance(size, torch.SymInt)]

@@ -1,4 +1,4 @@
-"""Graphs: taking back a change, what is noted on nodes while they are traced, and running one operator by operator."""
+"""Graphs: undoing a change, metadata that tracing puts on nodes, and running a graph operator by operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 
 class SavedNode(NamedTuple):
-    """A node as it was."""
+    """The state of a node."""
 
     node: torch.fx.Node
     op: str
@@ -32,17 +32,15 @@ SavedGraph = tuple[SavedNode, ...]
 
 
 def copy_of_graph(graph: torch.fx.Graph) -> SavedGraph:
-    """What `put_back` needs to make `graph` again what it is now; metadata is shared value by value.
+    """The state of `graph` for `put_back`; metadata dicts are copied, their values shared.
 
-    Takes a microsecond a node, as most changes are never taken back; nodes are made when one is.
+    Takes about a microsecond per node: most changes are never undone, so nodes are only created when one is.
     """
     return tuple(SavedNode(n, n.op, n.target, n.args, n.kwargs, n.name, n.type, dict(n.meta)) for n in graph.nodes)
 
 
 def put_back(graph: torch.fx.Graph, saved: SavedGraph) -> None:
-    """Makes `graph` what it was, with the same node names, whatever state it is in. Nodes of `graph` held elsewhere are
-    void.
-    """
+    """Restores `graph`, with the same node names, whatever state it is in. Nodes held elsewhere become invalid."""
     copy, made = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
     for was in saved:
         args, kwargs = map_arg((was.args, was.kwargs), made.__getitem__)
@@ -57,32 +55,30 @@ def put_back(graph: torch.fx.Graph, saved: SavedGraph) -> None:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """While it is entered, operators run as outside of any tracing: on real tensors, and nobody looks."""
+    """While active, operators run outside of any tracing: on real tensors, unrecorded."""
     return _disable_current_modes()
 
 
 def first_token() -> torch.Tensor:
-    """What operators with effects pass on first; real, also while tensors are made fake."""
+    """The first token of effectful operators; real even under a fake mode."""
     with unset_fake_temporarily():
         return torch.empty(0)
 
 
 def as_fake_as(value: object) -> contextlib.AbstractContextManager[object]:
-    """While it is entered, tensors that are made from nothing are fake if `value` is, and of the same trace."""
+    """While active, new tensors are fake if `value` is, and belong to the same fake mode."""
     return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
 
 
 def is_fake(value: object) -> bool:
-    """Whether a tensor has no values: it stands for one while tracing."""
+    """Whether a value is a fake tensor."""
     return isinstance(value, FakeTensor)
 
 
 @contextlib.contextmanager
 def recomputed_in_backward(wanted: bool) -> Iterator[None]:
-    """Nodes that are traced while it is entered run again in the backward instead of keeping their results, if
-    `wanted`.
-    """
-    meta = fx_traceback.current_meta  # what this thread notes on nodes that it traces
+    """If `wanted`, nodes traced while it is active are recomputed in the backward instead of saved."""
+    meta = fx_traceback.current_meta  # metadata for nodes that this thread traces
     before = meta.get("recompute")
     if wanted:
         meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -96,8 +92,7 @@ def recomputed_in_backward(wanted: bool) -> Iterator[None]:
 
 
 class BoxedCode(CodeGen):
-    """Python code of a graph that takes its inputs as one list and empties it, so that each is freed after its last
-    use.
+    """Code of a graph that takes its inputs as one list and empties it, so that each is freed after its last use.
 
     before   def forward(self, x, w):            the caller holds x and w until it returns
     after    def forward(self, inputs): x, w, = inputs; inputs.clear()
@@ -110,7 +105,7 @@ class BoxedCode(CodeGen):
 
 
 def run_boxed(graph_module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A function of a list of inputs, which it empties, that runs `graph_module` operator by operator."""
+    """A boxed function (of one list, which it empties) that runs `graph_module` operator by operator."""
     graph_module.graph.set_codegen(BoxedCode())
     graph_module.recompile()
     forward = graph_module.forward

@@ -1,6 +1,5 @@
-"""Results that are views of an input or of another result, as AOTAutograd makes them anew when the graph has run; and
-those that torch takes for views of an input and that are none.
-"""
+"""Results that are views of an input or of another result, which AOTAutograd regenerates after the graph, and results
+that torch wrongly takes for views of an input."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _UNWRAP = patch(
     "torch._functorch._aot_autograd.graph_capture:aot_dispatch_subclass",
     "flat_fn_maybe_joint args args_descs is_joint_structure meta fw_only",
 )
-#: Before 2.13, the classes of objects that make views anew.
+#: Before 2.13, the classes of handlers that regenerate views.
 _HANDLERS = patch("torch._functorch._aot_autograd.runtime_wrappers:_HANDLER_MAP")
 
 
@@ -45,31 +44,29 @@ _HANDLERS = patch("torch._functorch._aot_autograd.runtime_wrappers:_HANDLER_MAP"
     essential=True,
     upstream="#184002, #184367, #158954",
     remove_when="AOTAutograd replays views of DTensors of symbolic sizes, and a view operator that redistributed its "
-    "argument gives a storage of its own",
+    "argument returns a new storage",
 )
 @contextlib.contextmanager
 def views_of_dtensors() -> Iterator[None]:
-    """While it is entered, code that AOTAutograd builds on this thread can return a view of a DTensor whose sizes are
-    symbolic.
+    """While active, code that AOTAutograd builds on this thread can return views of DTensors with symbolic sizes.
 
-    Where sizes are numbers torch runs the view again on the base; otherwise it asks for ``as_strided`` of the base,
-    which DTensor does not have. The function stays with the compiled code; torch's own is as it was.
+    With static sizes torch replays the view on its base; otherwise it calls ``as_strided`` on the base, which DTensor
+    does not support. The replacement stays with the compiled code; torch's own function is unchanged.
 
-    And a result of a view operator for which DTensor redistributed the argument (``x.narrow(1, 2, 1)`` of `x` in shards
-    of dim 1) is one of the graph: its values are not in the memory of `x`, an input or another result, though DTensor
-    gives both one storage.
+    A result of a view operator whose argument DTensor redistributed (``x.narrow(1, 2, 1)`` of `x` sharded along dim 1)
+    is an ordinary result: its values are not in the memory of `x`, an input or another result, though DTensor gives
+    both the same storage.
 
-    A result that is the only view of its base comes out of the graph as it is. torch calls ``_unsafe_view`` on it
-    first, so that autograd does not take it for a view: a DTensor that was just made is none, and an empty one has no
-    view in shards.
+    A result that is the only view of its base is returned as it is. torch calls ``_unsafe_view`` on it first, so that
+    autograd does not treat it as a view. A new DTensor is none, and an empty one cannot be viewed in shards.
 
-    And the graph returns the bases that the DTensors need. torch counts those that local tensors alone would need:
-    DTensors that were made of one tensor are views of nothing, and their local tensors are of it.
+    The graph returns the bases that the DTensors need. torch counts those of the local tensors: DTensors made from one
+    tensor are not views, while their local tensors are.
     """
     ours = functools.partial(_alias, runtime_wrappers.gen_alias_from_base)
 
     def build(stock: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        with patched_value(_ALIAS, ours), _handlers_that_call(ours):  # the code that is built keeps what stands there
+        with patched_value(_ALIAS, ours), _handlers_that_call(ours):  # the built code keeps the current function
             return stock(*args, **kwargs)
 
     def analyze(stock: Any, function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
@@ -104,9 +101,8 @@ def views_of_dtensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers_that_call(alias: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """While it is entered, objects that make views anew are made to call `alias`. As of 2.13 code does that which is
-    generated, and keeps the function that it finds.
-    """
+    """While active, handlers that regenerate views are created to call `alias`. Since 2.13, generated code does that,
+    and keeps the function that it finds."""
     if IS_GENERATED:
         yield
         return
@@ -121,11 +117,10 @@ def _handlers_that_call(alias: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 
 def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose results share a storage only with arguments, bases and results whose local tensors share one
-    with theirs.
+    """`function`, with results that share a storage only with arguments, bases and results whose local tensors do.
 
-    And results that share one share that of the argument in whose memory they are: what `split` makes of an argument
-    has a storage of its own, and torch refuses two results there.
+    Results that share a storage share that of the argument whose memory they are in: `split` of an argument has a new
+    storage, and torch refuses two results there.
     """
 
     @functools.wraps(function)
@@ -137,9 +132,7 @@ def _without_false_views(function: Callable[..., Any]) -> Callable[..., Any]:
             *(cast("DTensor", x._base) for x in placed if x._base is not None),
             *placed,
         ]
-        locals_of: dict[
-            StorageWeakRef, torch.Tensor
-        ] = {}  # of who is first: an argument, else what others are views of
+        locals_of: dict[StorageWeakRef, torch.Tensor] = {}  # by storage; the first is an argument, else a base
         for x in owners:
             locals_of.setdefault(StorageWeakRef(x.untyped_storage()), x._local_tensor)
         for x in placed:
@@ -175,9 +168,8 @@ def _alias(
     if again or result._base is not None or not (isinstance(base, DTensor) and isinstance(result, DTensor)):
         return stock(base, result, requires_grad, views, replay_views=replay_views)
     like = result._local_tensor
-    # Where one rank has all of a dim, the gradient has the placement of the view, as in eager. That of a partial input
-    # is replicated: `to_local` believes what it is told, and as partial each rank's copy would count as one term of a
-    # sum.
+    # If the view is replicated, the gradient is, too, as in eager. The gradient of a partial input is replicated:
+    # `to_local` trusts `grad_placements`, and as partial each rank's copy would count as one term of a sum.
     gradient = expected_placements([p if p.is_replicate() else q for p, q in zip(result.placements, base.placements)])
     local = base.to_local(grad_placements=gradient) if requires_grad else base._local_tensor
     view = _laid_out_like(local, like)
@@ -187,11 +179,12 @@ def _alias(
 
 
 def _laid_out_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The view of the memory of `base`, a plain tensor, that has the dtype, sizes, strides and offset of `like`, which
-    is in that memory.
+    """The view of the memory of `base`, a plain tensor, with the dtype, sizes, strides and offset of `like`, which is
+    in that memory.
 
-    Autograd knows the view, but for one that takes the same bits for another kind of number, which has no gradient.
-    Inductor copies a slice to take its bits so: then it is `like`, with the right values and memory of its own.
+    Autograd knows the view, unless it reinterprets the bits as another kind of number, which has no gradient. Inductor
+    copies a slice before it reinterprets its bits: the result is then `like` itself, with the right values in its own
+    memory.
     """
     stored = base.conj() if base.is_conj() else base
     stored = torch._neg_view(stored) if stored.is_neg() else stored
@@ -201,9 +194,7 @@ def _laid_out_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _stored_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`_laid_out_like`, of numbers as they are stored: without the bits that say that they are to be conjugated or
-    negated.
-    """
+    """`_laid_out_like` for numbers as they are stored, ignoring the conjugate and negative bits."""
     sizes, strides, offset = like.size(), like.stride(), like.storage_offset()
     if like.dtype == base.dtype:
         return base.as_strided(sizes, strides, offset)
@@ -215,17 +206,17 @@ def _stored_like(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
         return like
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides)) if like.numel() else -1
-    used = (
-        (offset + last + 1) * like.itemsize if like.numel() else 0
-    )  # bytes of the memory, up to the last one of `like`
+    used = (offset + last + 1) * like.itemsize if like.numel() else 0  # bytes of memory up to the end of `like`
     flat = base.detach().as_strided((-(-used // base.itemsize),), (1,), 0)
     return flat.view(like.dtype).as_strided(sizes, strides, offset)
 
 
 def _refusing_writes(x: torch.Tensor) -> torch.Tensor:
-    """`x`, into which the program cannot write in place: autograd, which does not know that it is a view of an
-    argument, would give the argument and its other views the gradients of before the write. torch says so in its error
-    for views out of custom functions."""
+    """`x`, made to refuse in-place writes by the program.
+
+    Autograd does not know that it is a view of an argument, and would give the argument and its other views the
+    gradients from before the write. torch raises its error for views made in custom functions.
+    """
     with torch.enable_grad():
         x = torch.ops.aten.alias.default(x)
     torch._C._autograd._set_creation_meta(x, torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION)

@@ -1,4 +1,4 @@
-"""What AOTAutograd keeps from forward to backward: symbols of shard sizes and states of random generators among it."""
+"""What AOTAutograd saves for the backward: here, symbols of shard sizes and states of random generators."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _REORDER = patch("torch._functorch.partitioners:reordering_to_mimic_autograd_eng
 )
 @contextlib.contextmanager
 def bind_shard_sizes() -> Iterator[None]:
-    """While it is entered, partitioning on this thread hands the size of a local tensor to the backward graph where it
-    needs it.
+    """While active, partitioning on this thread passes local sizes to the backward graph where it needs them.
 
-    A DTensor input brings its global sizes as integers of the graph, but not those of its local tensor, whose symbols
-    are its own (how a global size is cut depends on the rank). Where a saved tensor's shape has such a symbol,
-    ``3*s3``, nothing in the backward graph says what ``s3`` is, and Inductor refuses the graph. The size becomes a node
-    of the joint graph, to be saved like others."""
+    A DTensor input brings its global sizes as integers of the graph, but not those of its local tensor, which have
+    symbols of their own (sharding of a global size depends on the rank). If the shape of a saved tensor contains such a
+    symbol, ``3*s3``, nothing in the backward graph defines ``s3``, and Inductor refuses the graph. The size becomes a
+    node of the joint graph, saved like others.
+    """
 
     def find(stock: Any, graph: torch.fx.Graph) -> dict[sympy.Symbol, torch.fx.Node]:
         bindings = stock(graph)
@@ -46,7 +46,7 @@ def bind_shard_sizes() -> Iterator[None]:
 
 
 @needs(
-    "random numbers in regions that are computed again",
+    "random numbers in recomputed regions",
     _RANDOM,
     *([hook("torch._functorch.partitioners:is_opaque_node", "node")] if OPAQUE else []),
     without="such regions with a mesh are an error",
@@ -55,11 +55,10 @@ def bind_shard_sizes() -> Iterator[None]:
 )
 @contextlib.contextmanager
 def place_random_states() -> Iterator[None]:
-    """While it is entered, partitioning on this thread saves the states of generators among the tensors.
+    """While active, partitioning on this thread saves generator states among the tensors.
 
-    Where a region that is recomputed draws random numbers, the forward graph saves the generator's state. torch puts it
-    behind the opaque objects that are saved, such as the mesh of a DTensor, whereas AOTAutograd takes saved tensors
-    first and those next.
+    If a recomputed region draws random numbers, the forward graph saves the generator's state. torch puts it after the
+    saved opaque objects, such as the mesh of a DTensor, whereas AOTAutograd expects all saved tensors before those.
 
         before   return (out, saved, mesh, state)      def backward(saved, mesh, state, tangent)
         after    return (out, saved, state, mesh)      def backward(saved, state, mesh, tangent)
@@ -82,12 +81,12 @@ def place_random_states() -> Iterator[None]:
 
 
 class HeldNodes:
-    """Where nodes of the joint graph have to run, forward or backward, kept over Inductor's own passes on it.
+    """Keeps nodes of the joint graph in the forward or backward across Inductor's own passes.
 
-    Inductor leaves out a multiplication by one, on 2.14 also by the number 1, and writes over what the node before says
-    of itself, with what the multiplication said. The partitioner would move such a node from backward to forward where
-    it needs no gradient, as what a rank receives that is not part of the mesh of the gradient; ranks of that mesh do
-    not."""
+    Inductor removes a multiplication by one (on 2.14 also by the number 1) and overwrites the metadata of the preceding
+    node with that of the multiplication. The partitioner would then move such a node from backward to forward if it
+    needs no tangent, as on a rank outside of the mesh of the gradient, but not on ranks of that mesh.
+    """
 
     def __init__(self) -> None:
         self._tags: dict[torch.fx.Node, dict[str, Any]] = {}
@@ -117,22 +116,22 @@ def _copy_but_groups(self: torch.fx.GraphModule, memo: dict[int, Any]) -> torch.
     "groups of messages of convolutions, before 2.13",
     _REORDER,
     without="the backward pass of such a convolution is an error of the compilation",
-    upstream="done in 2.13, where groups are opaque inputs",
-    remove_when="2.11 is not supported any more",
+    upstream="fixed in 2.13, where groups are opaque inputs",
+    remove_when="2.11 is no longer supported",
 )
 @contextlib.contextmanager
 def share_groups() -> Iterator[None]:
-    """While it is entered, copies of a backward graph that is partitioned on this thread have its process groups.
+    """While active, copies of a backward graph that is partitioned on this thread share its process groups.
 
-    torch compiles a copy of it. Before 2.13 groups that messages of a convolution go through are attributes of the
-    graph, which cannot be copied.
+    torch compiles a copy of it. Before 2.13, groups for the messages of a convolution are attributes of the graph,
+    which cannot be copied.
     """
     if OPAQUE:
         yield
         return
 
     def reorder(stock: Any, backward: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        reordered = stock(backward)  # the last that a partitioner makes of it
+        reordered = stock(backward)  # the last step of the partitioner
         type(reordered).__deepcopy__ = _copy_but_groups  # each graph module has a class of its own
         return reordered
 
@@ -141,7 +140,7 @@ def share_groups() -> Iterator[None]:
 
 
 def _sizes_of_inputs(graph: torch.fx.Graph, bound: set[sympy.Symbol]) -> dict[sympy.Symbol, torch.fx.Node]:
-    """Symbol to a new node that is the size of an input, for each symbol but those `bound` that is a size of one."""
+    """New nodes for input sizes, by symbol: one for each symbol not in `bound` that is a size of an input."""
     inputs = graph.find_nodes(op="placeholder")
     made: dict[sympy.Symbol, torch.fx.Node] = {}
     with graph.inserting_after(inputs[-1]):

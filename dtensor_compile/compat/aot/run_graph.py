@@ -1,4 +1,4 @@
-"""Running a graph with torch's own kernels after AOTAutograd and our passes, without Inductor."""
+"""Runs a graph with torch's own kernels after AOTAutograd and our passes, without Inductor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dtensor_compile.compat.inductor.compile import GraphFunction
 def compile_to_aten(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, joint_pass: GraphFunction, post_grad_pass: GraphFunction
 ) -> Callable[..., Any]:
-    """AOTAutograd on a Dynamo graph, with our passes where Inductor would call them; what is left runs operator by
+    """Runs AOTAutograd on a Dynamo graph, with our passes where Inductor would call them; the result runs operator by
     operator.
 
     Args:
-        joint_pass: runs on the joint graph (on the forward graph where there is no backward).
+        joint_pass: runs on the joint graph (on the forward graph if there is no backward).
         post_grad_pass: runs on the forward and on the backward graph.
     """
 
@@ -41,7 +41,5 @@ def compile_to_aten(
         return lower(graph_module, inputs)
 
     compile_graph = aot_autograd(fw_compiler=lower, bw_compiler=lower, inference_compiler=infer, partition_fn=partition)
-    with config.patch(
-        fallback_random=True
-    ):  # random values are eager's, so that those that nothing uses are drawn as well
+    with config.patch(fallback_random=True):  # eager's random numbers, so that unused ones are drawn as well
         return compile_graph(gm, example_inputs)

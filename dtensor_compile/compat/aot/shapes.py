@@ -19,22 +19,20 @@ from torch.utils._sympy.functions import Max, Min
 from dtensor_compile.compat.apply_patches import patched, patched_entries
 from dtensor_compile.compat.patches import if_there, needs, patch
 
-#: Stands for a size that only the data decides, so that a plan can be made for it at all. (A size that equals what it
-#: is known to be a multiple of would read as fixed.)
+#: Hint for an unbacked size, so that it can be planned at all. It differs from the known divisors of a size, because a
+#: size that equals its divisor would look static.
 UNKNOWN_SIZE = 1024
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size seen while tracing; where there is none that many times what it is known to be a multiple of:
-    `UNKNOWN_SIZE`.
-    """
+    """The hint of a size; for an unbacked one its known divisor times `UNKNOWN_SIZE`."""
     if isinstance(size, int):
         return size
     return size.node.hint if has_hint(size) else UNKNOWN_SIZE * _divisor(size.node.expr)
 
 
 def has_hint(size: int | torch.SymInt) -> bool:
-    """Whether there is a size that was seen while tracing: False where only the data decides it."""
+    """Whether a size is known from the trace: False for an unbacked one."""
     return isinstance(size, int) or size.node.has_hint()
 
 
@@ -44,30 +42,28 @@ def size_hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 
 
 def divisors(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
-    """What each size is known to be a multiple of, whatever its symbols are: itself where it is a number, 4 for
-    ``4*s0``.
-    """
+    """The largest known divisor of each size, whatever its symbols are: an integer itself, 4 for ``4*s0``."""
     return tuple(size if isinstance(size, int) else _divisor(size.node.expr) for size in shape)
 
 
 def is_multiple(size: int | torch.SymInt, n: int) -> bool:
-    """Whether a size is a multiple of `n`, with a guard where a size was seen while tracing.
+    """Whether a size is a multiple of `n`; adds a guard for a backed size.
 
-    A size that only the data decides cannot be guarded on: it is no multiple unless its expression is one for every
-    value, so that the caller goes the way of uneven shards, which even ones go as well.
+    An unbacked size cannot be guarded on: it counts as no multiple unless its expression is always one. The caller then
+    takes the path for uneven shards, which also handles even ones.
     """
     return guard_or_false(size % n == 0)
 
 
 def expressions(shape: Sequence[int | torch.SymInt]) -> tuple[sympy.Expr, ...]:
-    """Every size in sympy."""
+    """The sizes as sympy expressions."""
     return tuple(sympy.Integer(size) if isinstance(size, int) else size.node.expr for size in shape)
 
 
 def _divisor(expression: sympy.Expr) -> int:
     if expression.is_Integer:
         return abs(int(expression))
-    # Terms with other functions than sums and products of integers (floors, maxima) count as 1.
+    # Expressions with functions other than sums and products (floors, maxima) count as 1.
     terms = sympy.Add.make_args(sympy.expand(expression)) if expression.is_polynomial(*expression.free_symbols) else ()
     return math.gcd(*(int(term.as_coeff_Mul()[0]) for term in terms)) if terms else 1
 
@@ -84,15 +80,14 @@ def _nary_add(*sizes: Any) -> Any:
     return torch.sym_sum(sizes)
 
 
-#: What torch writes down where it finds a smallest, a largest or a sum of several sizes in an expression; as 2.13 does,
-#: where it does not.
+#: The functions that torch traces for a minimum or maximum of several sizes in an expression; ours before 2.13.
 _SYM_MIN = if_there("torch.fx.experimental.proxy_tensor:_nary_sym_min") or _nary_min
 _SYM_MAX = if_there("torch.fx.experimental.proxy_tensor:_nary_sym_max") or _nary_max
 _OLDER = {Min: _nary_min, Max: _nary_max, sympy.Min: _nary_min, sympy.Max: _nary_max, sympy.Add: _nary_add}
 
 
 def _nary_mul(*sizes: Any) -> Any:
-    """The product of any number of sizes, as torch writes it down where it finds one in an expression."""
+    """The product of any number of sizes, traced for a product in an expression."""
     return math.prod(sizes)
 
 
@@ -114,20 +109,20 @@ _NOTE = patch("torch.fx.experimental.proxy_tensor:_extract_tensor_metadata", "re
 )
 @contextlib.contextmanager
 def sizes_from_expressions() -> Iterator[None]:
-    """While it is entered, torch can trace where any symbolic size came from.
+    """While active, torch can trace the origin of any symbolic size.
 
-    Sizes that DTensor's sharding propagation computes are not traced, and torch rebuilds their expressions from the
-    sizes that are:
+    Sizes that DTensor's sharding propagation computes are not traced, and torch rebuilds their expressions from traced
+    sizes:
 
-    - It knows no powers, so that the strides of ``(x @ x.t()).unsqueeze(0)`` ended the compilation.
-    - It writes a product of three as ``operator.mul(a, b, c)``, of which the text of a graph keeps ``a * b``: strides
-      were wrong.
-    - It rebuilds a size when a node first needs it, from a node with the same expression where there is one. That one
-      may have been computed from the size itself (``1 + (x - 1)``), and tracing never ended. Here a size is rebuilt
-      before anything is computed from it.
-    - It notes of each node in which format its value is contiguous, with guards. ``s - 2`` rows are contiguous in any
-      format where `s` is 3, and `s` became 3 in a graph that torch had already planned to return `s`. Here the note is
-      made without guards.
+    - It does not support powers, so the strides of ``(x @ x.t()).unsqueeze(0)`` aborted the compilation.
+    - It traces a product of three as ``operator.mul(a, b, c)``, which a graph's code prints as ``a * b``: strides were
+      wrong.
+    - It rebuilds a size when a node first needs it, from a node with the same expression if there is one. That node may
+      have been computed from the size itself (``1 + (x - 1)``), and tracing never ended. Here a size is rebuilt before
+      anything is computed from it.
+    - It records for each node in which memory formats its value is contiguous, with guards. ``s - 2`` rows are
+      contiguous in any format if `s` is 3, so `s` was specialized to 3 in a graph that torch had already planned to
+      return `s`. Here this is recorded without guards.
     """
 
     def register(stock: Any, tracer: Any, function: Any, args: tuple[Any, ...], out: object) -> None:
@@ -152,17 +147,16 @@ def sizes_from_expressions() -> Iterator[None]:
         yield
 
 
-#: What most operations on sizes take.
+#: Types of the arguments of most operations on sizes.
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-#: Smallest, largest and product of any number of sizes, as they are written down where a graph is traced, and of two,
-#: as Inductor reads them.
+#: The traced functions of any number of sizes, and the binary ones that Inductor supports.
 _NARY = {_SYM_MIN: torch.sym_min, _SYM_MAX: torch.sym_max, _nary_mul: operator.mul, _nary_add: operator.add}
 
 
 def split_nary(graph: torch.fx.Graph) -> None:
-    """``min(a, b, c)`` of symbolic sizes becomes ``min(min(a, b), c)``: Inductor knows no other."""
+    """Turns ``min(a, b, c)`` of symbolic sizes into ``min(min(a, b), c)``: Inductor supports the binary form only."""
     for node in list(graph.nodes):
         binary = _NARY.get(node.target) if node.op == "call_function" else None
         if binary is None:

@@ -1,8 +1,8 @@
-"""The expression of a symbolic size, read in less time.
+"""Faster reads of the expression of a symbolic size.
 
-Whatever is computed from a size reads its expression, a million times in the compilation of three layers. torch asks
-first whether it is a number, which sympy finds out from all its parts each time, and looks then whether anything is to
-be replaced in it. Here it looks first whether it has replaced before what is to be replaced now.
+Every computation with a size reads its expression, a million times in the compilation of three layers. torch first
+checks whether it is a number, which sympy derives from all its parts each time, and then whether anything in it is to
+be replaced. Here the version of the replacements is checked first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXPR = patch("torch.fx.experimental.sym_node:SymNode.expr")
 
 
 @needs(
-    "expressions of sizes that are read quickly",
+    "fast reads of symbolic expressions",
     _EXPR,
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv.replace"),
     without="programs of symbolic sizes compile more slowly",
@@ -30,9 +30,7 @@ _EXPR = patch("torch.fx.experimental.sym_node:SymNode.expr")
 )
 @contextlib.contextmanager
 def quick_expressions() -> Iterator[None]:
-    """While it is entered, a symbolic size keeps its expression until something in it may be replaced. The expressions
-    are torch's.
-    """
+    """While active, a symbolic size caches its expression until replacements change. The expressions are torch's."""
     stock = vars(SymNode)["expr"].fget
 
     def read(self: Any) -> sympy.Basic:
@@ -43,5 +41,5 @@ def quick_expressions() -> Iterator[None]:
         known = getattr(self, "_expr_cache", None)
         return known if known is not None and version == self._expr_ver else stock(self)
 
-    with patched_value(_EXPR, property(read)):  # on every thread: asking which costs what this saves
+    with patched_value(_EXPR, property(read)):  # on every thread: checking the thread would cost as much as this saves
         yield

@@ -1,15 +1,15 @@
-"""What is computed from symbolic sizes, computed once.
+"""Memoizes operations on symbolic sizes.
 
-Every fake tensor of symbolic sizes has its number of elements, its bytes and its contiguity computed from them, and
-asks whether they are positive: 250,000 operations in the compilation of three layers, of which 1,300 differ. torch
-builds and simplifies a sympy expression for each. Here the result of one is kept until torch learns more about the
+For every fake tensor with symbolic sizes, torch computes its number of elements, its bytes and its contiguity, and
+checks whether they are positive: 250,000 operations in the compilation of three layers, of which 1,300 differ. torch
+builds and simplifies a sympy expression for each. Here a result is cached until the shape env learns more about the
 symbols:
 
-    result(operation, a, b) = result(operation, a', b')    where expressions, hints and types are equal
+    result(operation, a, b) = result(operation, a', b')    if expressions, hints and types are equal
 
-Each call still gives a node of its own: a graph that is traced tells sizes apart by their nodes. Nothing is kept where
-a tracer sees the operation, where torch validates or records what it does, and of sizes that only the data decides; an
-answer that torch has guarded on is kept apart from the same answer without a guard.
+Each call still returns a new node: a traced graph tells sizes apart by their nodes. Nothing is cached while a tracer
+sees the operation, while torch validates or records what it does, and for unbacked sizes. An answer that torch has
+guarded on is kept apart from the same answer without a guard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OPERATIONS = (
 )  # fmt: skip
 _NODE = "torch.fx.experimental.sym_node:SymNode."
 _BINARY = {name: patch(_NODE + name, "self other") for name in _OPERATIONS}
-#: What we note of a size, where it is looked for.
+#: Attribute of a node that holds its `_Size`.
 _SIZE = patch(_NODE + "_dtensor_size", optional=True)
 _WRAP_INT = patch(_NODE + "wrap_int", "self num")
 _AS_INT = patch(_NODE + "maybe_as_int", "self")
@@ -49,14 +49,14 @@ _MISSING: Any = object()
 
 
 class _Size:
-    """All symbolic sizes of one environment with the same expression, hint and type, and what was computed from them.
+    """All symbolic sizes of one shape env with the same expression, hint and type, and results computed from them.
 
     Attributes:
-        version: what the environment knew then; None where nothing may be kept.
-        number: what `SymNode.maybe_as_int` says of them.
+        version: of the shape env at that time; None if nothing may be cached.
+        number: result of `SymNode.maybe_as_int`.
         text: their expression as text.
-        results: attributes of the node that an operation with another size gives.
-        answers: what torch says to one that is a condition.
+        results: attributes of the resulting node, per operation and other operand.
+        answers: torch's answers if it is a condition.
     """
 
     __slots__ = ("version", "number", "text", "results", "answers")
@@ -69,11 +69,11 @@ class _Size:
         self.answers: dict[tuple[Any, ...], Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Size, (None,)  # copies and caches of a node know nothing
+        return _Size, (None,)  # copies and caches of a node start empty
 
 
 class _Sizes:
-    """The sizes of one environment, and its numbers as nodes."""
+    """The sizes of one shape env, and integers as its nodes."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -88,7 +88,7 @@ def _new(attributes: dict[str, Any]) -> SymNode:
 
 
 class _Kept:
-    """What is known of the environments of one compilation."""
+    """The caches of the shape envs of one compilation."""
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[ShapeEnv, _Sizes] = weakref.WeakKeyDictionary()
@@ -100,7 +100,7 @@ class _Kept:
         return sizes
 
     def size(self, node: SymNode) -> _Size | None:
-        """The one that a node stands for; None where nothing may be kept of it."""
+        """The `_Size` of a node; None if nothing may be cached for it."""
         env = node.shape_env
         if env is None or not isinstance(node._expr, sympy.Basic) or type(node._hint) not in (int, bool, float):
             return None
@@ -123,7 +123,7 @@ class _Kept:
 
 
 @needs(
-    "operations on symbolic sizes that are computed once",
+    "memoized operations on symbolic sizes",
     *_BINARY.values(),
     _SIZE,
     _WRAP_INT,
@@ -140,17 +140,15 @@ class _Kept:
 )
 @contextlib.contextmanager
 def results_computed_once() -> Iterator[None]:
-    """While it is entered, operations on symbolic sizes give what they gave for equal ones before. Results and guards
-    are torch's.
-    """
+    """While active, operations on equal symbolic sizes are computed once. Results and guards are torch's."""
     if sym_node.sym_node_log.isEnabledFor(10) or torch._logging._internal.GET_DTRACE_STRUCTURED:
-        yield  # each operation is to be seen
+        yield  # each operation has to be logged
         return
     kept, files = _Kept(), symbolic_shapes.uninteresting_files
 
     @functools.cache
     def uninteresting() -> set[str]:
-        return {*files(), __file__}  # a guard names the place that asked for it
+        return {*files(), __file__}  # guards report the user frame that caused them
 
     replaced = {
         _SIZE: None,
@@ -162,14 +160,14 @@ def results_computed_once() -> Iterator[None]:
         _FILES: uninteresting,
     }
     try:
-        with patched_values(replaced):  # on every thread: asking which costs what this saves
+        with patched_values(replaced):  # on every thread: checking the thread would cost as much as this saves
             yield
     finally:
         kept.forget()
 
 
 def _binary(kept: _Kept, name: str) -> Callable[[SymNode, SymNode], Any]:
-    """An operation of two sizes."""
+    """A memoized operation of two sizes."""
     stock, size_of = getattr(SymNode, name), kept.size
 
     def operation(self: Any, other: Any) -> Any:
@@ -195,7 +193,7 @@ def _binary(kept: _Kept, name: str) -> Callable[[SymNode, SymNode], Any]:
 
 
 def _wrap_int(kept: _Kept) -> Callable[[SymNode, int], Any]:
-    """A number as a node."""
+    """A memoized `SymNode.wrap_int`."""
     stock = SymNode.wrap_int
 
     def wrap_int(self: Any, num: int) -> Any:
@@ -215,7 +213,7 @@ def _wrap_int(kept: _Kept) -> Callable[[SymNode, int], Any]:
 
 
 def _read_once(kept: _Kept, name: str, slot: str) -> Callable[[SymNode], Any]:
-    """What a method says of a size, kept in `slot` of it."""
+    """A memoized method without arguments; its result is kept in the attribute `slot` of a `_Size`."""
     stock = getattr(SymNode, name)
 
     def read(self: Any) -> Any:
@@ -234,7 +232,7 @@ def _read_once(kept: _Kept, name: str, slot: str) -> Callable[[SymNode], Any]:
 
 
 def _evaluate(kept: _Kept) -> Callable[..., Any]:
-    """The answer to a condition."""
+    """A memoized `ShapeEnv.evaluate_sym_node`."""
     stock = ShapeEnv.evaluate_sym_node
 
     def evaluate_sym_node(

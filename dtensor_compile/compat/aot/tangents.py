@@ -1,15 +1,16 @@
-"""Placements of the gradients that come into a compiled graph.
+"""Placements of the tangents of a compiled graph.
 
-AOTAutograd traces the backward with the forward, for gradients that are placed as the results are (replicated where
-those are partial), and redistributes what comes otherwise. The values are right then, but ``.grad`` is placed otherwise
-than in eager, where every rule follows the placement that came. So a gradient that comes otherwise is dealt with here:
+AOTAutograd traces the backward together with the forward, for tangents placed as the results are (replicated where
+those are partial), and redistributes other tangents. The values are right then, but the placements of ``.grad`` differ
+from eager's, where every rule follows the placement of the gradient that arrives. So an unexpected tangent is handled
+here:
 
-- The backward of that call is eager's: the traced program, which Dynamo left, runs once more, and its gradients are
-  taken. That asks for a program that gives the same again: one that writes to nothing, draws no random numbers and
-  sends no messages of its own. For others, and where the arguments are gone, torch's redistribution stands. (Calls hold
-  their arguments until gradients have come as expected.) Either is a decision, the first time.
-- When it has happened twice, the graph is compiled again for such gradients, at the next call; a guard holds it until
-  then. The graph that is compiled so is not given up again.
+- The backward of that call runs in eager: the traced program, kept by Dynamo, runs once more, and its gradients are
+  taken. This requires a repeatable program: one without mutations, random numbers and messages of its own. For others,
+  and if the arguments are gone, torch redistributes. (Calls hold their arguments until gradients have arrived as
+  expected.) Either is a decision, the first time.
+- After the second time, the next call recompiles the graph for such tangents; a guard fails. The recompiled graph is
+  kept, whatever arrives later.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from dtensor_compile.native.loader import native
 #: Placements of the gradients of all results that are DTensors and require a gradient, in order.
 Placed = tuple[tuple[Placement, ...], ...]
 
-#: How many backward passes with other gradients make a graph that is compiled for them worth its time.
+#: Number of backward passes with the same unexpected tangents after which the graph is recompiled for them.
 ENOUGH = 2
 
-#: What graphs of a frame (by its code) wait for, when they are compiled again.
+#: Per code object of a frame, the placements for which its graphs are to be recompiled.
 _learned: weakref.WeakKeyDictionary[Any, list[Placed]] = weakref.WeakKeyDictionary()
 
 
 def expected_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Those of the gradient of a result, as AOTAutograd takes them to be."""
+    """The placements that AOTAutograd expects of the gradient of a result."""
     return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 
 
 class _Arguments:
-    """``Arguments`` of `native.loader`, where that is not there."""
+    """Python version of ``Arguments`` of `native.loader`, if that is missing."""
 
     def __init__(self, values: tuple[Any, ...], hold: bool) -> None:
         self._versions = {i: _version(value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
@@ -74,13 +75,13 @@ def _version(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Otherwise:
-    """Gradients of DTensors that came placed otherwise than a graph was compiled for.
+    """Gradients of DTensors that arrived with other placements than a graph was compiled for.
 
     Attributes:
-        gradients: those that came.
+        gradients: those that arrived.
         placed, expected: their placements, and those that the graph was compiled for.
-        in_eager: the backward pass runs in eager; else torch redistributes the gradients.
-        learns: after `ENOUGH` of them the graph is compiled for such gradients.
+        in_eager: the backward runs in eager; else torch redistributes the gradients.
+        learns: the graph is recompiled after `ENOUGH` of them.
     """
 
     gradients: Sequence[Any]
@@ -92,20 +93,21 @@ class Otherwise:
 
 @dataclass
 class Tangents:
-    """What is known of the gradients that come into one compiled graph.
+    """What is known about the tangents of one compiled graph.
 
     Attributes:
-        assumed: what the graph is compiled for; None for what AOTAutograd expects.
+        code: the code object of its frame.
+        assumed: the placements that the graph is compiled for; None for what AOTAutograd expects.
         repeatable: whether the traced program gives the same when it runs again, as far as is known.
-        results: per gradient of a DTensor the index of the result.
-        missed: how often which other gradients came.
-        learned: what the graph should be compiled for instead.
-        matched: whether gradients came as expected so far; calls hold their arguments until then.
-        places: which argument of the graph each input of its autograd function is (None for what is no tensor); empty
-            before the first call, None where a tensor is no argument.
+        results: per gradient of a DTensor, the index of the result.
+        missed: number of arrivals per unexpected placement.
+        learned: the placements that the graph should be recompiled for.
+        matched: whether gradients arrived as expected; calls hold their arguments until then.
+        places: per input of its autograd function, the index of the argument of the graph (None for non-tensors); empty
+            before the first call, None if a tensor is not an argument.
         sends: operators by which a program sends messages of its own.
-        told: is told of gradients that come otherwise, the first time.
-        said: what was told already.
+        told: called with unexpected gradients, the first time.
+        said: what was reported.
     """
 
     code: Any = None
@@ -122,25 +124,26 @@ class Tangents:
 
     @classmethod
     def of_frame(cls) -> Tangents:
-        """Those of the graph that is being compiled on this thread."""
+        """A new object for the graph that is being compiled on this thread."""
         code = of_compilation_on_stack("code")
         waiting = _learned.get(code) if code is not None else None
         return cls(code, waiting.pop() if waiting else None)
 
     def guard(self) -> None:
-        """The compiled code holds until something else was learned."""
+        """Adds a guard: the compiled code is valid until other placements are learned."""
         tx = InstructionTranslator.current_tx()
         _as_learned(constant_source(tx, "tangents", self))
 
     def come_otherwise(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> bool:
-        """Whether `values`, gradients of the results that have these placements, are not placed as the graph was
-        compiled for.
+        """Whether gradients have other placements than the graph was compiled for; counts them.
 
-        None where the loss does not use a result. A compiled graph takes zeros for it, which are placed somehow, so
-        that none is compiled for such gradients.
+        Args:
+            values: gradients of the results; None if the loss does not use a result. A compiled graph takes zeros for
+                it with some placement, so such gradients are not counted.
+            placements: of the results.
         """
         if not self.results or compiled_autograd.in_compiled_autograd_region or torch.is_grad_enabled():
-            return False  # in a backward of a backward torch says itself that it cannot
+            return False  # torch refuses a double backward itself
         placed, expected = self._placed(values, placements)
         if placed == expected:
             self.matched = True
@@ -150,7 +153,7 @@ class Tangents:
         return True
 
     def _placed(self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None]) -> tuple[Placed, Placed]:
-        """How the gradients `values` are placed, and how the graph was compiled for them to be."""
+        """The placements of the gradients `values`, and those that the graph was compiled for."""
         expected = self.assumed or tuple(expected_placements(placements[i] or ()) for i in self.results)
         placed = tuple(
             tuple(values[i].placements) if isinstance(values[i], DTensor) else usual
@@ -161,10 +164,10 @@ class Tangents:
     def say_otherwise(
         self, values: Sequence[Any], placements: Sequence[Sequence[Placement] | None], in_eager: bool
     ) -> None:
-        """Tells, the first time, what becomes of gradients that come otherwise.
+        """Reports, the first time, how unexpected gradients are handled.
 
         Args:
-            in_eager: the backward pass runs in eager; else torch redistributes the gradients.
+            in_eager: the backward runs in eager; else torch redistributes the gradients.
         """
         placed, expected = self._placed(values, placements)
         if (placed, in_eager) in self.said:
@@ -183,9 +186,8 @@ _as_learned = fact_guard("GRADIENTS_COME_AS_COMPILED_FOR", lambda tangents: tang
 
 
 class _Current(threading.local):
-    """The call that this thread is in: of which graph, what gives its arguments, and these until inputs were found
-    among them.
-    """
+    """The current call on this thread: its graph, a function that returns its arguments, and the arguments until the
+    inputs were found among them."""
 
     call: tuple[Tangents | None, Callable[[], list[Any] | None] | None, tuple[Any, ...]] = (None, None, ())
 
@@ -194,7 +196,7 @@ _current = _Current()
 
 
 def remember_arguments(compiled: Callable[..., Any], tangents: Tangents) -> Callable[..., Any]:
-    """`compiled`, and the backward of a call can find its arguments, where it could run the program again."""
+    """`compiled`, with the arguments of a call available to its backward if that could run the program again."""
     if not tangents.results or not tangents.repeatable:
         return compiled
 
@@ -214,9 +216,10 @@ def remember_arguments(compiled: Callable[..., Any], tangents: Tangents) -> Call
 
 
 def current_call(tangents: Tangents, inputs: Sequence[Any]) -> Callable[[], list[Any] | None] | None:
-    """What gives the arguments of the call that this thread is in; None where nothing does.
+    """A function that returns the arguments of the current call on this thread; None if there is none.
 
-    `inputs` are those of its autograd function.
+    Args:
+        inputs: of its autograd function.
     """
     graph, call, arguments = _current.call
     if graph is not tangents or call is None:
@@ -234,7 +237,7 @@ def _places(arguments: Sequence[Any], inputs: Sequence[Any]) -> list[int | None]
 
 
 def results_with_tangents(metadata: Any) -> tuple[int, ...]:
-    """Indices of the results that are DTensors and get a gradient; none where AOTAutograd adds results of its own."""
+    """Indices of the DTensor results that get a gradient; none if AOTAutograd adds results of its own."""
     if metadata.num_mutated_inp_runtime_indices or metadata.num_intermediate_bases or metadata.num_outputs_aliased:
         return ()
     kinds = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
@@ -245,7 +248,7 @@ def results_with_tangents(metadata: Any) -> tuple[int, ...]:
     )
 
 
-#: What `assumed_tangents` replaces.
+#: Patches of `assumed_tangents`.
 TANGENTS = (
     patch("torch.distributed.tensor:DTensor.__coerce_tangent_metadata__", "self"),
     patch("torch._functorch._aot_autograd.collect_metadata_analysis:coerce_tangent_and_suggest_memory_format", "x"),
@@ -254,12 +257,13 @@ TANGENTS = (
 
 @contextlib.contextmanager
 def assumed_tangents(tangents: Tangents) -> Iterator[None]:
-    """While it is entered, AOTAutograd traces backward passes on this thread for the gradients that are assumed.
+    """While active, AOTAutograd traces backward passes on this thread for the assumed tangents.
 
-    Where nothing is, those of sums not yet added up are for replicas. torch redistributes for that, and takes strided
-    shards of the result for an order of shards, for which operators have other rules: eager's gradient is like the
-    result in that too. And it makes the gradient of an expanded result contiguous first, for which DTensor shards what
-    is not added up yet."""
+    If none are assumed, tangents of partial results are replicated. torch redistributes to get these, and reads strided
+    shards of the result as a shard order, for which operators have other rules; eager's gradient is strided like the
+    result. It also makes the gradient of an expanded result contiguous first, and DTensor shards the partial tensor for
+    that.
+    """
     asked = 0
 
     def coerce(stock: Any, self: DTensor) -> DTensor:
@@ -285,9 +289,11 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
 
 
 def _like_in_replicas(tensor: DTensor) -> DTensor | None:
-    """A tensor placed as this one is, and as replicas where it is sums not yet added up; without values. None where
-    torch's does: where strided shards are an order of shards, and for a lookup, whose mask torch takes out of its
-    placement."""
+    """A tensor without values, placed as `tensor` is, and replicated where that is partial.
+
+    None if torch's function is right: if strided shards are a shard order, and for an embedding, whose mask torch
+    removes from the placement.
+    """
     spec = tensor._spec
     sums = [placement for placement in spec.placements if isinstance(placement, Partial)]
     if spec.shard_order is None or not sums or any(type(placement) is not Partial for placement in sums):
@@ -302,10 +308,10 @@ class _NotRepeatable(Exception):
 
 
 class _Repeatable(TorchDispatchMode):
-    """With the operators by which programs send messages of their own. Raises `_NotRepeatable` before the first
-    operator that does not give the same again.
+    """Raises `_NotRepeatable` before the first operator that is random, or by which a program sends messages of its own
+    (`sends`).
 
-    A graph that comes from a cache was not looked at when it was compiled.
+    Needed because a graph from a cache was not inspected when it was compiled.
     """
 
     def __init__(self, sends: Collection[Any]) -> None:
@@ -325,10 +331,16 @@ def gradients_in_eager(
     tangents: Sequence[torch.Tensor | None],
     sends: Collection[Any],
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """Gradients of the arguments at `places` for gradients of the results of the program, which sends messages by
-    operators of `sends`.
+    """Gradients of the arguments at `places` of the program, run in eager.
 
-    None where the arguments are not what they were any more, or where the program turns out not to give the same again.
+    Args:
+        call: returns the arguments of the call, None if they have changed.
+        places: see `Tangents.places`.
+        tangents: gradients of the results.
+        sends: operators by which the program sends messages.
+
+    Returns:
+        None if the arguments have changed or the program is not repeatable.
     """
     args = call()
     if args is None:

@@ -1,13 +1,13 @@
-"""What AOTAutograd puts around a compiled graph for DTensors, in C++ (`native.loader`) in place of the Python that it
-generates.
+"""C++ code (`native.loader`) around compiled graphs with DTensors, instead of the Python that AOTAutograd generates.
 
     torch:  one append per local tensor and per mesh; per result and per gradient a new spec and a DTensor by its
-    constructor
+        constructor
     here:   one call that unwraps all arguments, one that wraps all results; gradients go right into ``.grad``
-    torch:  a few Python instructions for each argument, and for each tensor that is saved for the backward pass
+
+    torch:  a few Python instructions for each argument, and for each tensor that is saved for the backward
     here:   one call for all of each
 
-Where something else than DTensors over plain tensors goes in or comes out, torch's own stands.
+If any input or output is neither plain nor a DTensor over a plain tensor, torch's own code is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dtensor_compile.compat.dynamo.left_to_python import leave_frames_to_python
 from dtensor_compile.compat.patches import hook, if_there, needs, patch
 from dtensor_compile.native.loader import native
 
-#: Before 2.13 there is neither, and the feature of this module is missing.
+#: Both are missing before 2.13, and with them the feature of this module.
 subclass_codegen = if_there("torch._functorch._aot_autograd:subclass_codegen")
 OpaqueMeta = if_there("torch._functorch._aot_autograd.schemas:OpaqueMeta")
 
@@ -40,7 +40,7 @@ Meta = PlainTensorMeta | SubclassCreationMeta
 
 
 class _NotPlain(Exception):
-    """Something else than DTensors over plain tensors goes in or comes out."""
+    """An input or output is a subclass other than a DTensor over a plain tensor."""
 
 
 _VERSIONS = patch(
@@ -63,13 +63,13 @@ _BACKWARD = patch("torch._functorch._aot_autograd.subclass_codegen:codegen_backw
     _BACKWARD,
     hook("torch._functorch._aot_autograd.subclass_codegen:_compute_placeholders", "outer"),
     hook("torch._functorch._aot_autograd.subclass_codegen:_concrete_value", "val"),
-    without="calls cost what they cost under torch",
+    without="calls are as slow as under torch",
     upstream="#122029",
     remove_when="AOTAutograd unwraps and wraps DTensors in C++",
 )
 @contextlib.contextmanager
 def native_calls() -> Iterator[None]:
-    """While it is entered, code that AOTAutograd puts around graphs on this thread is the one of this module."""
+    """While active, AOTAutograd uses the code of this module around graphs on this thread."""
     fast = native() is not None
 
     def wrapper(
@@ -102,7 +102,7 @@ def native_calls() -> Iterator[None]:
 
     def versions(stock: Any, code: Any, *others: Any) -> None:
         stock(code, *others)
-        names = others[0] if isinstance(code, list) else code.globals  # lines and names; as of 2.14 one object of both
+        names = others[0] if isinstance(code, list) else code.globals  # lines and names; one object since 2.14
         if fast and "_increment_version_" in names:
             names["_increment_version_"] = native().increment_versions
 
@@ -116,9 +116,7 @@ def native_calls() -> Iterator[None]:
 
 
 class _DTensorFromParts:
-    """In code that torch writes, in the place of ``DTensor``: makes them as in C++, also with shards that views left
-    strided.
-    """
+    """Replaces ``DTensor`` in generated code: rebuilds DTensors as in C++, including strided shards made by views."""
 
     __tensor_unflatten__ = staticmethod(functools.partial(unflatten, DTensor.__tensor_unflatten__))
 
@@ -135,9 +133,7 @@ def _from_parts(meta: Meta) -> Meta:
 
 
 def _apart(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch wraps gradients with, where a tensor that is the gradient of two DTensors is not the memory of
-    both.
-    """
+    """`wrap`, torch's function for gradients, with a copy if one tensor is the gradient of several DTensors."""
 
     def wrap_apart(results: Sequence[Any]) -> Any:
         times = collections.Counter(id(result) for result in results if isinstance(result, torch.Tensor))
@@ -150,10 +146,10 @@ def _apart(wrap: Callable[..., Any]) -> Callable[..., Any]:
 def _around(
     compiled: Callable[..., Any], inputs: Sequence[Meta], outputs: Sequence[Meta], saves: bool
 ) -> Callable[..., Any]:
-    """`compiled`, a boxed function of local tensors and meshes, as one of DTensors.
+    """`compiled`, a boxed function of local tensors and meshes, as a boxed function of DTensors.
 
     Args:
-        saves: results beyond those of `outputs` pass as they are.
+        saves: results beyond those of `outputs` are passed on unchanged.
     """
     unwrap = native().Unwrap([_argument(meta) for meta in inputs])
     plan, used = _results(outputs)
@@ -172,7 +168,7 @@ def _around(
 
 
 def _accumulate(compiled: Any, metadata: Any) -> None:
-    """Lets gradients of a compiled ``torch.autograd.Function`` be accumulated where they are made."""
+    """Accumulates gradients of a compiled ``torch.autograd.Function`` where they are made."""
     stock = vars(compiled)["_bw_epilogue_fn"]
     wrap = stock.__globals__.get("_wrap_")
     if type(wrap) is not native().Wrap or metadata.num_backward_tokens or metadata.is_rng_op_functionalized:
@@ -184,7 +180,7 @@ def _accumulate(compiled: Any, metadata: Any) -> None:
         return wrap(results) if make_subclass_override is None else stock(results, make_subclass_override)
 
     def backward(arguments: Any, ctx: Any, prologue: Any, add_rng: Any, implementation: Any, _: Any, twice: Any) -> Any:
-        # with create_graph=True, gradients are results of another function, and stay with autograd
+        # with create_graph=True gradients are results of another function and are left to autograd
         after = stock if torch.is_grad_enabled() else epilogue
         return stock_backward(arguments, ctx, prologue, add_rng, implementation, after, twice)
 
@@ -194,7 +190,7 @@ def _accumulate(compiled: Any, metadata: Any) -> None:
 
 
 def _save(compiled: Any, metadata: Any) -> None:
-    """Lets what a compiled ``torch.autograd.Function`` keeps for its backward pass be looked through in C++."""
+    """Processes the tensors that a compiled ``torch.autograd.Function`` saves for its backward in C++."""
     stock_forward, detached = vars(compiled)["_fwd_fn"], native().detached_views
 
     def save(ctx: Any, results: Sequence[Any]) -> None:
@@ -204,7 +200,7 @@ def _save(compiled: Any, metadata: Any) -> None:
         ctx.opaque_objects = results[metadata.opaque_objects_saved_for_backwards_slice]
 
     def forward(ctx: Any, arguments: Any, add_rng: Any, stock_save: Any, finalize: Any, implementation: Any) -> Any:
-        keep = stock_save if metadata.dynamic_saved_tensors_idxs else save  # it marks such tensors
+        keep = stock_save if metadata.dynamic_saved_tensors_idxs else save  # torch marks such tensors
         return stock_forward(ctx, arguments, add_rng, keep, finalize, implementation)
 
     for function in (save, forward):
@@ -213,9 +209,7 @@ def _save(compiled: Any, metadata: Any) -> None:
 
 
 def _apply(compiled: Any) -> None:
-    """Lets arguments of a compiled ``torch.autograd.Function`` be looked through in C++ for tensors that ``torch.func``
-    wraps.
-    """
+    """Checks the arguments of a compiled ``torch.autograd.Function`` for ``torch.func`` wrappers in C++."""
     stock, call = compiled.apply, super(torch.autograd.Function, compiled).apply
 
     def apply(*arguments: Any) -> Any:
@@ -237,25 +231,24 @@ def _check_plain(meta: SubclassCreationMeta) -> None:
     if cls is not DTensor or list(kinds.items()) != [("_local_tensor", PlainTensorMeta), ("device_mesh", OpaqueMeta)]:
         raise _NotPlain
     if any(isinstance(placement, _MaskPartial) for placement in meta.meta[0]):
-        raise _NotPlain  # it carries what this one call looked up
+        raise _NotPlain  # the placement has the mask of this call
     local = meta.attrs["_local_tensor"]
     assert isinstance(local, PlainTensorMeta)
     _check_sizes(local)
     for extent, read_from in ((meta.outer_size, "outer_size_from_attr"), (meta.outer_stride, "outer_stride_from_attr")):
         if getattr(meta, read_from, None) is not None and any(_symbolic(extent)):
-            raise _NotPlain  # as of 2.14: sizes of the local tensor
+            raise _NotPlain  # since 2.14, read from the local tensor
 
 
 def _check_sizes(meta: PlainTensorMeta) -> None:
-    """As of 2.14 sizes of local tensors can be inputs and results of their own, which code in C++ does not expect."""
+    """Raises `_NotPlain` if sizes of a local tensor are inputs or results of their own (since 2.14); C++ does not
+    expect them."""
     if getattr(meta, "arg_count", 1) != 1:
         raise _NotPlain
 
 
 def _argument(meta: Meta) -> tuple[list[int], list[int]] | None:
-    """For ``Unwrap``: None for what is no DTensor; otherwise the dims whose sizes, and those whose strides, are
-    inputs.
-    """
+    """For ``Unwrap``: None if it is no DTensor; otherwise the dims whose sizes, and those whose strides, are inputs."""
     if isinstance(meta, PlainTensorMeta):
         _check_sizes(meta)
         return None
@@ -267,8 +260,10 @@ def _argument(meta: Meta) -> tuple[list[int], list[int]] | None:
 
 
 def _results(metas: Sequence[Meta]) -> tuple[list[Any], int]:
-    """For ``Wrap``: per output its place in the results, or ``(place, sizes, strides, make_spec, requires_grad)`` of a
-    DTensor, with sizes as ``(False, size)`` or ``(True, place)``. And how many results that takes.
+    """For ``Wrap``: the plan of the results, and the number of results that it consumes.
+
+    The plan has an index per plain output, and ``(index, sizes, strides, make_spec, requires_grad)`` per DTensor, with
+    each size as ``(False, size)`` or ``(True, index)``.
     """
     plan: list[Any] = []
     place = used = 0

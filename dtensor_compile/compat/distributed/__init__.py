@@ -1,1 +1,1 @@
-"""What the package replaces and calls of ``torch.distributed``: groups, meshes, wrappers."""
+"""The private parts of ``torch.distributed`` that the package replaces or calls: groups, meshes, wrappers."""

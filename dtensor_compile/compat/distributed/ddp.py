@@ -1,8 +1,4 @@
-"""The state of ``DistributedDataParallel`` and of ``replicate``, which is built on it: what it says, and what it leaves
-to eager.
-
-Nothing here knows of Dynamo.
-"""
+"""State of ``DistributedDataParallel`` and of ``replicate``, which is built on it; nothing here depends on Dynamo."""
 
 from __future__ import annotations
 
@@ -21,16 +17,16 @@ ReplicateState = _ReplicateState
 PRE_FORWARD, RUN_FORWARD, POST_FORWARD = DDP._pre_forward, DDP._run_ddp_forward, DDP._post_forward
 REPLICATE_PRE_FORWARD, REPLICATE_POST_FORWARD = _ReplicateState.forward_pre_hook, _ReplicateState.forward_post_hook
 
-#: Where the code of the wrappers is; of all that, only the forward of a module is worth a graph.
+#: Files of the wrappers; only the forward of a module is worth a graph.
 _FILES = frozenset(thing.__init__.__code__.co_filename for thing in (DDP, _ReplicateState, Join))
 
 
 def belongs_to_python(code: types.CodeType) -> bool:
-    """Whether a frame of that code is part of what a wrapper does around the forward of a module."""
+    """Whether `code` is part of what a wrapper runs around the forward of a module, and is therefore left to Python."""
     return code.co_filename in _FILES and code is not DDP.forward.__code__
 
 
-#: What keeps a module out of a graph: a test, and what to say.
+#: Reasons to keep a module out of a graph: a test, and its text.
 _OBSTACLES: tuple[tuple[Callable[[DDP], bool], str], ...] = (
     (lambda m: m.mixed_precision is not None, "mixed_precision"),
     (lambda m: m._join_config.enable, "the join context"),
@@ -45,9 +41,8 @@ _OBSTACLES: tuple[tuple[Callable[[DDP], bool], str], ...] = (
 
 
 def facts(module: DDP) -> tuple[Any, ...]:
-    """All that the meaning of the module depends on, besides its parameters and the attributes that the program
-    sees.
-    """
+    """Everything that determines how the module behaves, besides its parameters and the attributes that the program
+    sees."""
     return (
         tuple(test(module) for test, _ in _OBSTACLES),
         group_name(module),
@@ -58,30 +53,29 @@ def facts(module: DDP) -> tuple[Any, ...]:
 
 
 def replicate_facts(state: _ReplicateState) -> tuple[Any, ...]:
-    """The same for `replicate`."""
+    """`facts` for `replicate`, and whether gradients are synchronized."""
     return (state._no_sync, facts(state._ddp)) if state.has_initialized else ()
 
 
 def obstacle(module: DDP) -> str | None:
-    """Why the forward has to run in eager; None where it can be traced."""
+    """The reason why the forward has to run in eager; None if it can be traced."""
     return next((text for test, text in _OBSTACLES if test(module)), None)
 
 
 def passes_through(module: DDP) -> bool:
-    """Whether torch reduces gradients by hooks of parameters that Dynamo sees (``optimize_ddp="python_reducer"``)."""
+    """Whether torch reduces gradients by parameter hooks that Dynamo sees (``optimize_ddp="python_reducer"``)."""
     return module._use_python_reducer
 
 
 def prepare(module: DDP) -> None:
-    """What eager does before the first forward."""
+    """Runs the lazy initialization that eager runs before the first forward."""
     if not module._lazy_init_ran:
         module._lazy_init()
 
 
 def prepare_replicate(state: _ReplicateState) -> DDP:
-    """What eager does before the first forward: makes the module that replicates, with which all ranks agree on
-    parameters.
-    """
+    """Runs the lazy initialization of `replicate`: makes the DDP module, for which all ranks verify their
+    parameters."""
     if state._init_args or state._init_kwargs:
         state.lazy_init()
     prepare(state._ddp)
@@ -89,7 +83,7 @@ def prepare_replicate(state: _ReplicateState) -> DDP:
 
 
 def wants_gradients_averaged(state: _ReplicateState) -> bool:
-    """What ``set_requires_gradient_sync`` said."""
+    """Whether gradients are averaged, as set by ``set_requires_gradient_sync``."""
     return not state._no_sync
 
 
@@ -99,14 +93,16 @@ def parameters(module: DDP) -> list[torch.nn.Parameter]:
 
 
 def buffers(module: DDP) -> list[str]:
-    """Names, within the wrapped module, of the buffers that the first rank sends to all."""
+    """Names, within the wrapped module, of the buffers that the first rank broadcasts."""
     module._assign_modules_buffers()
     return list(module.named_module_buffers) if module.broadcast_buffers else []
 
 
 def bucket_limits(module: DDP) -> tuple[int, ...]:
-    """Bytes of gradients at which a bucket is full, of the first one and of those after it, as torch's reducer has them
-    from the second step on: the first is small by default, so that something is sent early."""
+    """Capacities of gradient buckets in bytes: of the first, and of those after it.
+
+    As in torch's reducer from the second step on; the first is small by default, so that communication starts early.
+    """
     own = getattr(module, "bucket_bytes_cap_list", None)  # since 2.13
     if own:
         return tuple(own)
@@ -115,28 +111,28 @@ def bucket_limits(module: DDP) -> tuple[int, ...]:
 
 
 def group(module: DDP) -> torch.distributed.ProcessGroup:
-    """The ranks that share the parameters."""
+    """The process group of the ranks that share the parameters."""
     return module.process_group
 
 
 def group_name(module: DDP) -> str:
-    """The name of their group."""
+    """The name of that group."""
     return module.process_group.group_name
 
 
 def device_of_inputs(module: DDP) -> torch.device | None:
-    """Where inputs are moved; None where they stay."""
+    """The device to which inputs are moved; None if they stay."""
     return torch.device(module.device_type, module.device_ids[0]) if module.device_ids else None
 
 
 # ---- gradients that torch's reducer averages -----------------------------------------------------------------------
 
-#: Modules whose gradients were left as they are by compiled code, and may wait to be averaged.
+#: Modules whose gradients compiled code leaves unreduced, so that they may wait to be averaged.
 _left: weakref.WeakSet[DDP] = weakref.WeakSet()
 
 
 def leave_gradients(module: DDP) -> None:
-    """Compiled code now exists that leaves the gradients of the module as they are (``no_sync``)."""
+    """Records that compiled code exists which leaves the gradients of the module unreduced (``no_sync``)."""
     _left.add(module)
 
 
@@ -152,14 +148,12 @@ def _has_hooks(parameter: torch.nn.Parameter) -> bool:
 
 
 def needs_reducer(module: DDP) -> bool:
-    """Whether averaging is more than the mean of one gradient: gradients wait, or hooks see them before they are
-    averaged.
-    """
+    """Whether averaging is more than the mean of one gradient: earlier gradients wait, or hooks see unreduced ones."""
     return bool(module._comm_hooks) or any(map(_has_hooks, module._module_parameters)) or gradients_wait(module)
 
 
 def arm_reducer(module: Callable[[], DDP | None]) -> None:
-    """What eager does around a forward so that the reducer averages gradients when autograd accumulates them.
+    """Prepares the reducer, as eager does around a forward, to average gradients when autograd accumulates them.
 
     Args:
         module: a weak reference.
@@ -167,7 +161,7 @@ def arm_reducer(module: Callable[[], DDP | None]) -> None:
     ddp = module()
     if ddp is None:
         return
-    assert ddp.logger is not None  # its constructor makes it
+    assert ddp.logger is not None  # set by its constructor
     ddp.logger.set_runtime_stats_and_log()
     ddp.reducer.prepare_for_forward()
     if ddp.reducer._rebuild_buckets():
@@ -176,7 +170,7 @@ def arm_reducer(module: Callable[[], DDP | None]) -> None:
 
 
 def paths_of(module: torch.nn.Module, wanted: set[torch.nn.Parameter]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """Path of the submodule, name and parameter, for every place in which a module has one of those parameters."""
+    """Yields submodule path, name and parameter for every place in `module` of one of the `wanted` parameters."""
     for path, part in module.named_modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter in wanted:

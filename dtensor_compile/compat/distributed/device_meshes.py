@@ -1,4 +1,4 @@
-"""What a ``DeviceMesh`` is made of, and process groups by name and by ranks."""
+"""Layout and groups of a ``DeviceMesh``, and process groups by name and by ranks."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
 
 
 def real_mesh(mesh: DeviceMesh | FakeScriptObject) -> DeviceMesh:
-    """The mesh itself: while tracing it may arrive wrapped."""
+    """The mesh itself, unwrapped; while tracing it may be a ``FakeScriptObject``."""
     return mesh.real_obj if isinstance(mesh, FakeScriptObject) else mesh
 
 
 def _flat(value: object) -> tuple[int, ...]:
-    """2.11 keeps an int for a plain dim and a nested tuple for a flattened one; later releases a flat tuple."""
+    """A flat tuple. 2.11 keeps an int for a plain dim and a nested tuple for a flattened one; later releases a flat
+    tuple."""
     if isinstance(value, int):
         return (value,)
     return tuple(i for part in value for i in _flat(part))  # type: ignore[attr-defined]
 
 
 def mesh_dims(mesh: DeviceMesh) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Per mesh dim its sizes and its strides into the rank map; several entries where dims were flattened into one."""
+    """Per mesh dim, its sizes and its strides into the rank map; several entries if dims were flattened into one."""
     return [(_flat(dim.shape), _flat(dim.stride)) for dim in mesh._layout]
 
 
 def rank_map(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks that the layout of the mesh indexes: those of its root mesh, the same on every rank."""
+    """The ranks that the layout of the mesh indexes: those of its root mesh, equal on every rank."""
     return tuple(mesh._flatten_rank_map)
 
 
@@ -64,7 +65,7 @@ def default_store() -> dist.Store:
 
 
 def group_exists(name: str) -> bool:
-    """Whether a process group of that name is alive in this process."""
+    """Whether this process has a live process group of that name."""
     try:
         return _resolve_process_group(cast("GroupName", name)) is not None
     except UnsupportedTorchError:  # torch has no such function
@@ -79,9 +80,7 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, global ranks (in the order of the group) and backend of every process group that this rank is in, in order
-    of creation.
-    """
+    """Name, global ranks (in group order) and backend of every process group of this rank, in order of creation."""
     return [
         (str(_get_process_group_name(group)), tuple(distributed_c10d._world.pg_group_ranks[group]), str(backend))
         for group, (backend, _) in distributed_c10d._world.pg_map.items()
@@ -89,7 +88,7 @@ def all_groups() -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def is_simulated(name: str) -> bool:
-    """Whether a process group moves nothing: that of a job whose other ranks are not there."""
+    """Whether a process group belongs to a simulated job and transfers nothing (torch's ``fake`` backend)."""
     group = _resolve_process_group(cast("GroupName", name)) if group_exists(name) else None
     return group is not None and dist.get_backend(group) == "fake"
 
@@ -108,18 +107,18 @@ _other_rank: contextvars.ContextVar[int | None] = contextvars.ContextVar("dtenso
 
 
 def my_rank() -> int:
-    """The global rank of this process; in `seen_by` the other one."""
+    """The global rank of this process; within `seen_by`, that of the other rank."""
     other = _other_rank.get()
     return dist.get_rank() if other is None else other
 
 
 @contextlib.contextmanager
 def seen_by(rank: int, coordinates: Sequence[tuple[DeviceMesh, tuple[int, ...]]]) -> Iterator[None]:
-    """While it is entered, shapes of local tensors are on this thread what they are on another rank. Nothing may be
-    sent meanwhile.
+    """While active, local tensors have the shapes on this thread that they have on another rank. Nothing may be sent.
 
     Args:
-        coordinates: the meshes that matter, and where that rank is in each.
+        rank: the other rank.
+        coordinates: the meshes involved, and the coordinate of that rank in each.
     """
     token = _other_rank.set(rank)
     try:
@@ -133,7 +132,7 @@ def seen_by(rank: int, coordinates: Sequence[tuple[DeviceMesh, tuple[int, ...]]]
 
 @contextlib.contextmanager
 def _at_coordinate(mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Iterator[None]:
-    """While it is entered, a mesh says that this process is at another place in it."""
+    """While active, a mesh reports another coordinate for this process."""
     own, mesh._coordinate_on_dim = mesh._coordinate_on_dim, coordinate
     try:
         yield
@@ -142,14 +141,13 @@ def _at_coordinate(mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Iterator[No
 
 
 def group_of_ranks(ranks: Sequence[int], make: str | None = None) -> str:
-    """Name of a process group with exactly these global ranks, in this order.
+    """The name of a process group with exactly these global ranks, in this order.
 
     Args:
-        make: where this process has none, one of this description is made, together with the other ranks of the group
-            and nobody else.
+        make: description of a new group, made together with only the other ranks of the group if this process has none.
 
     Raises:
-        NoProcessGroupError: this process has none, and none is to be made.
+        NoProcessGroupError: this process has none, and `make` is None.
     """
     wanted = tuple(ranks)
     for name, members, _ in all_groups():
@@ -170,24 +168,24 @@ _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
-    """``dist.new_group`` of ranks that stay in this order.
+    """``dist.new_group`` for ranks in the given order.
 
     Raises:
-        UnsupportedTorchError: they do not ascend, and the installed torch sorts them.
+        UnsupportedTorchError: the ranks do not ascend, and the installed torch sorts them.
     """
     if _KEEPS_ORDER:
         return dist.new_group(list(ranks), sort_ranks=False, **options)
     if list(ranks) != sorted(ranks):
         raise UnsupportedTorchError(
             f"dtensor_compile: torch {torch.__version__} sorts the ranks of a process group, and {list(ranks)} have to "
-            "stay in their order: number the ranks of the mesh so that they ascend along each mesh dim, or take torch "
+            "stay in their order: number the ranks of the mesh so that they ascend along each mesh dim, or use torch "
             "2.13"
         )
     return dist.new_group(list(ranks), **options)
 
 
 class _Made:
-    """How many groups of which ranks this process has made, as a member of one default process group."""
+    """The number of groups that this process has made per tuple of ranks, within one default process group."""
 
     group: dist.ProcessGroup | None = None
     counts: Counter[tuple[int, ...]] = Counter()
@@ -197,21 +195,21 @@ _NAME = patch("torch.distributed.distributed_c10d:_hash_ranks_to_str", "ranks")
 
 
 @needs(
-    "groups that the ranks of a mesh make alone",
+    "groups that only their members make",
     _NAME,
-    without="ranks of which one has made more groups than another could wait for each other",
+    without="ranks could deadlock if one has made more groups than another",
     essential=True,
     upstream="#173608, #189073",
     remove_when="the name that new_group(use_local_synchronization=True) makes depends on the group's members alone",
 )
 @contextlib.contextmanager
 def _named_by_members() -> Iterator[None]:
-    """While it is entered, a group that its members make alone is named by them and by how many groups they made
-    together.
+    """While active, a group that only its members make is named by them and by the number of groups they made together.
 
-    Stock counts all groups of the process in the name: ranks of which one has made more of them would wait for each
-    other for ever. And 2.14 counts such a group among those that all ranks make, by whose number it names the next of
-    these: here it does not count."""
+    Stock torch puts the number of all groups of the process into the name: ranks would deadlock if one of them has made
+    more groups. 2.14 also counts such a group among those that all ranks make, and names the next of these by that
+    number; here it is not counted.
+    """
     world = distributed_c10d._world
     before = world.group_count
 
@@ -230,7 +228,7 @@ def _named_by_members() -> Iterator[None]:
 
 
 def device_is_available(device_type: str) -> bool:
-    """Whether this process can use devices of that type."""
+    """Whether this process can use devices of `device_type`."""
     if device_type in ("cpu", "meta"):
         return True
     module = getattr(torch, device_type, None)

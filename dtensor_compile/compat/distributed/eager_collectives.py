@@ -1,7 +1,7 @@
-"""Collectives outside of compiled graphs: in eager between graphs, in hooks of modules and of autograd, in a reducer.
+"""Observes collectives outside of compiled graphs: in eager code between graphs, in hooks, in a reducer.
 
-`watch_eager_collectives` sees what c10d and the functional collectives dispatch in this thread (and in the backward
-passes that it starts), and leaves out what a compiled graph calls and what runs while a graph is traced.
+`watch_eager_collectives` sees what c10d and the functional collectives dispatch on this thread (and in the backward
+passes that it starts), except for what compiled graphs call and what runs during tracing.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dtensor_compile.compat.patches import hook, needs
 _NAMESPACES = ("c10d", "_c10d_functional")
 #: Operators on a process group that send no tensor.
 _SENDS_NOTHING = frozenset({"barrier", "monitored_barrier_", "recv_", "recv_any_source_", "irecv"})
-#: What operators call the process group that they are on.
+#: Names of parameters of operators for the process group.
 _GROUPS = frozenset({"process_group", "group_name"})
-#: What operators call the tensors that they send.
+#: Names of parameters of operators for the tensors that they send.
 _INPUTS = frozenset({"input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors", "self"})
 _SPLITS = frozenset({"input_split_sizes"})
 
 
 @dataclass(frozen=True)
 class EagerCollective:
-    """A collective, as it is dispatched.
+    """A collective as it is dispatched.
 
     Attributes:
         name: of the operator (``_allgather_base_``).
         inputs: the tensors that it sends.
-        splits: how many rows go to each rank, where that is given.
-        group: its process group; None where it is not known.
+        splits: the number of rows for each rank, if given.
+        group: its process group; None if unknown.
         backward: whether autograd runs a backward pass.
         stack: ``(file, line, code)`` of the frames, outermost first.
     """
@@ -56,7 +56,7 @@ class EagerCollective:
 
 
 class _Collectives(TorchDispatchMode):
-    """Tells of each collective, and changes nothing."""
+    """Reports each collective, without changing it."""
 
     supports_higher_order_operators = True
 
@@ -69,12 +69,12 @@ class _Collectives(TorchDispatchMode):
         return True
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:  # Dynamo leaves frames to eager under modes that do not say so
+    def ignore_compile_internals(cls) -> bool:  # Dynamo skips frames under modes that do not declare this
         return True
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # a DTensor calls its collectives, on local tensors, while this mode is entered
+            return NotImplemented  # a DTensor dispatches its collectives again, on local tensors, under this mode
         if getattr(func, "namespace", "") in _NAMESPACES and not _traced_or_compiled():
             self._collective(func, args)
         return func(*args, **(kwargs or {}))
@@ -95,18 +95,18 @@ class _Collectives(TorchDispatchMode):
 
 
 def _group(given: Any) -> dist.ProcessGroup | None:
-    """The group that an operator is given by itself, boxed, or by its name."""
+    """The group that an operator is given as an object, boxed, or by name."""
     if isinstance(given, torch.ScriptObject):
         return dist.ProcessGroup.unbox(given)
     return given if isinstance(given, dist.ProcessGroup) else compat_mesh.group_named(str(given))
 
 
-#: The functions through which compiled graphs are called: AOTAutograd's, and those of Inductor's.
+#: Code of the functions through which compiled graphs are called: AOTAutograd's and Inductor's.
 _CALLS_GRAPH = frozenset({call_func_at_runtime_with_args.__code__, CompiledFxGraph.__call__.__code__})
 
 
 def _traced_or_compiled() -> bool:
-    """Whether this thread traces a graph, or runs a compiled one."""
+    """Whether this thread is tracing a graph or running a compiled one."""
     if TracingContext.try_get() is not None:
         return True
     frame = sys._getframe(1)
@@ -125,14 +125,14 @@ def _traced_or_compiled() -> bool:
     hook("torch._functorch._aot_autograd.utils:call_func_at_runtime_with_args"),
     hook("torch._inductor.output_code:CompiledFxGraph.__call__"),
     hook("torch._guards:TracingContext.try_get"),
-    without="the report does not know what is sent in eager, between graphs and in hooks",
+    without="the report lacks the collectives of eager code, between graphs and in hooks",
 )
 @contextlib.contextmanager
 def watch_eager_collectives(tell: Callable[[EagerCollective], None], watched: Callable[[], None]) -> Iterator[None]:
-    """While it is entered, `tell` is told of each collective that runs outside of compiled graphs.
+    """While active, `tell` is called with each collective that runs outside of compiled graphs.
 
     Args:
-        watched: called at the beginning; it is not where the installed torch lacks what this needs.
+        watched: called on entry; not called if the installed torch lacks a hook that this needs.
     """
     watched()
     with _Collectives(tell):

@@ -1,6 +1,5 @@
-"""A job whose other ranks are not there: torch's fake process group, whose collectives return at once and move
-nothing.
-"""
+"""A simulated job with one real rank: torch's fake process group, whose collectives return at once and transfer
+nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtensor_compile.compat.apply_patches import patched_values
 from dtensor_compile.compat.patches import Patch, needs, patch
 
-#: Of both modules that have them.
+#: Patches of ``init_process_group`` and ``new_group``, in both modules that export them.
 INIT, NEW = (
     tuple(patch(f"{module}:{name}") for module in ("torch.distributed", "torch.distributed.distributed_c10d"))
     for name in ("init_process_group", "new_group")
@@ -24,13 +23,13 @@ INIT, NEW = (
 
 
 def groups_of(kind: str, job: Callable[[], dict[str, Any]]) -> dict[Patch, Callable[..., Any]]:
-    """What takes the place of the functions that make process groups: all groups are of one kind of backend.
+    """Replacements for the functions that make process groups, so that all groups have one kind of backend.
 
-    Programs call them, so that Dynamo looks into them.
+    Programs call these functions, so Dynamo traces into them.
 
     Args:
         kind: the backend, whatever a program asks for.
-        job: gives the arguments for the default process group of the calling rank.
+        job: returns the arguments for the default process group of the calling rank.
     """
     stock_init, stock_new = dist.init_process_group, dist.new_group
 
@@ -45,7 +44,7 @@ def groups_of(kind: str, job: Callable[[], dict[str, Any]]) -> dict[Patch, Calla
 
 
 @needs(
-    "a job whose other ranks are not there",
+    "a simulated job with one real rank",
     *INIT,
     *NEW,
     without="reports need a job of real ranks",
@@ -54,11 +53,11 @@ def groups_of(kind: str, job: Callable[[], dict[str, Any]]) -> dict[Patch, Calla
 )
 @contextlib.contextmanager
 def simulated_job(world: int, rank: int) -> Iterator[None]:
-    """While it is entered, this process is `rank` of a job of `world` ranks that exist in name only.
+    """While active, this process is `rank` of a simulated job of `world` ranks.
 
-    The default process group is there, the environment is that of ``torchrun``, and a program that makes process groups
-    itself gets such ones, whatever backend it asks for. Values that come from other ranks mean nothing; shapes are
-    right."""
+    The default process group exists, the environment is that of ``torchrun``, and process groups that the program makes
+    are fake as well, whatever backend it asks for. Values from other ranks are meaningless; shapes are right.
+    """
     stock_hook = sys.excepthook
 
     torchrun = {

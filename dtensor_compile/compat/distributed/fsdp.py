@@ -1,7 +1,6 @@
-"""The state of ``fully_shard``, and of ``replicate`` in its newer form: what it says of parameters, and what it leaves
-to eager.
+"""State of ``fully_shard``, and of ``replicate`` in its newer form; nothing here depends on Dynamo.
 
-Nothing here knows of Dynamo. A *group* holds the parameters that eager gathers together.
+A *group* holds the parameters that eager gathers together.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from torch.distributed.tensor import Placement, Replicate
 from dtensor_compile.compat.dtensor.specs import Spec
 
 PRE_FORWARD, POST_FORWARD = FSDPState._pre_forward, FSDPState._post_forward
-#: The code of the wrapper that keeps Dynamo out of a hook. Hooks of modules in a list are closures in one, around the
-#: methods.
+#: Code of the wrapper that keeps Dynamo out of a hook. Hooks of a list of modules are closures in such a wrapper,
+#: around the methods.
 _WRAPPER = PRE_FORWARD.__code__
 
-#: The attribute of a group with the tensor that stands for it (`compat.distributed.fsdp_gradients.make_holders`).
+#: Attribute of a group that holds the tensor with its number (`compat.distributed.fsdp_gradients.make_holders`).
 HOLDER = "_dtensor_compile_holder"
 
 #: Methods by which a program changes the state of its modules.
 SETTERS = tuple(method for name, method in vars(FSDPModule).items() if name.startswith("set_"))
 
-#: Whether a state has groups in a list; before 2.13 it has one, or none.
+#: Whether a state has a list of groups; before 2.13 it has one group or none.
 SEVERAL = isinstance(vars(FSDPState).get("_fsdp_param_group"), property)
 
 
@@ -50,7 +49,7 @@ def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 def method_of(function: Any) -> Any:
-    """The method of a state that a hook calls; the function itself where it is no such hook."""
+    """The method of a state that a hook calls; `function` itself if it is no such hook."""
     if getattr(function, "__code__", None) is not _WRAPPER:
         return function
     inner = function
@@ -60,14 +59,14 @@ def method_of(function: Any) -> Any:
 
 
 def state_of(owner: Any) -> FSDPState:
-    """The state itself, or that of a hook of modules in a list."""
+    """The state itself, or the state of a hook of a list of modules."""
     for name in path_to_state(owner):
         owner = getattr(owner, name)
     return owner
 
 
 def path_to_state(owner: Any) -> tuple[str, ...]:
-    """The attributes that lead from a hook of modules in a list to their state; none from the state itself."""
+    """The attributes that lead from a hook of a list of modules to the state; empty for the state itself."""
     path: list[str] = []
     while not isinstance(owner, FSDPState):
         path.append("__self__" if isinstance(owner, types.MethodType) else "__wrapped__")
@@ -75,16 +74,16 @@ def path_to_state(owner: Any) -> tuple[str, ...]:
     return tuple(path)
 
 
-# ---- what is fixed while the compiled code holds -------------------------------------------------------------------
+# ---- facts on which compiled code is guarded -------------------------------------------------------------------
 
 
 def facts(state: FSDPState) -> tuple[Any, ...]:
-    """All that a forward depends on, besides what the parameters are."""
+    """Everything that a forward depends on besides the parameters."""
     return (state._mp_policy, *(_group_facts(group) for group in groups_of(state)))
 
 
 def gradient_facts(state: FSDPState) -> tuple[Any, ...]:
-    """All that the gradients depend on besides."""
+    """Everything that gradients depend on in addition."""
     return tuple(map(_facts_of_gradients, groups_of(state)))
 
 
@@ -100,7 +99,7 @@ def _group_facts(group: FSDPParamGroup) -> tuple[Any, ...]:
 
 def _facts_of_gradients(group: FSDPParamGroup) -> tuple[Any, ...]:
     return (
-        _held(group),  # what adds to held gradients need not know whether there are any
+        _held(group),  # code that adds to held gradients need not know whether there are any
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
         _reduces_unused(group),
@@ -124,19 +123,17 @@ def _holds(group: FSDPParamGroup) -> bool:
 
 
 def _has_hooks(group: FSDPParamGroup) -> bool:
-    """Whether hooks wait for gradients of sharded parameters: eager, which sets these gradients itself, never calls
-    them.
-    """
+    """Whether a sharded parameter has gradient hooks. Eager sets these gradients itself and never calls them."""
     return any(param.sharded_param._backward_hooks for param in group.fsdp_params)
 
 
 def _reduces_unused(group: FSDPParamGroup) -> bool:
-    """Whether parameters that the loss does not use have gradients as well; there is such a setting as of 2.13."""
+    """Whether unused parameters get gradients as well; the setting exists since 2.13."""
     return getattr(group, "reduce_scatter_unused_params", False)
 
 
 def _is_plain(param: FSDPParam) -> bool:
-    """Whether the modules of a parameter keep it where modules keep parameters, and nowhere else."""
+    """Whether the modules of a parameter store it in the standard way only."""
     return all(type(module).__setattr__ is torch.nn.Module.__setattr__ for module, _ in _places(param))
 
 
@@ -144,7 +141,7 @@ def _own_comm(comm: Any) -> bool:
     return not type(comm).__module__.startswith("torch.") and isinstance(comm, (AllGather, ReduceScatter))
 
 
-#: What keeps a state out of a graph: a test, and what to say.
+#: Reasons to keep a state out of a graph: a test, and its text.
 _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
     (lambda g: isinstance(g.offload_policy, CPUOffloadPolicy), "parameters are offloaded to the CPU"),
     (lambda g: g._all_reduce_hook is not None, "set_all_reduce_hook"),
@@ -159,29 +156,29 @@ _OBSTACLES: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
     (_reduces_unused, "gradients for unused parameters"),
     (
         lambda g: g._training_state is TrainingState.PRE_BACKWARD,
-        "the forward runs again inside of a backward pass of eager's",
+        "the forward runs again inside of an eager backward pass",
     ),
     (lambda g: not all(map(_is_plain, g.fsdp_params)), "a module with a __setattr__ of its own"),
 )
-#: The same, where gradients are wanted.
+#: The same, if gradients are needed.
 _OBSTACLES_TO_GRADIENTS: tuple[tuple[Callable[[FSDPParamGroup], bool], str], ...] = (
     (_has_hooks, "a parameter with a hook on its gradient"),
 )
 
 
 def obstacle(state: FSDPState, gradients: bool) -> str | None:
-    """Why the forward of a module with this state has to run in eager; None where it can be traced."""
+    """The reason why the forward of a module with this state has to run in eager; None if it can be traced."""
     table = _OBSTACLES + (_OBSTACLES_TO_GRADIENTS if gradients else ())
     return next((text for group in groups_of(state) for test, text in table if test(group)), None)
 
 
 def mixed_precision(state: FSDPState) -> MixedPrecisionPolicy:
-    """Its policy for dtypes."""
+    """The policy for dtypes."""
     return state._mp_policy
 
 
 def prepare(state: FSDPState) -> None:
-    """What eager does before it first uses the parameters: finds the root, sets dtypes."""
+    """Runs the lazy initialization that eager runs before it first uses the parameters: finds the root, sets dtypes."""
     state._lazy_init()
 
 
@@ -193,13 +190,13 @@ def _at_rest(group: FSDPParamGroup) -> bool:
 def is_at_rest(state: FSDPState) -> bool:
     """Whether the modules have their sharded parameters.
 
-    Not so after an eager forward without a backward, which may keep them whole, nor after the program called
-    ``unshard()``."""
+    False after an eager forward without a backward, which may keep parameters unsharded, and after ``unshard()``.
+    """
     return all(map(_at_rest, groups_of(state)))
 
 
 def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
-    """Gives the modules their sharded parameters again. A backward of eager's that needs whole ones gathers them again.
+    """Reshards the parameters of the modules. An eager backward that needs them unsharded gathers them again.
 
     Args:
         state: a weak reference.
@@ -214,11 +211,12 @@ def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
 
 
 class HeldGradient(NamedTuple):
-    """What becomes of a gradient at two places on its way: as it comes, and reduced over shards and not yet over
+    """What happens to a gradient at two points: as it arrives, and after the reduction over shards but before that over
     replicas.
 
-    At each: "hold", it is kept for a later pass; "release", what is kept is added to it before it is reduced further;
-    "", neither."""
+    At each point: "hold" keeps it for a later pass; "release" adds what is held to it before it is reduced further; ""
+    does neither.
+    """
 
     whole: str = ""
     shard: str = ""
@@ -230,19 +228,20 @@ class Sharded:
 
     Attributes:
         parameter: the sharded one.
-        path: attributes and indices on the way from the state to it.
-        places: module and name, several where it is tied.
+        path: attributes and indices that lead from the state to it.
+        places: module and name; several if it is tied.
         mesh, placements: how the ranks share it: a mesh of one dim, or of two of which the first replicates.
-        outer_mesh, outer_placements: of the DTensor that the module uses; None and () where it uses a plain tensor.
-        data_parallel: the dims of `outer_mesh` over which `mesh` shares the parameter (``dp_mesh_dims``); none where
-            these are two meshes.
-        size: of what the ranks share.
-        dtype, reduce_dtype: of what the module uses, and in which gradients are reduced; None leaves them as they are.
+        outer_mesh, outer_placements: of the DTensor that the module uses; None and () if it uses a plain tensor.
+        data_parallel: the dims of `outer_mesh` over which `mesh` shares the parameter (``dp_mesh_dims``); none if these
+            are two meshes.
+        size: global shape of the sharded parameter, in elements per dim.
+        dtype, reduce_dtype: of the tensor that the module uses, and of the reduction of gradients; None keeps the
+        dtype.
         divide: reduction op, divisors of gradients before and after it.
         reshard: it is not kept for the backward.
-        holder: path from the state to the tensor that stands for its group (`make_holders`).
-        index: its place in the group.
-        held: what becomes of its gradient.
+        holder: path from the state to the tensor with the number of its group (`make_holders`).
+        index: its position in the group.
+        held: what happens to its gradient.
     """
 
     parameter: torch.nn.Parameter
@@ -269,7 +268,7 @@ def _places(param: FSDPParam) -> tuple[tuple[torch.nn.Module, str], ...]:
 
 
 def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
-    """The parameters of a state that is prepared."""
+    """The parameters of a prepared state."""
     for i, group in enumerate(groups_of(state)):
         path = ("_fsdp_param_groups", i) if SEVERAL else ("_fsdp_param_group",)
         held = _held(group)
@@ -305,9 +304,7 @@ def _held(group: FSDPParamGroup) -> HeldGradient:
 
 
 def data_parallel_dims(param: FSDPParam) -> tuple[int, ...]:
-    """The dims that ``dp_mesh_dims`` names of the mesh on which the parameter is a DTensor; none where it is not
-    given.
-    """
+    """The mesh dims of the DTensor parameter that ``dp_mesh_dims`` names; empty if it is not given."""
     return tuple(sorted(getattr(param, "_dp_dim_indices", ())))
 
 
@@ -318,7 +315,8 @@ def _placements(group: FSDPParamGroup, param: FSDPParam) -> tuple[Placement, ...
 
 
 def _divide(group: FSDPParamGroup, param: FSDPParam) -> tuple[str, float, float]:
-    """As torch divides; a factor within the reduction becomes a division before it."""
+    """The reduction op and divisors, as torch chooses them; a factor within the reduction becomes a division
+    before it."""
     info = group.mesh_info
     shards = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
     replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
@@ -334,5 +332,5 @@ def _divide(group: FSDPParamGroup, param: FSDPParam) -> tuple[str, float, float]
 
 
 def unsharded_spec(param: FSDPParam) -> Spec | None:
-    """Of the DTensor that the module uses; None where it uses a plain tensor."""
+    """The spec of the DTensor that the module uses; None if it uses a plain tensor."""
     return getattr(param, "_unsharded_dtensor_spec" if SEVERAL else "_tp_spec", None)

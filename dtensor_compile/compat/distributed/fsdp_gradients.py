@@ -1,8 +1,8 @@
-"""Gradients under ``fully_shard`` that wait for a later backward pass to reduce them, where eager keeps them: eager and
-compiled microbatches mix.
+"""Unreduced gradients under ``fully_shard`` that wait for a later backward pass, kept where eager keeps them, so that
+eager and compiled microbatches mix.
 
-A *holder* is a tensor with a number, by which compiled code finds the group whose gradients wait. They wait as they
-come (`hold`, `release`), or reduced over shards and not yet over replicas (`hold_shard`, `release_shard`).
+A *holder* is a tensor with a number, by which compiled code finds a group. Gradients wait either as they arrive
+(`hold`, `release`), or reduced over shards but not yet over replicas (`hold_shard`, `release_shard`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUMBERS = itertools.count()
 
 
 def make_holders(state: FSDPState) -> None:
-    """Gives each group a tensor with a number, by which compiled code finds it when it runs."""
+    """Gives each group a tensor with a number, by which compiled code finds the group at run time."""
     for group in groups_of(state):
         if not hasattr(group, HOLDER):
             number = next(_NUMBERS)
@@ -41,18 +41,18 @@ def make_holders(state: FSDPState) -> None:
 
 
 def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placement, ...]) -> None:
-    """Adds the gradient of a whole parameter to what waits to be reduced, where eager's next backward finds it too.
+    """Adds the gradient of an unsharded parameter to its held gradient, where eager's next backward finds it, too.
 
     Args:
         number, index: of the group and of the parameter.
         grad: of the local tensor; copied.
-        placements: of the gradient, where the parameter is a DTensor. Over data-parallel dims of its mesh it may be
-            partial.
+        placements: of the gradient, if the parameter is a DTensor. It may be partial over data-parallel dims of the
+            mesh.
     """
     group = _HOLDERS[number]
     param = group.fsdp_params[index]
     before = _taken(param)
-    # A root whose hooks run in eager ends the backward pass of each group that has not had one; this one has it here.
+    # A root with eager hooks ends the backward pass of each group that has not ended it; this group ends it here.
     if cast("FSDPModule", group.modules[0])._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
         group._training_state = TrainingState.POST_BACKWARD
     if before is None:
@@ -66,7 +66,7 @@ def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placemen
 
 
 def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
-    """A new, contiguous tensor: `grad` and what is held of the same parameter, which is held no longer."""
+    """A new, contiguous tensor: `grad` plus the held gradient of the same parameter, which is cleared."""
     before = _taken(_HOLDERS[number].fsdp_params[index])
     if before is None:
         return grad.clone(memory_format=torch.contiguous_format)
@@ -83,19 +83,19 @@ def _place_of(state: FSDPState, sharded: Sharded) -> tuple[FSDPParamGroup, FSDPP
 
 
 def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
-    """What is held of a parameter, as a local tensor; it is held no longer."""
+    """The held gradient of a parameter, as a local tensor; clears it."""
     return _taken(_place_of(state, sharded)[1])
 
 
 def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
-    """The tensor with the number of the group that has a parameter."""
+    """The tensor with the number of the group of a parameter."""
     return getattr(_place_of(state, sharded)[0], HOLDER)
 
 
 def _taken(param: FSDPParam) -> torch.Tensor | None:
-    """What is held of a parameter, as a local tensor; it is held no longer.
+    """The held gradient of a parameter, as a local tensor; clears it.
 
-    In eager it is the gradient of the whole parameter, or, where reductions have another dtype, a tensor of that.
+    Eager keeps it as the gradient of the unsharded parameter or, if reductions have another dtype, in a tensor of that.
     """
     held, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
     whole = getattr(param, "_unsharded_param", None)
@@ -112,21 +112,20 @@ def _taken(param: FSDPParam) -> torch.Tensor | None:
 def reduced_placements(
     grad: Sequence[Placement], parameter: Sequence[Placement], data_parallel: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Placements of a gradient before the wrapper reduces it: those of the parameter, but over data-parallel dims its
-    own.
-    """
+    """Placements of a gradient before the wrapper reduces it: the gradient's own over data-parallel dims, else those of
+    the parameter."""
     return tuple(
         of if dim in data_parallel else placement
         for dim, (of, placement) in enumerate(zip(grad, parameter, strict=True))
     )
 
 
-#: The attribute of a flat tensor of held shards with the indices of those that are in it; eager's has none, and all.
+#: Attribute of a flat tensor of held shards with the indices of those in it; eager's lacks it and contains all.
 _INDICES = "_dtensor_compile_indices"
 
 
 def _held_shards(group: FSDPParamGroup) -> set[int]:
-    """Indices of the parameters whose shards wait; eager holds those of all that require gradients."""
+    """Indices of the parameters whose shards are held; eager holds all that require gradients."""
     flat = group._partial_reduce_output
     if not hasattr(flat, _INDICES):
         setattr(flat, _INDICES, {i for i, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad})
@@ -134,9 +133,7 @@ def _held_shards(group: FSDPParamGroup) -> set[int]:
 
 
 def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
-    """The place of a shard in the flat tensor in which eager keeps those of a group: one after the other, each
-    padded.
-    """
+    """The view of one shard in eager's flat tensor of held shards of a group: one after the other, each padded."""
     params = group.fsdp_params
     offset = sum(
         param.padded_sharded_param_size.numel() for param in params[:index] if param.sharded_param.requires_grad
@@ -147,8 +144,8 @@ def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
 
 
 def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
-    """Adds a gradient that is reduced over shards to what waits to be reduced over replicas, where eager's next
-    backward finds it too.
+    """Adds a gradient, reduced over shards, to the held shard that waits to be reduced over replicas; eager's next
+    backward finds it, too.
 
     Args:
         number, index: of the group and of the parameter.
@@ -166,9 +163,8 @@ def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
 
 
 def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
-    """A new, contiguous tensor: `grad`, reduced over shards, and what is held of the same parameter, which is held no
-    longer.
-    """
+    """A new, contiguous tensor: `grad`, reduced over shards, plus the held shard of the same parameter, which is
+    cleared."""
     group = _HOLDERS[number]
     if group._partial_reduce_output is None:
         return grad.clone(memory_format=torch.contiguous_format)

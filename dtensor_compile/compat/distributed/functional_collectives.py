@@ -1,7 +1,7 @@
-"""What the collectives of ``torch.distributed`` are made of: functional operators, works in flight, reductions by name.
+"""Functional collectives of ``torch.distributed``, their work handles, and names of reductions.
 
-Also the hooks through which an operator of ours fits in: what it means to functionalization, that nobody may drop it,
-and that Inductor keeps it in order with torch's collectives.
+Also integrates operators of ours: functionalization, side effects that prevent dead code elimination, and an Inductor
+lowering in order with torch's collectives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 if TYPE_CHECKING:
     from torch.utils._config_module import ConfigModule
 
-#: Reductions by the names under which torch's functional collectives know them.
+#: Reductions by their names in torch's functional collectives.
 REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -44,7 +44,7 @@ REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
 #: torch's module of functional collectives.
 functional_collectives = _functional_collectives
 
-#: A list of tensors as one flat tensor, and back: how gradients go into the buckets of a collective.
+#: Flatten a list of tensors into one and back, as gradients are put into buckets.
 flatten_dense_tensors, unflatten_dense_tensors = (
     torch._utils._flatten_dense_tensors,
     torch._utils._unflatten_dense_tensors,
@@ -52,22 +52,22 @@ flatten_dense_tensors, unflatten_dense_tensors = (
 
 
 def reduction_name(value: Any) -> str | None:
-    """The name of a reduction; None for one that is no plain reduction (a premultiplied sum)."""
+    """The name of a reduction; None if it is not a plain one (a premultiplied sum)."""
     return next((name for name, op in REDUCTIONS.items() if value == op), None)
 
 
 def functions_of(module: types.ModuleType, *names: str) -> list[Callable[..., Any]]:
-    """The functions of those names that this release has."""
+    """The functions of those names that the installed release has."""
     return [getattr(module, name) for name in names if hasattr(module, name)]
 
 
 def other_names(*names: str) -> list[Callable[..., Any]]:
-    """Functions of c10d under names that some releases have and that ``torch.distributed`` need not show."""
+    """Functions of c10d that only some releases have, and that ``torch.distributed`` need not export."""
     return functions_of(distributed_c10d, *names)
 
 
 def functional(name: str) -> torch._ops.OpOverload:
-    """torch's functional collective of that name: starts, and returns what `wait_tensor` waits for."""
+    """torch's functional collective of that name: starts, and returns a tensor for `wait_tensor`."""
     return getattr(torch.ops._c10d_functional, name).default
 
 
@@ -75,15 +75,16 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 def wait_later(tensor: torch.Tensor, work: dist.Work | None) -> None:
-    """Whoever calls `wait_tensor` on `tensor` waits for `work`."""
+    """Makes `wait_tensor` on `tensor` wait for `work`."""
     if work is not None:
         _register_work(tensor, work)
 
 
 class _Messages(Work):
-    """Messages that are one collective: waited for within the time-out of the group, as gloo waits for its collectives.
+    """Messages that make up one collective; waits for all of them within the timeout of the group, as gloo's
+    collectives do.
 
-    A message itself is waited for as long as the group was made for, whatever time-out was set since.
+    A single message waits as long as the timeout with which the group was made, whatever timeout was set since.
     """
 
     def __init__(self, works: Sequence[Work], group: dist.ProcessGroup) -> None:
@@ -99,23 +100,23 @@ class _Messages(Work):
 
 
 def wait_for_messages(tensor: torch.Tensor, works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
-    """Whoever calls `wait_tensor` on `tensor` waits for messages over a group of gloo's, and raises where its time-out
-    is over.
-    """
+    """Makes `wait_tensor` on `tensor` wait for messages over a gloo group; it raises if the group's timeout expires."""
     if works:
         _register_work(tensor, _Messages(works, group))
 
 
 def keep_in_place(op: torch._ops.OpOverload) -> None:
-    """No pass may drop a node of `op`, whether its result is used or not."""
+    """Marks `op` as having side effects: no pass may drop a node of it, even if its result is unused."""
     has_side_effect(op)
 
 
 def run_once(node: torch.fx.Node, backward: bool) -> None:
-    """The partitioner leaves a node of the joint graph where it was traced, forward or backward, and saves what it
-    returns.
+    """Makes the partitioner keep a node of the joint graph in the pass where it was traced, and save its result.
 
-    A second run would be a message that no other rank expects. `backward`: it uses a gradient that comes in.
+    A second run would be a message that no other rank expects.
+
+    Args:
+        backward: the node uses a tangent.
     """
     backward = backward or traced_in_backward(node)
     for result in (node, *(user for user in node.users if user.target is operator.getitem)):
@@ -124,39 +125,37 @@ def run_once(node: torch.fx.Node, backward: bool) -> None:
 
 
 def stay_where_traced(node: torch.fx.Node) -> None:
-    """The partitioner leaves a node in forward or in backward, as it was traced, but for what a user's checkpoint runs
-    again.
-    """
+    """Makes the partitioner keep a node in the pass where it was traced, unless a user's checkpoint recomputes it."""
     if node.meta.get("recompute") is None:
         node.meta["partitioner_tag"] = "must_be_in_backward" if traced_in_backward(node) else "must_be_in_forward"
 
 
 def run_in_backward(node: torch.fx.Node) -> None:
-    """The partitioner puts a node in backward that was traced in forward, which does not need it."""
+    """Makes the partitioner put a node into the backward that was traced in the forward, which does not need it."""
     if node.meta.get("recompute") is None:
         node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def keep_for_backward(node: torch.fx.Node) -> None:
-    """The partitioner saves what a node of the forward returns, also in a region that is recomputed."""
+    """Makes the partitioner save the result of a forward node, even in a region that is recomputed."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def run_again_in_backward(node: torch.fx.Node) -> None:
-    """The partitioner runs a node of the forward in backward too, and does not save what it returns."""
+    """Makes the partitioner recompute a forward node in the backward instead of saving its result."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def traced_in_backward(node: torch.fx.Node) -> bool:
-    """Whether a node of the joint graph was traced in backward."""
+    """Whether a node of the joint graph was traced in the backward."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def hide_mutation_from_autograd(op: torch._ops.OpOverload) -> None:
-    """Functionalization of ``op(Tensor(a!) x, Tensor value)``: from here on `x` is `value`, and autograd does not know.
+    """Functionalizes ``op(Tensor(a!) x, Tensor value)``: `x` is `value` from here on, hidden from autograd.
 
-    As with a kernel that writes into the memory of `x`: its ``grad_fn`` and version stay, and a tensor that autograd
-    has saved earlier holds what was written.
+    As with a kernel that writes into the memory of `x`: ``grad_fn`` and version stay, and a tensor that autograd saved
+    earlier holds the new values.
     """
 
     @op.py_functionalize_impl
@@ -173,7 +172,7 @@ def hide_mutation_from_autograd(op: torch._ops.OpOverload) -> None:
 
 @functools.cache
 def lower_as_collective(op: torch._ops.OpOverload) -> None:
-    """Inductor treats `op` as it treats torch's collectives: opaque, never dropped, in the order of the graph."""
+    """Makes Inductor treat `op` like torch's collectives: opaque, never dropped, in the order of the graph."""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch.utils._pytree import tree_map
@@ -185,7 +184,7 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
 
 
 def lower_as_effect(op: torch._ops.OpOverload) -> None:
-    """Inductor calls `op` as it is, and never drops the call, though nobody reads the result."""
+    """Makes Inductor call `op` as it is and never drop the call, even if the result is unused."""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch.utils._pytree import tree_map
@@ -200,14 +199,13 @@ def lower_as_effect(op: torch._ops.OpOverload) -> None:
     register_lowering(op, type_promotion_kind=None)(lower)
 
 
-#: Whether torch traces messages itself, where its switch is on.
+#: Whether torch has a setting for tracing point-to-point messages itself.
 _HAS_SWITCH = "enable_p2p_compilation" in cast("ConfigModule", dynamo_config)._config
 
 
 class P2POpClassVariable(UserDefinedClassVariable):
-    """``torch.distributed.P2POp``: torch makes its objects while it traces, where its switch for messages between ranks
-    is on.
-    """
+    """``torch.distributed.P2POp``: enables torch's tracing of point-to-point messages while an object is
+    constructed."""
 
     def call_function(
         self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]

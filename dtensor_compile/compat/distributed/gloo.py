@@ -1,16 +1,16 @@
-"""Gloo: process groups that run one collective after the other, and that share a device.
+"""Gloo process groups that run one collective at a time, and that share a device.
 
 A gloo group of torch has two workers. Each writes the name of the collective that it completed into one string of the
-group, without a lock (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``). Names of more than 15 letters lie on
-the heap, those of gathers do (``ALLGATHER_COALESCED``): two workers that complete a gather at the same time free one
-string twice, and the process ends later, by SIGSEGV or with "malloc(): unaligned tcache chunk detected". Seen on torch
-2.11.0, 2.13.0 and 2.14.1 without this package, with two gathers of four numbers under way again and again, once in some
-100,000; eager DTensors have as a rule one under way, compiled programs more. With one worker a group completes one
+group, without a lock (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``). Names of more than 15 characters, such
+as those of gathers (``ALLGATHER_COALESCED``), are on the heap: two workers that complete a gather at the same time free
+one string twice, and the process dies later, by SIGSEGV or with "malloc(): unaligned tcache chunk detected". Seen on
+torch 2.11.0, 2.13.0 and 2.14.1 without this package, about once in 100,000 iterations with two gathers of four numbers
+in flight. Eager DTensors usually have one in flight, compiled programs more. With one worker, a group completes one
 collective after the other.
 
-torch also makes a device for each group, and a device has a thread that wakes up 120 times a second, whether anything
-is sent or not (measured on 2.13). A process that makes groups for a thousand tests, on a machine that runs some of its
-ranks, spends its time on that."""
+torch also makes a device for each group, and a device has a thread that wakes up 120 times a second even if nothing is
+sent (measured on 2.13). A process that makes groups for a thousand tests, with several ranks on one machine, spends its
+time on that."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPTIONS = feature(
     _GROUPS,
     hook(f"{_GLOO}._Options"),
     hook(f"{_GLOO}.create_default_device"),
-    without="two gathers that end at once can end the process (a fault of torch), and tests that make many groups take "
+    without="two gathers that end at once can crash the process (a bug of torch), and tests that make many groups take "
     "longer",
     upstream="not reported: a race in ProcessGroupGloo::runLoop (lastCompletedWorkName), seen once in some 100,000 "
     "gathers",
@@ -40,11 +40,11 @@ _OPTIONS = feature(
 
 
 def one_gloo_worker(share_device: bool = False) -> None:
-    """From here on each gloo group that this process makes completes one collective after the other; for good.
+    """From now on, for good, each gloo group that this process makes completes one collective after the other.
 
-    torch's groups have two workers that can end the process where two gathers of a group complete at once. Call this on
-    every rank before ``init_process_group``. Collectives of one group no longer run beside each other (they share the
-    network in any case), those of other groups and computation do.
+    torch's groups have two workers, which can crash the process if two gathers of a group complete at once. Call this
+    on every rank before ``init_process_group``. Collectives of one group no longer overlap (they share the network in
+    any case); those of other groups and computation do.
 
     Args:
         share_device: the groups also share the thread that waits for the network.
@@ -70,6 +70,6 @@ def one_gloo_worker(share_device: bool = False) -> None:
 
 
 def _devices(stock: Any) -> list[Any]:
-    """Those of the interfaces that ``GLOO_SOCKET_IFNAME`` names, as torch makes them; else the default one."""
+    """Devices of the interfaces that ``GLOO_SOCKET_IFNAME`` names, as torch makes them; else the default one."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return [stock.create_device(interface=name) for name in names.split(",") if name] or [stock.create_default_device()]

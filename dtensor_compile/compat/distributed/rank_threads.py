@@ -1,10 +1,9 @@
-"""The ranks of a job as threads of this process, of which one runs at a time.
+"""Runs the ranks of a job as threads of this process, one at a time.
 
-A rank runs until a collective has to wait for another rank; then the next one that can go on does. So nothing runs
-beside anything else: what a compilation changes in torch while it lasts is not seen by another rank, and where no rank
-can go on, ranks wait for each other for ever, which is an error at once and no time-out. What a process has once (the
-state of torch's generator, what Dynamo remembers of sizes, the environment, and whatever else the caller names) is kept
-for each rank and put back when its turn comes.
+A rank runs until a collective has to wait for another rank; then the next rank that can continue runs. Nothing runs
+concurrently: what a compilation changes in torch while it lasts is invisible to other ranks, and a deadlock is an error
+at once instead of a timeout. Process-wide state (torch's generator, Dynamo's record of sizes, the environment, and
+whatever else the caller names) is kept per rank and restored when its turn comes.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ _THREADS = feature(
     remove_when="torch has a public process group whose ranks are threads",
 )
 
-#: The name that torch compares with to tell meshes of one thread from those of another.
+#: The backend name by which torch tells meshes of different threads apart.
 _BACKEND = "threaded"
 
-#: Of torch, what a rank has and a process has once.
+#: Process-wide state of torch that each rank needs for itself.
 _STATES: tuple[tuple[Any, str], ...] = ((pgo, "_CODE_STATE"), (pgo, "_INIT_CODE_STATE"))
 
 
@@ -77,7 +76,7 @@ _here = threading.local()
 
 @dataclass
 class _Meeting:
-    """One collective: what the ranks bring that have come."""
+    """One collective in progress: the data of the ranks that have arrived."""
 
     data: list[Any]
     what: str
@@ -86,7 +85,7 @@ class _Meeting:
 
 
 class DeadlockError(RuntimeError):
-    """Ranks wait for each other for ever."""
+    """All remaining ranks wait for each other."""
 
 
 class MismatchError(RuntimeError):
@@ -94,20 +93,21 @@ class MismatchError(RuntimeError):
 
 
 class _Stopped(BaseException):
-    """Ends a rank where another has failed."""
+    """Ends a rank after another has failed."""
 
 
 class _Turns:
-    """Whose turn it is.
+    """Schedules the ranks: one has the turn.
 
     Args:
         world: number of ranks.
-        states: modules and names in them whose value each rank has for itself, and what it is at first.
+        states: modules, names of attributes in them that each rank has for itself, and functions for their initial
+            values.
     """
 
     def __init__(self, world: int, states: Iterable[tuple[Any, str, Callable[[], Any]]]) -> None:
         self.world, self.changed, self.turn = world, threading.Condition(), 0
-        self.waits: dict[int, str] = {}  # for what, by rank
+        self.waits: dict[int, str] = {}  # the collective that a rank waits in
         self.over: set[int] = set()
         self.stopped: BaseException | None = None
         self.meetings: dict[Any, _Meeting] = {}
@@ -131,7 +131,7 @@ class _Turns:
     def meet(
         self, rank: int, key: Any, place: int, size: int, data: Any, work: Callable[[list[Any]], None], what: str
     ) -> None:
-        """A collective of `size` ranks, of which this is the one at `place`; the last that comes does the work."""
+        """Joins a collective of `size` ranks as the rank at `place`; the last to arrive does the work."""
         with self.changed:
             number = self.met[key, place] = self.met.get((key, place), 0) + 1
             meeting = self.meetings.setdefault((key, number), _Meeting([None] * size, what))
@@ -182,7 +182,7 @@ class _Turns:
 
 
 class _Job:
-    """The job whose ranks are threads of this process now."""
+    """The job whose ranks are currently threads of this process."""
 
     turns: _Turns | None = None
 
@@ -191,7 +191,7 @@ _job = _Job()
 
 
 class _Collective:
-    """In place of torch's, which lets threads run beside each other."""
+    """Replaces torch's implementation, which lets threads run concurrently."""
 
     def __init__(self, collective: Any, group: Any) -> None:
         self.collective, self.group = collective, group
@@ -206,9 +206,7 @@ class _Collective:
 
 
 class _Reduce:
-    """Reductions, of which torch's threads lack some where the result is scattered. Terms are added in the order of
-    ranks.
-    """
+    """Reductions, some of which torch's threads lack for reduce-scatter. Terms are added in the order of ranks."""
 
     def __init__(self, op: Any) -> None:
         self.op = getattr(op, "op", op)
@@ -242,18 +240,20 @@ class _ReduceScatter(_Reduce):
 def run_in_threads(
     world: int, function: Callable[[int], Any], states: Iterable[tuple[Any, str, Callable[[], Any]]] = ()
 ) -> list[Any]:
-    """Runs ``function(rank)`` for each rank of a job of `world` ranks, in this process; returns the results in order of
+    """Runs ``function(rank)`` for each rank of a job of `world` ranks in this process; returns the results in order of
     rank.
 
-    Each has the default process group of its rank; groups that it makes are of such threads too, whatever backend it
-    asks for. Collectives move what they would; messages from one rank to another (``send``, ``isend``) are not there.
+    Each rank has a default process group; groups that it makes consist of threads as well, whatever backend it asks
+    for. Collectives transfer real data; point-to-point messages (``send``, ``isend``) are not supported.
 
     Args:
-        states: modules, names of what is theirs, and a function that makes its first value: kept for each rank.
+        world: number of ranks.
+        states: modules, names of attributes in them, and functions for their initial values: kept per rank.
 
     Raises:
-        DeadlockError: no rank can go on.
+        DeadlockError: no rank can continue.
         MismatchError: ranks of a group call different collectives.
+        RuntimeError: this process has a process group.
         UnsupportedTorchError: the installed torch has no such threads.
         Exception: what the first rank that failed raised, with its rank as a note.
     """
@@ -281,13 +281,12 @@ def run_in_threads(
 
 
 def _run_rank(rank: int, turns: _Turns, function: Callable[[int], Any], results: list[Any]) -> None:
-    """What the thread of a rank does: it makes the default group, and puts what the function returns in its place."""
+    """Body of a rank's thread: makes the default group, calls `function` and stores its result."""
     _here.rank = rank
     error: BaseException | None = None
     try:
         turns.begin(rank)
-        # Values of shards depend on the rank, and so do sizes; a rank of the job is none of the sizes that Dynamo has
-        # seen.
+        # Sizes and values of shards depend on the rank, so each rank may recompile as often as it would alone.
         limits: dict[str, Any] = {
             "recompile_limit": turns.world * dynamo_config.recompile_limit,
             "accumulated_recompile_limit": turns.world * dynamo_config.accumulated_recompile_limit,
@@ -314,7 +313,7 @@ def _run_rank(rank: int, turns: _Turns, function: Callable[[int], Any], results:
 
 @contextlib.contextmanager
 def _process_of_ranks(world: int, states: Sequence[tuple[Any, str, Callable[[], Any]]]) -> Iterator[_Turns]:
-    """While it is entered, threads of this process can be ranks of a job; afterwards the process is as before."""
+    """While active, threads of this process can be ranks of a job; restores the process afterwards."""
     before = [(module, name, getattr(module, name)) for module, name, _ in states]
     random, environment = torch.get_rng_state(), dict(os.environ)
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]  # not in torch's stubs
@@ -338,12 +337,12 @@ def _process_of_ranks(world: int, states: Sequence[tuple[Any, str, Callable[[], 
 
 @contextlib.contextmanager
 def _threaded_groups(world: int) -> Iterator[None]:
-    """While it is entered, process groups are of threads, and their collectives go by `_Turns`."""
+    """While active, process groups consist of threads, and their collectives run by `_Turns`."""
     store = dist.HashStore()
 
     worlds: Any = threaded.ThreadLocalWorld()
     if not hasattr(worlds, "comms"):
-        worlds.comms = []  # on 2.11 it lacks what the end of a group looks through
+        worlds.comms = []  # 2.11 lacks the attribute that ``destroy_process_group`` reads
     values = {
         **groups_of(_BACKEND, lambda: {"store": store, "rank": _here.rank, "world_size": world}),
         _WORLD: worlds,

@@ -1,1 +1,1 @@
-"""What the package replaces and calls of DTensor."""
+"""The private parts of DTensor that the package replaces or calls."""

@@ -1,4 +1,5 @@
-"""The messages of a convolution over a sharded image: ranks exchange the columns at the edges of their parts."""
+"""Point-to-point messages of a convolution over a sharded image: ranks exchange the columns at the edges of their
+shards."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from dtensor_compile.compat.apply_patches import patched_value
 from dtensor_compile.compat.dtensor.specs import is_traced
 from dtensor_compile.compat.patches import needs, patch
 
-#: Carries messages out: ``(tensors, whether each receives, peers in the group, group)``; gives what came, for each.
+#: Performs messages: ``(tensors, whether each receives, peers in the group, group)``; returns one tensor per message.
 Exchange = Callable[[list[torch.Tensor], list[bool], list[int], dist.ProcessGroup], Sequence[torch.Tensor]]
 
 
@@ -21,18 +22,18 @@ _DIST = patch("torch.distributed.tensor._tp_conv:dist")
 
 
 @needs(
-    "messages of convolutions over sharded images, which are waited for",
+    "messages of convolutions over sharded images",
     _DIST,
-    without="the columns at the edges are wrong",
+    without="the columns at the edges of shards are wrong",
     essential=True,
     upstream="#161213, for messages in general",
     remove_when="_tp_conv exchanges edges by functional operators that are waited for",
 )
 @contextlib.contextmanager
 def messages_of_convolutions(exchange: Exchange) -> Iterator[None]:
-    """While it is entered, such messages between tensors that are traced go through `exchange`.
+    """While active, messages of convolutions between traced tensors go through `exchange`.
 
-    torch traces them as calls that nobody waits for, into buffers that are read at once.
+    torch traces them as calls without a wait, into buffers that are read at once.
     """
 
     def batch(messages: Sequence[dist.P2POp]) -> list[dist.Work]:
@@ -40,7 +41,7 @@ def messages_of_convolutions(exchange: Exchange) -> Iterator[None]:
             return dist.batch_isend_irecv(list(messages))
         receives = [message.op is dist.irecv for message in messages]
         group = messages[0].group or dist.group.WORLD
-        assert group is not None  # a message was made for it
+        assert group is not None  # the messages were made for a group
         came = exchange([m.tensor for m in messages], receives, [m.group_peer for m in messages], group)
         for message, receive, result in zip(messages, receives, came):
             if receive:

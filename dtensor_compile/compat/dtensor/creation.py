@@ -1,4 +1,4 @@
-"""What torch keeps private about making meshes, groups and DTensors."""
+"""Private names of torch for meshes, process groups and the creation of DTensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import _api, _utils
 
 from dtensor_compile.compat.distributed.device_meshes import group_exists, group_name, is_member, real_mesh
 
-#: The object that knows the mesh of the innermost ``with mesh:``; thread-local.
+#: Holds the mesh of the innermost ``with mesh:``; thread-local.
 MESH_ENV: Any = device_mesh._mesh_resources
 
 #: Computes size and offset of a local tensor from integers, a mesh and placements.
@@ -35,5 +35,5 @@ def mesh_is_alive(mesh: DeviceMesh) -> bool:
 
 
 def is_in_factory(filename: str) -> bool:
-    """Whether a file is that in which torch makes DTensors from nothing (``zeros``, ``full``, ``randn``)."""
+    """Whether `filename` is the file in which torch defines the DTensor factories (``zeros``, ``full``, ``randn``)."""
     return filename == _api.__file__

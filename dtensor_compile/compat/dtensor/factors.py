@@ -1,12 +1,12 @@
-"""How an operator carries a sharding from one tensor to the others, read off DTensor's own rules.
+"""Factors of an operator, read off DTensor's own rules: how a sharding of one tensor carries over to the others.
 
-A *factor* of an operator is a loop that it runs over: rows, columns and the summed dim of a matrix product are three.
-Cutting a factor cuts one dim of each tensor that has it. To find them, one argument at a time is given as sharded along
-one dim, all others as replicated, over a mesh of one dim, and DTensor says what it would make of that: the argument
-stays sharded (a factor) or not (none).
+A *factor* of an operator is a loop that it runs over: rows, columns and the contracted dim of a matmul are three.
+Sharding a factor shards one dim of each tensor that has it. To find the factors, DTensor is asked about one argument at
+a time, sharded along one dim, with all others replicated, over a mesh of one dim. If the argument stays sharded, that
+dim is a factor; if not, it is none.
 
     mm(x[i,k], w[k,j]) -> y[i,j]     ask x: S(0)  ->  x: S(0), w: R,    y: S(0)       the factor i
-                                     ask x: S(1)  ->  x: S(1), w: S(0), y: P          the factor k, summed
+                                     ask x: S(1)  ->  x: S(1), w: S(0), y: P          the factor k, contracted
                                      ask w: S(1)  ->  x: R,    w: S(1), y: S(1)       the factor j
 """
 
@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 class Factor:
     """
     Attributes:
-        inputs, outputs: the dim of each tensor argument and of each result that has it; None where one has not.
-        summed: a result owes a sum over its pieces.
+        inputs, outputs: per tensor argument and per result the dim that belongs to the factor; None if it has none.
+        summed: a result is a partial sum when the factor is sharded.
     """
 
     inputs: tuple[int | None, ...]
@@ -49,7 +49,13 @@ def operator_factors(
     results: Sequence[torch.Tensor],
     mesh: DeviceMesh,
 ) -> list[Factor]:
-    """The factors of one call that can be cut over `mesh`, of one dim; its tensors are plain ones of global shape."""
+    """The factors of one call that can be sharded over `mesh`.
+
+    Args:
+        args, kwargs: of the call; the tensors are plain ones of global shape.
+        results: of the call, of global shape.
+        mesh: has one dim; a dim of a tensor counts only if its size divides the size of the dim evenly.
+    """
     tensors = tensor_leaves((args, kwargs))
     factors: dict[Factor, None] = {}
     for i, tensor in enumerate(tensors):
@@ -71,7 +77,7 @@ def _ask(
     dim: int,
     mesh: DeviceMesh,
 ) -> Factor | None:
-    """The factor along `dim` of tensor argument `index`; None where the operator cannot run with it cut."""
+    """The factor along `dim` of tensor argument `index`; None if the operator cannot run with that dim sharded."""
     asked = tensors[index]
 
     def spec(value: Any) -> Any:
@@ -86,9 +92,9 @@ def _ask(
     try:
         decision = propagator.propagate_op_sharding_non_cached(schema)
     except (RuntimeError, NotImplementedError, AssertionError, ValueError, IndexError, TypeError):
-        return None  # DTensor refuses it: nothing is carried
+        return None  # DTensor has no rule for this sharding
     used = decision.redistribute_schema if decision.needs_redistribute else schema
-    assert used is not None  # the rule says what to redistribute to
+    assert used is not None  # `needs_redistribute` implies it
     inputs = [
         leaf
         for leaf in tree_leaves((used.args_schema, used.kwargs_schema or schema.kwargs_schema))

@@ -1,9 +1,10 @@
-"""A size of a DTensor's local tensor is symbolic where that of the DTensor is, and nowhere else.
+"""Sizes of a DTensor's local tensor are symbolic exactly where the sizes of the DTensor are.
 
-Dynamo makes a size symbolic once it has changed, and judges the DTensor and its local tensor each by itself. Of 7 rows
-on 3 ranks and then 9, the shard of the last rank grows from 1 to 3 and those of the others stay 3: the one rank would
-trace with a symbol and the others with a number, passes and plans would find other collectives, and the ranks would
-wait for each other."""
+Dynamo makes a size symbolic once it has changed, and decides for the DTensor and its local tensor separately. With 7
+rows on 3 ranks and then 9, the shard of the last rank grows from 1 to 3 and the others stay at 3: one rank would trace
+with a symbol and the others with a constant, their passes and plans would issue different collectives, and the ranks
+would deadlock.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ _DYNAMIC = patch("torch._dynamo.variables.builder:_automatic_dynamic", "e tx sou
 @needs(
     "one symbol for a global and a local size",
     _DYNAMIC,
-    without="a size that changes may compile more often",
+    without="a dynamic size may recompile more often",
     upstream="#152963, #130935",
     remove_when="automatic dynamic shapes decide for a DTensor and its local tensor together",
 )
 @contextlib.contextmanager
 def local_sizes_follow_global_ones() -> Iterator[None]:
-    """While it is entered, what Dynamo decides for the sizes of a DTensor holds for its local tensor too."""
+    """While active, Dynamo's choice of dynamic dims for a DTensor applies to its local tensor, too."""
 
     def decide(stock: Any, e: Any, *args: Any, **kwargs: Any) -> Any:
         found = stock(e, *args, **kwargs)

@@ -1,6 +1,4 @@
-"""torch's ``LocalTensor``: a tensor that holds what all ranks of a job have of it, and runs each operator for each
-rank.
-"""
+"""torch's ``LocalTensor``: one tensor holds the local tensors of all ranks of a job and runs each operator per rank."""
 
 from __future__ import annotations
 
@@ -18,15 +16,14 @@ from dtensor_compile.compat.distributed.fake_group import simulated_job
 
 @contextlib.contextmanager
 def local_tensors(world: int) -> Iterator[LocalTensorMode]:
-    """While it is entered, tensors that are made hold those of all ranks of a job of `world`, and collectives run among
-    them.
-    """
+    """While active, new tensors hold the local tensors of all ranks of a job of `world`; collectives run among them."""
     with simulated_job(world, 0), _Mode(world) as mode:
         yield mode
 
 
 class _Mode(LocalTensorMode):
-    """Of a generator that the program made, each rank has one; torch lets all ranks draw from the one, in turn."""
+    """Gives every rank its own copy of a generator that the program made; torch lets all ranks draw from one in
+    turn."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,16 +46,16 @@ class _Mode(LocalTensorMode):
 
 
 def random_states(mode: LocalTensorMode) -> dict[int, torch.Tensor]:
-    """The state of the CPU's generator by rank."""
+    """The state of the CPU generator by rank."""
     return {rank: state.clone() for rank, (state, _) in mode._per_rank_rng_states.items()}
 
 
 def of_rank(value: Any, rank: int, mesh_of: Any) -> Any:
-    """What a rank has of a value: of tensors with `LocalTensor` in them its own, the rest as it is.
+    """The value as `rank` has it: a ``LocalTensor`` becomes that rank's tensor, other values stay.
 
     Args:
         value: nested tuples, lists and dicts.
-        mesh_of: ``mesh_of(mesh)`` is that mesh among those of the rank.
+        mesh_of: ``mesh_of(mesh)`` returns the rank's own mesh for a mesh of `value`.
     """
 
     def one(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Layouts of operators for which DTensor has no rule, or none that can be traced."""
+"""Sharding rules for operators for which DTensor has none, or none that can be traced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 aten = torch.ops.aten
 
 
-#: Per mesh dim, the placements that an operator can work with: outputs first, then tensor arguments.
+#: The placements on one mesh dim that an operator can run with: outputs first, then tensor arguments.
 Layouts = list[list[Placement | None]]
 
 
@@ -25,9 +25,8 @@ def _on_dims(outputs: int, inputs: int, dims: Sequence[int]) -> Layouts:
 
 
 def _attention(outputs: int, inputs: int, schema: OpSchema) -> Layouts:
-    """Attention by batch and by head. A mask that has that dim is cut with it, one that has not, or of size 1, is
-    whole.
-    """
+    """Shards attention by batch and by head. A mask is sharded along that dim too, unless it lacks it or has size 1
+    there."""
     layouts = _on_dims(outputs, inputs, (0, 1))
     for mask in schema.kwargs_strategy:
         for layout in layouts:
@@ -36,7 +35,7 @@ def _attention(outputs: int, inputs: int, schema: OpSchema) -> Layouts:
     return layouts
 
 
-#: Operators without a rule in torch that work shard by shard: attention, checks by any dim.
+#: Operators without a rule in torch that work shard by shard: attention, and assertions along any dim.
 RULES: dict[Any, Callable[[OpSchema], Layouts]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: functools.partial(_attention, 2, 3),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: functools.partial(_attention, 3, 6),
@@ -45,7 +44,7 @@ RULES: dict[Any, Callable[[OpSchema], Layouts]] = {
 }
 
 
-#: Operators that write a value into every element, wherever it is; a partial tensor would add it up.
+#: Operators that write one value into every element. A partial tensor is excluded: it would add the value up.
 RULES |= {
     overload: lambda schema: _on_dims(1, 1, range(schema.args_strategy[0].ndim))
     for overload in (aten.fill_.Scalar, aten.fill.Scalar)
@@ -53,7 +52,7 @@ RULES |= {
 
 
 def can_replicate(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator gives the same result on every rank from replicated arguments, and writes to none of them."""
+    """Whether an operator is functional and deterministic, so that replicated arguments give replicated results."""
     schema = op._schema
     return (
         not schema.is_mutable
@@ -64,13 +63,17 @@ def can_replicate(op: torch._ops.OpOverload) -> bool:
 
 
 def strategy_of(layouts: Callable[[OpSchema], Layouts], schema: OpSchema) -> OpStrategy:
-    """What torch asks of a rule: every combination of `layouts` over the mesh, with its cost."""
+    """The strategy that torch expects of a rule: every combination of `layouts` over the mesh, with its cost.
+
+    Raises:
+        RuntimeError: no combination accepts the keyword tensors as they are placed.
+    """
     mesh = schema.get_mesh_from_args()
     outputs = len(schema.op._schema.returns)
     inplace = schema.is_inplace_op()
     strategy = expand_to_full_mesh_op_strategy(mesh, schema, layouts(schema), input_index=outputs, inplace_op=inplace)
     keywords = [value.strategies[0].output_spec.placements for value in schema.kwargs_strategy]
-    if keywords:  # torch redistributes positional arguments alone
+    if keywords:  # torch redistributes positional arguments only
         fits = [
             s
             for s in strategy.strategies
@@ -90,6 +93,6 @@ def replicated(schema: OpSchema) -> Layouts:
 
 
 def anywhere(schema: OpSchema) -> Layouts:
-    """One tensor in, one out, in the same placement whatever it is."""
+    """One tensor in, one out, with the same placement, whichever it is."""
     (value,) = schema.args_strategy
     return [[p, p] for p in {p: None for s in value.strategies for p in s.output_spec.placements}]

@@ -1,4 +1,4 @@
-"""The operators that a program runs, recorded on fake tensors of global shape: nothing is computed, nothing is sent."""
+"""Records the operators that a program runs on fake tensors of global shape, without computation or communication."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Operator:
 
 @dataclass
 class RecordedProgram:
-    """The operators in order. A tensor is known by its identity; the list keeps all of them alive."""
+    """The operators in order. Tensors are told apart by identity; the list keeps all of them alive."""
 
     operators: list[Operator] = field(default_factory=list)
 
@@ -51,14 +51,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode of fake tensors of their own."""
+    """A new fake mode."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def global_fake(mode: FakeTensorMode, value: Any) -> Any:
     """A fake tensor with the global shape of a tensor or DTensor, plain and without gradient; other values as they are.
 
-    Sizes that are symbolic count with their hints.
+    Symbolic sizes count as their hints.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -69,7 +69,7 @@ def global_fake(mode: FakeTensorMode, value: Any) -> Any:
 
 @contextmanager
 def recording_operators(mode: FakeTensorMode) -> Iterator[RecordedProgram]:
-    """While it is entered, what this thread runs is recorded; tensors are those of `mode`."""
+    """While active, operators that this thread runs are recorded; new tensors belong to `mode`."""
     program = RecordedProgram()
     with torch.no_grad(), mode, _Recorder(program):
         yield program
@@ -78,10 +78,13 @@ def recording_operators(mode: FakeTensorMode) -> Iterator[RecordedProgram]:
 def record_module(
     module: torch.nn.Module, inputs: Sequence[Any], given: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> tuple[RecordedProgram, Mapping[str, torch.Tensor]]:
-    """What a call of a module runs, and the fake tensor of each parameter and buffer by its name.
+    """Records a call of a module.
 
     Args:
-        given: told of each tensor of the module and each input, with its fake.
+        given: called with each tensor of the module and each tensor input, and with its fake.
+
+    Returns:
+        The recorded operators, and the fake tensor of each parameter and buffer by name.
     """
     mode, fakes = fake_mode(), {}
     state = {
@@ -105,9 +108,9 @@ def record_module(
 
 @contextmanager
 def tracing_mode() -> Iterator[FakeTensorMode]:
-    """The mode of fake tensors that a backend traces with, entered, with gradients; they are left as they were.
+    """Enters the fake mode that the backend traces with, gradients enabled; restores the grad mode at the end.
 
-    Sizes that only the data decides are no sizes of the program: it makes its own when it is traced.
+    Unbacked symbols that arise here are ignored: the program makes its own when it is traced.
     """
     mode = detect_fake_mode() or fake_mode()
     symbols = mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env else nullcontext()
@@ -120,7 +123,7 @@ def tracing_mode() -> Iterator[FakeTensorMode]:
 
 
 def fake_like(mode: FakeTensorMode, value: Any) -> Any:
-    """A leaf of `mode` that looks as a tensor of another one does; other values as they are."""
+    """A leaf of `mode` with the metadata of a tensor of another mode; other values as they are."""
     made: torch.Tensor
     if isinstance(value, DTensor):
         made = with_local(fake_like(mode, value._local_tensor), value._spec)
@@ -132,9 +135,8 @@ def fake_like(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def checkpointed(node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """The graph that a node of a Dynamo graph runs as a checkpointed region, on ``node.args[1:]``; None for other
-    nodes.
-    """
+    """The graph of the checkpointed region that a node of a Dynamo graph runs on ``node.args[1:]``; None for other
+    nodes."""
     if node.op != "call_function" or node.target is not tag_activation_checkpoint:
         return None
     held, owner = node.args[0], node.graph.owning_module
@@ -145,7 +147,7 @@ def checkpointed(node: torch.fx.Node) -> torch.fx.GraphModule | None:
 
 
 def graphs_in(gm: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
-    """A Dynamo graph, and behind it those of its checkpointed regions, in any depth."""
+    """A Dynamo graph, followed by the graphs of its checkpointed regions, at any depth."""
     yield gm
     for node in gm.graph.nodes:
         inside = checkpointed(node)
@@ -154,7 +156,7 @@ def graphs_in(gm: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
 
 
 class DrawsOnShards(Exception):
-    """An operator that draws random numbers was given a DTensor: it would draw those of a shard."""
+    """A random operator was given a DTensor: it would draw the numbers of one shard."""
 
 
 class _Draws(TorchDispatchMode):
@@ -171,13 +173,13 @@ class _Draws(TorchDispatchMode):
 
 @contextmanager
 def refusing_draws() -> Iterator[None]:
-    """While it is entered, an operator that draws for a DTensor raises `DrawsOnShards` before it does."""
+    """While active, a random operator on a DTensor raises `DrawsOnShards` instead of drawing."""
     with _Draws():
         yield
 
 
 def run_node(gm: torch.fx.GraphModule, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
-    """What one node gives for the values of the nodes before it."""
+    """The result of one node, computed from the values of the nodes before it."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda used: values[used])
     return getattr(torch.fx.Interpreter(gm), node.op)(node.target, args, kwargs)
 

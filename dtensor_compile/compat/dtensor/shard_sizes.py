@@ -1,4 +1,4 @@
-"""Sizes and offsets of shards while tracing: from integers, symbolic where they are, the same on every rank."""
+"""Sizes and offsets of shards while tracing: computed from (symbolic) integers, the same way on every rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def local_shape_and_offset(
     placements: Sequence[Placement],
     skip_offset: bool = False,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Where the local shard begins, in integers: shards of one dim nest left to right, so that their offsets add up.
+    """Sizes and offsets of the local shard, in integers: shards of one dim nest left to right, so their offsets add up.
 
-    An empty shard begins where the tensor ends. Strided shards stay with torch.
+    An empty shard begins where the tensor ends. Strided shards are left to torch.
     """
     if skip_offset or my_coordinate is None or any(isinstance(p, _StridedShard) for p in placements):
         return stock(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
@@ -41,16 +41,15 @@ def local_shape_and_offset(
     return tuple(sizes), tuple(offsets)
 
 
-#: Which offsets of a strided shard are wanted; before 2.13 all of them or the first.
+#: Selects the offsets of a strided shard to return; before 2.13 it was all of them or the first.
 _OFFSETS: Any = if_there("torch.distributed.tensor.placement_types:_StridedShardOffsetMode")
 
 
 def strided_shard_size(stock: Callable[..., Any], self: _StridedShard, size: Any, *args: Any, **kwargs: Any) -> Any:
-    """Size and offsets of a strided shard, which torch reads out of a tensor: one with values, where the dim has a
-    size.
+    """Size and offset of a strided shard. torch reads the offset out of a tensor, which needs values while tracing.
 
-    Where it has none a shard's first offset, which is asked for by default and mostly thrown away, would have to be
-    read out of a tensor without values. It is known where shards are even; else it is None.
+    For an integer size, torch runs outside of the fake mode. For a symbolic size, the first offset, which torch asks
+    for by default and mostly drops, is computed if the shards are even, and None otherwise.
     """
     if isinstance(size, int):
         with unset_fake_temporarily(), disable_proxy_modes_tracing():
@@ -74,9 +73,7 @@ def fix_flattened_sizes(
     local_shapes: list[Any],
     *rest: Any,
 ) -> Any:
-    """Sizes before a sharded dim that is flattened with them become numbers, under a guard: they are its split
-    factor.
-    """
+    """Specializes sizes before a sharded dim that is flattened with them: they are the split factor of the result."""
     for dim in self.rule:
         flat = (
             [d.input_dim for d in dim.input_dims if isinstance(d, _view_ops.InputDim)]
@@ -92,8 +89,9 @@ def fix_flattened_sizes(
 def unflatten(
     stock: Callable[..., DTensor], inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
 ) -> DTensor:
-    """A DTensor with strided shards from its parts. Views make specs of them that name a shard order too, which torch
-    refuses here.
+    """Rebuilds a DTensor with strided shards from its parts.
+
+    Views give such specs a shard order as well, which torch refuses here.
     """
     placements, meta, order, requires_grad = flatten_spec
     if order is None or not any(isinstance(p, _StridedShard) for p in placements):

@@ -1,27 +1,25 @@
-"""DTensor's rules for operators, while our backend traces: those that torch lacks, and those that cannot be traced as
-they are.
+"""DTensor's sharding rules while our backend traces: adds missing ones, and makes others traceable.
 
-`sharding_rules` is entered by the scope in which Dynamo traces for our backend (`compat.dynamo.tracing`), and left with
-it. Inside:
+`sharding_rules` is entered and left with the scope in which Dynamo traces for our backend (`compat.dynamo.tracing`).
+Inside:
 
-- The offset of a shard comes from integers, where torch reads it out of a tensor, which has no values while tracing;
-  that of a strided shard out of a tensor that has.
-- A slice that takes all of a dim is one also where the size of the dim is symbolic (`x[:, 1:3]` slices dim 0 up to
-  ``sys.maxsize``).
-- A flattened sharded dim fixes the sizes before it, as its strided shard needs a number.
-- A symbolic number stays symbolic when an operator looks for its rule.
-- A spec of which a stride alone is symbolic (some columns of a matrix, the number of which varies) is looked up by what
-  object it is.
+- The offset of a shard is computed from integers. torch reads it out of a tensor, which has no values while tracing;
+  for a strided shard, the tensor gets values.
+- A slice of all of a dim is recognized even if the size is symbolic (`x[:, 1:3]` slices dim 0 up to ``sys.maxsize``).
+- Flattening a sharded dim specializes the sizes before it, as the strided shard needs an integer.
+- A symbolic number stays symbolic while an operator looks for its rule.
+- A spec with a symbolic stride but no symbolic size (some columns of a matrix whose number is dynamic) is hashed by
+  identity.
 - ``one_hot`` compares with numbers that are the same on every rank.
-- An operator in `RULES` follows the rule there; one that torch has no rule for runs on replicated tensors (`fallback`).
-- A row-wise lookup has a mask of its own.
-- A view with strided shards can be taken apart and put together.
-- A rank outside of a mesh decides as the ranks in it do: to torch all redistributions cost nothing there, so that it
-  would take the first placements that an operator can have.
+- An operator in `RULES` follows the rule there; an operator without a rule runs on replicated tensors (`fallback`).
+- Each row-wise lookup has its own mask.
+- A DTensor with strided shards can be flattened and unflattened.
+- A rank outside of a mesh decides as the ranks inside do. torch counts every redistribution as free there, which would
+  select the first strategy of an operator.
 
-torch keeps decisions in a cache, which traced and eager calls share. A decision by a rule of ours must not reach an
-eager call: after one, the cache is emptied where the scope ends. Nor must the objects that stand for meshes while
-AOTAutograd traces: decisions name the meshes themselves.
+torch caches decisions, and traced and eager calls share the cache. A decision by a rule of ours must not reach an eager
+call, so the cache is cleared at the end of the scope after such a decision. The same holds for the objects that stand
+for meshes while AOTAutograd traces: decisions refer to the meshes themselves.
 """
 
 from __future__ import annotations
@@ -70,9 +68,9 @@ from dtensor_compile.compat.patches import Patch, hook, if_there, needs, patch
 
 
 def _hash(stock: Callable[..., int], self: OpSchema) -> int:
-    """A number that is not known while tracing cannot be looked up; torch computes without its cache then.
+    """Refuses to hash a schema with a symbolic float or bool, so torch computes without its cache.
 
-    Asked for its hash, a symbolic float would be fixed to its value, or raise where it has none.
+    Hashing a symbolic float would specialize it, or raise if it is unbacked.
     """
     if any(
         isinstance(arg, (torch.SymFloat, torch.SymBool)) for arg in tree_leaves((self.args_schema, self.kwargs_schema))
@@ -82,10 +80,10 @@ def _hash(stock: Callable[..., int], self: OpSchema) -> int:
 
 
 def _spec_hash(stock: Callable[..., int], self: DTensorSpec) -> int:
-    """The hash of a spec, of one with a symbolic stride by its identity.
+    """The hash of a spec; its identity if a stride is symbolic.
 
-    Where a size is symbolic torch does not look into its cache; of strides it does not ask, and a symbolic number has
-    no hash. What is decided for such a spec is then in the cache and never found again, until the scope ends.
+    torch skips its cache for symbolic sizes, but does not check strides, and symbolic numbers have no hash. The
+    decision for such a spec stays in the cache, never to be found, until the scope ends.
     """
     try:
         return stock(self)
@@ -95,18 +93,18 @@ def _spec_hash(stock: Callable[..., int], self: DTensorSpec) -> int:
 
 
 def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_values: bool) -> Any:
-    """The arguments of a row-wise lookup are cut with a mask of its own.
+    """Gives the decision for a row-wise lookup a new mask before the lookup runs; earlier results keep theirs.
 
-    torch keeps the mask in the placement of its decision, which all lookups like it share: it compares masks then,
-    which cannot be traced. Here the decision gets a new mask before the lookup runs; results of earlier lookups keep
-    theirs."""
+    torch keeps the mask in the placement of the cached decision, which equal lookups share, and compares masks, which
+    cannot be traced.
+    """
     have = {p for spec in info.flat_args_schema if isinstance(spec, DTensorSpec) for p in spec.placements}
     want = {p for spec in schema.args_spec for p in spec.placements if isinstance(p, _MaskPartial)}
     if want and not want & have:
         fresh: dict[Placement, Placement] = {p: dataclasses.replace(p, mask_buffer=MaskBuffer()) for p in want}
-        this_thread.decided = True  # no eager lookup may meet the mask of a traced one
+        this_thread.decided = True  # no eager lookup may use the mask of a traced one
         decision = info.output_sharding
-        assert decision is not None  # of which `schema` is a part
+        assert decision is not None  # `schema` is part of it
         decision.output_spec = tree_map(functools.partial(_with_placements, fresh), decision.output_spec)
         values = tree_map(functools.partial(_with_placements, fresh), schema.args_schema)
         schema = decision.redistribute_schema = OpSchema(schema.op, values, schema.kwargs_schema, schema.schema_info)
@@ -114,7 +112,7 @@ def _own_mask(stock: Callable[..., Any], info: OpInfo, schema: OpSchema, use_val
 
 
 def _with_placements(new: Mapping[Placement, Placement], value: Any) -> Any:
-    """A spec with placements exchanged; other values as they are."""
+    """The spec with placements replaced; other values as they are."""
     if not isinstance(value, DTensorSpec) or not new.keys() & set(value.placements):
         return value
     changed = copy.copy(value)
@@ -122,31 +120,31 @@ def _with_placements(new: Mapping[Placement, Placement], value: Any) -> Any:
     return changed
 
 
-#: What counts the cost of a redistribution.
+#: Code of the functions that estimate the cost of a redistribution.
 _COSTS = {redistribute_cost.__code__, DTensorRedistributePlanner.__init__.__code__}
 
 
 def _is_part_of_mesh(stock: Callable[[DeviceMesh], bool], self: DeviceMesh) -> bool:
-    """Whether this rank is part of the mesh; where costs are counted each is, so that all find the same."""
+    """Whether this rank is part of the mesh; always true during cost estimates, so that all ranks agree."""
     is_part = stock(self)
     if is_part or sys._getframe(2).f_code not in _COSTS:
         return is_part
-    this_thread.decided = True  # eager decides otherwise
+    this_thread.decided = True  # an eager call decides differently
     return True
 
 
-#: What redistributions cost torch, by meshes and specs: a search for the cheapest path, which torch repeats for each
-#: pair of placements that an operator could have, and remembers in eager alone.
+#: torch's cost estimates of redistributions by mesh and specs. Each is a search for the cheapest path, which torch
+#: repeats for each pair of placements that an operator could have, and caches in eager mode only.
 _MOST_COSTS = 1 << 16
 _costs: BoundedCache[Any, float] = BoundedCache(_MOST_COSTS)
-#: Where they are kept on what traces.
+#: Attribute of a proxy mode or shape env that holds its costs.
 _COSTS_OF_TRACE = "_dtensor_compile_costs"
 
 
 def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTensorSpec) -> float:
-    """Cost of a redistribution in torch's estimate; it depends on layouts and sizes alone, not on the rank.
+    """torch's cost estimate of a redistribution, cached; it depends on layouts and sizes, not on the rank.
 
-    One of symbolic sizes is an expression, which belongs to one trace.
+    With symbolic sizes it is an expression that belongs to one trace, and is cached there.
     """
     before, after, mesh = current.tensor_meta, target.tensor_meta, real_mesh(current.mesh)
     if before is None or after is None or current.mesh != target.mesh or mesh.get_coordinate() is None:
@@ -165,7 +163,7 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
     key = str(layout), *sizes, *((s.placements, s.shard_order) for s in (current, target))
     try:
         found = known.get(key)
-    except TypeError:  # a mask that has no hash
+    except TypeError:  # a mask without a hash
         return stock(current, target)
     if found is None:
         found = stock(current, target)
@@ -174,16 +172,16 @@ def _known_cost(stock: Callable[..., float], current: DTensorSpec, target: DTens
 
 
 def _one_hot(stock: Callable[..., Any], value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """torch compares the classes with a plain ``arange``, the same on every rank."""
+    """Lets torch compare the classes with a plain ``arange``, which is the same on every rank."""
     with implicit_replication() if isinstance(value, DTensor) else contextlib.nullcontext():
         return stock(value, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def _kernel_replaced(op: torch._ops.OpOverload, replacement: Callable[..., Any]) -> Iterator[None]:
-    """While it is entered, the Python kernel of a composite operator is ``replacement(stock, ...)`` on this thread.
+    """While active, the Python kernel of a composite operator is ``replacement(stock, ...)`` on this thread.
 
-    Before 2.13 there may be none.
+    Before 2.13 there may be no such kernel.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     stock = op.py_kernels.get(key)
@@ -198,19 +196,17 @@ def _kernel_replaced(op: torch._ops.OpOverload, replacement: Callable[..., Any])
             op._dispatch_cache.clear()
 
 
-#: As of 2.13 a view that flattens a sharded dim makes a strided shard of it; before, it redistributes.
+#: Since 2.13 a view that flattens a sharded dim makes a strided shard; before, it redistributes.
 _VIEWS: Any = if_there("torch.distributed.tensor._ops._view_ops:_ViewShardingPropagator")
 
 
 def _meta_untraced(stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
-    """Sizes of a result are found by running the operator on tensors without values; before 2.13 that is traced, and
-    draws once more.
-    """
+    """Computes the metadata of a result untraced; before 2.13 torch traces it, and draws random numbers twice."""
     with disable_proxy_modes_tracing():
         return stock(self, op_schema)
 
 
-#: Rows of torch's functions that decide about placements, and what takes their place: ``replacement(stock, ...)``.
+#: Patches of torch's functions that decide on placements, with their replacements ``replacement(stock, ...)``.
 _CHANGES: dict[Patch, Callable[..., Any]] = {
     patch(
         "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
@@ -267,14 +263,14 @@ _KERNELS = patch("torch._ops:OpOverload.py_kernels", optional=True)
     essential=True,
     upstream="#160697, #185356, #127797, #152963, #184945, #166483, #158476, #162307, #187373",
     remove_when="decisions do not depend on whether a rank is in the mesh, specs hash symbolic numbers, and DTensor "
-    "has a public fallback to replicas",
+    "has a public fallback to replicated tensors",
 )
 @contextlib.contextmanager
 def sharding_rules(replicate: Callable[[], bool]) -> Iterator[None]:
-    """While it is entered, DTensor's rules on this thread are those of this module; see the module's docstring.
+    """While active, DTensor's rules on this thread are those of this module; see the module's docstring.
 
     Args:
-        replicate: whether an operator without a rule may run on replicated tensors.
+        replicate: returns whether an operator without a rule may run on replicated tensors.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(forget_our_decisions)

@@ -1,4 +1,4 @@
-"""Decisions on placements while tracing: by a rule of torch's or ours, once for sizes that differ in symbols alone."""
+"""Sharding decisions while tracing: by torch's rules or ours, cached across calls that differ in symbols only."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ from dtensor_compile.compat.patches import patch
 
 
 class _Thread(threading.local):
-    """Of this thread: who is told of an operator without a rule, and whether torch's cache may hold decisions by our
-    rules, or some that are never found there again."""
+    """State of a thread.
+
+    Attributes:
+        told: called with each operator that has no rule and runs on replicated tensors.
+        decided: torch's cache may hold decisions by our rules.
+        lost: torch's cache may hold decisions that are never found again.
+    """
 
     told: Callable[[str], None] | None = None
     decided: bool = False
@@ -41,8 +46,7 @@ class _Thread(threading.local):
 this_thread = _Thread()
 
 
-#: What torch calls between a look into its cache and the entry that it makes there, in C++, into the cache that it
-#: looked into.
+#: Code that torch runs between the C++ lookup in its cache and the insertion into that same cache.
 _BETWEEN_LOOK_AND_ENTRY = {
     method.__code__
     for method in (OpDispatcher.unwrap_to_op_info, OpDispatcher._propagate_op_sharding_dispatch_slow_path)
@@ -50,7 +54,7 @@ _BETWEEN_LOOK_AND_ENTRY = {
 
 
 def _is_deciding() -> bool:
-    """Whether this thread is in the middle of a decision: Dynamo traces frames that torch calls there."""
+    """Whether this thread is in the middle of a decision; Dynamo may trace frames that torch calls there."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code not in _BETWEEN_LOOK_AND_ENTRY:
         frame = frame.f_back
@@ -58,24 +62,23 @@ def _is_deciding() -> bool:
 
 
 def forget_decisions() -> None:
-    """Empties this thread's cache of decisions, but not in the middle of one."""
+    """Clears this thread's cache of decisions, unless it is in the middle of one."""
     if not _is_deciding():
         torch._C._clear_DTensor_sharding_propagator_cache()
         this_thread.decided = this_thread.lost = False
 
 
 def forget_our_decisions() -> None:
-    """Forgets if a decision of ours may be in the cache; in the middle of a decision, the next call does."""
+    """Clears the cache if it may hold a decision of ours; in the middle of a decision this is left to the next call."""
     if this_thread.decided or this_thread.lost:
         forget_decisions()
 
 
 @contextlib.contextmanager
 def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``told(operator)`` whenever, meanwhile and on this thread, an operator runs on replicated tensors for lack
-    of a rule.
-    """
-    forget_our_decisions()  # what is found in the cache is decided without a word
+    """While active, calls ``told(operator)`` when an operator without a rule runs on replicated tensors on this
+    thread."""
+    forget_our_decisions()  # a decision found in the cache is not reported
     before, this_thread.told = this_thread.told, told
     try:
         yield
@@ -83,18 +86,18 @@ def fallback_reports(told: Callable[[str], None]) -> Iterator[None]:
         this_thread.told = before
 
 
-#: Decisions by torch's rules that were made before, in this process: its own cache is emptied where a trace begins
-#: (`compat.aot.dtensor_observer`). Known by the operator, its rules, its arguments, and the meshes that they are on.
+#: Decisions that torch's rules made in this process; torch's own cache is cleared when a trace begins
+#: (`compat.aot.dtensor_observer`). Keyed by the operator, its rules, its arguments and their meshes.
 _MOST_KNOWN = 1 << 14
 _known: BoundedCache[Any, Any] = BoundedCache(_MOST_KNOWN)
 
 
-#: Where those for symbolic sizes are kept: on what knows the symbols and their guards.
+#: Attribute of a shape env that holds the decisions for its symbolic sizes: it owns the symbols and their guards.
 _KNOWN_OF_SYMBOLS = "_dtensor_compile_decisions"
 
 
 def propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any, op_schema: OpSchema) -> Any:
-    """A decision by torch's rules and ours, over real meshes."""
+    """The decision by torch's rules or ours, with real meshes in its specs."""
     op = op_schema.op
     rules = self.op_strategy_funcs.get(op), self.op_single_dim_strategy_funcs.get(op)
     leaves = tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
@@ -107,7 +110,7 @@ def propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: An
         key = op, *map(id, rules), _key(op_schema.args_schema), _key(op_schema.kwargs_schema)
         decision = None if known is None else known.get(key, (None, None))[1]
         here = None if decision is None else at(decision)
-    except TypeError:  # an argument that has no hash
+    except TypeError:  # an argument without a hash
         known = here = None
     if known is None:
         return _propagated(replicate, stock, self, op_schema)
@@ -117,7 +120,7 @@ def propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: An
             decision = _propagated(replicate, stock, self, op_schema)
             if not this_thread.decided and at(decision) is not None:
                 meshes = [real_mesh(leaf.mesh) for leaf in leaves if isinstance(leaf, DTensorSpec)]
-                known[key] = (rules, meshes), decision  # what lives on keeps its id
+                known[key] = (rules, meshes), decision  # kept alive, as the key has their ids
         finally:
             this_thread.decided = this_thread.decided or before
         return copy.copy(decision)
@@ -125,11 +128,11 @@ def propagate(replicate: Callable[[], bool], stock: Callable[..., Any], self: An
 
 
 def _at(decision: Any, symbolic: Sequence[Any], sizes_are_arguments: bool) -> Any:
-    """A copy of a decision with the symbolic numbers of the arguments at hand for equal ones of its own, which are
-    nodes of another place in the graph, or of another graph, and new nodes for sizes of the result; None where it has
-    another number of its own.
+    """A copy of a decision with its symbolic numbers replaced by the equal ones among the arguments; None if it has
+    others.
 
-    Where arguments are sizes, those of the result are theirs, and no new ones.
+    Symbolic numbers of a cached decision are nodes of another place in a graph, or of another graph. Sizes of the
+    result get new nodes, unless arguments are sizes: those of the result are theirs then.
     """
     found, given = copy.copy(decision), {expression_of(number): number for number in symbolic}
     if not given:
@@ -165,12 +168,11 @@ def _at(decision: Any, symbolic: Sequence[Any], sizes_are_arguments: bool) -> An
 
 
 def decisions_for(symbolic: Sequence[Any]) -> dict[Any, Any] | None:
-    """Where the decision for arguments with these symbolic numbers is looked up and kept; None where it is made each
-    time.
+    """The cache for decisions on arguments with these symbolic numbers; None if such decisions are not cached.
 
-    One with symbols adds guards to what knows the symbols, which holds for the next decision like it as long as that
-    does. So it is made again where guards are not kept, and for numbers that only the data decides, which have checks
-    in the graph instead."""
+    A decision with symbols adds guards to the shape env, which cover later decisions like it as long as the env lives.
+    It is not cached where guards are suppressed, nor for unbacked symbols, which get assertions in the graph instead.
+    """
     if not symbolic:
         return _known
     env = symbolic[0].node.shape_env
@@ -190,9 +192,11 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _key(value: Any) -> Any:
-    """An argument of an operator as what it is known by: a number with its type, which may decide the dtype of the
-    result, a symbolic one by its expression; a spec with the mesh that stands behind it and no equal one, which may
-    have lost its groups."""
+    """Cache key of an argument of an operator.
+
+    A number has its type, which may decide the dtype of the result; a symbolic one its expression. A spec has the
+    identity of its real mesh, as an equal mesh may have lost its groups.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     if isinstance(value, dict):
@@ -215,7 +219,7 @@ def _propagated(replicate: Callable[[], bool], stock: Callable[..., Any], self: 
 
 
 def _over_real_mesh(value: Any) -> Any:
-    """A spec over the mesh that stands behind what a tracer put in its place; other values as they are."""
+    """A spec with the real mesh instead of a tracer's stand-in; other values as they are."""
     if not isinstance(value, DTensorSpec) or type(value.mesh) is DeviceMesh:
         return value
     real = copy.copy(value)
@@ -223,7 +227,7 @@ def _over_real_mesh(value: Any) -> Any:
     return real
 
 
-#: Tables of a propagator, by operator.
+#: Owner of the tables of rules by operator.
 _PROPAGATOR = "torch.distributed.tensor._sharding_prop:ShardingPropagator."
 
 
@@ -259,13 +263,14 @@ def _decide(replicate: Callable[[], bool], stock: Callable[..., Any], self: Any,
     with contextlib.ExitStack() as stack:
         rule = {op: functools.partial(strategy_of, layouts)}
         stack.enter_context(patched_entries(STRATEGIES, rule, self.op_strategy_funcs))
-        if op in single:  # 2.14 has one for `slice_backward`, and asks it first
+        if op in single:  # 2.14 has a rule for `slice_backward`, which takes precedence
             stack.enter_context(patched_entries(SINGLE_DIM_STRATEGIES, {op: ABSENT}, single))
         return stock(self, op_schema)
 
 
 def _with_whole_slice(schema: OpSchema) -> OpSchema:
-    """``slice(x, d, 0, sys.maxsize)`` as ``slice(x, d, 0, x.shape[d])``: the same, and torch sees that it takes all."""
+    """``slice(x, d, 0, sys.maxsize)`` as the equal ``slice(x, d, 0, x.shape[d])``, which torch recognizes as a full
+    slice."""
     if schema.op is not aten.slice.Tensor or len(schema.args_schema) < 4:
         return schema
     arguments: tuple[Any, ...] = schema.args_schema  # a spec, then numbers
@@ -276,7 +281,7 @@ def _with_whole_slice(schema: OpSchema) -> OpSchema:
 
 
 def _is_whole_slice_backward(schema: OpSchema) -> bool:
-    """Whether the gradient of a slice is the gradient of all that was sliced."""
+    """Whether this is the backward of a slice that takes all of its dim."""
     if schema.op is not aten.slice_backward.default:
         return False
     start, end, step = schema.args_schema[3:6]
@@ -284,11 +289,11 @@ def _is_whole_slice_backward(schema: OpSchema) -> bool:
 
 
 def _gradient_of_convolution(stock: Callable[..., Any], self: Any, schema: OpSchema) -> Any:
-    """The decision with 2.14's rule, which places gradients that nobody asked for, where its layout of whole tensors
-    places none.
+    """The decision by 2.14's rule, without placements for gradients that are not requested.
 
-    Of a mesh of more than one dim, where one dim takes the batch and another nothing, such a gradient would have half a
-    placement."""
+    The rule's replicated layout has no placement for such gradients, the others have one. On a mesh of several dims,
+    with one sharding the batch and another replicated, such a gradient would have half a placement.
+    """
     rule = self.op_single_dim_strategy_funcs[schema.op]
     asked = cast("Sequence[bool]", schema.args_schema[10])
 

@@ -1,4 +1,4 @@
-"""Specs, placements without a public name, and the one function through which every redistribution goes."""
+"""Specs, placements without a public name, and the function through which every redistribution goes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RedistributeHook = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, Callable[[]
 
 @contextlib.contextmanager
 def min_cost_plans() -> Iterator[None]:
-    """While it is entered, torch plans redistributions by cost and not greedily, in this process."""
+    """While active, torch plans redistributions by cost instead of greedily, in this process."""
     _redistribute._gen_transform_infos.cache_clear()
     try:
         with _redistribute.use_min_cost_redistribution_plan():
@@ -40,7 +40,7 @@ def min_cost_plans() -> Iterator[None]:
 
 
 def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> Spec:
-    """A spec for a contiguous global tensor of that shape."""
+    """A spec for a contiguous global tensor of `shape`."""
     stride = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         stride[i] = stride[i + 1] * shape[i + 1]
@@ -48,32 +48,28 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence
 
 
 def meta_of(spec: Spec) -> TensorMeta:
-    """Sizes, strides and dtype of a spec that has them, as that of a tensor has."""
+    """The tensor metadata (sizes, strides, dtype) of a spec that has it."""
     assert spec.tensor_meta is not None
     return spec.tensor_meta
 
 
 def redistribute_local(local: torch.Tensor, source: Spec, target: Spec) -> torch.Tensor:
-    """The local tensor in the target spec, by the function through which every redistribution goes (see
-    `redistribute_hook`).
-    """
+    """The local tensor in the target spec, by the function that `redistribute_hook` replaces."""
     return _redistribute.redistribute_local_tensor(local, source, target)
 
 
 def local_and_spec(tensor: DTensor) -> tuple[torch.Tensor, Spec]:
-    """What a DTensor is made of; nothing that autograd knows of."""
+    """The local tensor and spec of a DTensor, without autograd history."""
     return tensor._local_tensor, tensor._spec
 
 
 def with_local(local: torch.Tensor, spec: Spec) -> DTensor:
-    """The DTensor of that spec with this local tensor; nothing that autograd knows of."""
+    """The DTensor of a local tensor and spec, without autograd history."""
     return DTensor(local, spec, requires_grad=False)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with memory of its own that requires no gradient, placed as the tensor is (``clone`` adds up partial
-    sums).
-    """
+    """A detached copy with memory of its own and the same placements (``clone`` would reduce partial sums)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     with torch.no_grad():
@@ -81,12 +77,12 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_traced(local: torch.Tensor) -> bool:
-    """Whether a local tensor has no values: somebody traces what is done with it."""
+    """Whether a local tensor has no values, because it is being traced."""
     return isinstance(local, (FakeTensor, FunctionalTensor))
 
 
 def canonical_placements(spec: Spec) -> tuple[Placement, ...]:
-    """Placements of the spec with a shard order other than left to right written as strided shards."""
+    """The placements of a spec, with a shard order other than left to right written as strided shards."""
     if any(isinstance(p, _StridedShard) for p in spec.placements):
         return tuple(spec.placements)
     default = DTensorSpec.compute_default_shard_order(spec.placements)
@@ -103,17 +99,20 @@ def spec_of_parts(
     shape: Sequence[int],
     stride: tuple[int, ...],
 ) -> DTensorSpec:
-    """The spec that AOTAutograd took apart to these; `order` is its shard order."""
+    """The spec made of parts that AOTAutograd flattened; `order` is its shard order."""
     meta = TensorMeta(torch.Size(shape), stride, dtype)
-    ordered = None if order is None else False  # an order and strided shards that encode it would be one too many
+    ordered = None if order is None else False  # the order must not be encoded in strided shards as well
     return DTensorSpec(mesh, placements, tensor_meta=meta, shard_order=order, use_strided_shard_as_shard_order=ordered)
 
 
 def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
-    """What a row-wise embedding owes before it is summed: rows that this rank does not hold become zero.
+    """The local partial sum of a row-wise embedding: rows that this rank does not hold become zero.
 
-    Releases the mask that the lookup left in the placement, as torch does when it reduces. Functional: `local` keeps
-    its values, because the graph may still need them.
+    Releases the mask that the lookup left in the placement, as torch does when it reduces. Functional: `local` is not
+    written, because the graph may still need its values.
+
+    Raises:
+        AssertionError: the lookup has not made the mask yet.
     """
     buffer = placement.mask_buffer
     mask = buffer.data
@@ -121,18 +120,15 @@ def apply_mask(placement: MaskPartial, local: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a masked partial placement is reduced before its lookup made the mask")
     buffer.release_mask()
     if isinstance(mask, FunctionalTensor) and not isinstance(local, FunctionalTensor):
-        mask = torch._from_functional_tensor(
-            mask.elem
-        )  # AOTAutograd guesses a gradient after it has traced the forward
+        mask = torch._from_functional_tensor(mask.elem)  # AOTAutograd guesses a tangent after it has traced the forward
     if mask.ndim < local.ndim:
         mask = mask.unsqueeze(-1)
     return torch.where(mask, torch.zeros((), dtype=local.dtype, device=local.device), local)
 
 
 class Memory(NamedTuple):
-    """Where the values of a tensor lie: storage, first byte and end in it, and whether another tensor holds it, as a
-    DTensor does.
-    """
+    """The bytes of a tensor: its storage, start and end offset in bytes, and whether a wrapper (a DTensor) holds the
+    tensor."""
 
     storage: int
     start: int
@@ -141,28 +137,25 @@ class Memory(NamedTuple):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What names the memory of a tensor, real or fake, while that lives."""
+    """An identifier of the storage of a tensor, real or fake, valid while the storage lives."""
     return tensor.untyped_storage()._cdata
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """The memory of a tensor, of the local tensor of a DTensor or of the tensor that a collective writes; None where it
-    has none of its own.
-    """
+    """The memory of a tensor, of the local tensor of a DTensor, or of the result of a collective; None without a
+    storage."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     local = local.elem if isinstance(local, AsyncCollectiveTensor) else local
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
         return None
-    # An empty shard counts as one element: what shares memory on one rank then does so on all.
+    # An empty shard counts as one element, so that aliasing is the same on all ranks.
     last = sum(max(size - 1, 0) * stride for size, stride in zip(local.shape, local.stride()))
-    start = cast("int", local.storage_offset()) * local.itemsize  # a symbol counts as a number, as those of `shape` do
+    start = cast("int", local.storage_offset()) * local.itemsize  # may be symbolic, as sizes are
     return Memory(storage_of(local), start, start + (last + 1) * local.itemsize, local is not tensor)
 
 
 def in_storages_of_their_own(values: tuple[Any, ...]) -> bool:
-    """Whether surely no two of `values` share memory: cheaper than to ask where the memory of each is, which False
-    leaves open.
-    """
+    """Whether all `values` are known to have distinct storages; cheap, and False leaves the question open."""
     if native() is not None:
         return native().own_storages(values)
     tensors = [
@@ -175,12 +168,12 @@ def in_storages_of_their_own(values: tuple[Any, ...]) -> bool:
 
 
 def writes_to_arguments(op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> bool:
-    """Whether an operator (one of the overloads, for a packet) writes to an argument."""
+    """Whether an operator (for a packet: any of its overloads) writes to an argument."""
     overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
     return any(overload._schema.is_mutable for overload in overloads)
 
 
-#: torch calls one function for explicit and implicit redistributions, forward and backward, and imports it by name into
+#: torch uses one function for explicit and implicit redistributions, forward and backward, and imports it by name into
 #: three modules.
 _REDISTRIBUTE = tuple(
     patch(f"torch.distributed.tensor.{module}:redistribute_local_tensor", "local_tensor current_spec target_spec ...")
@@ -198,10 +191,11 @@ _REDISTRIBUTE = tuple(
 )
 @contextlib.contextmanager
 def redistribute_hook(hook: RedistributeHook) -> Iterator[None]:
-    """While it is entered, redistributions made by this thread go to `hook`.
+    """While active, redistributions on this thread go to `hook`.
 
     ``hook(local, source_spec, target_spec, stock)`` returns the local tensor in the target spec; ``stock()`` is what
-    torch would have done."""
+    torch would have done.
+    """
 
     def redistribute_local_tensor(
         _: Any, local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **kwargs: Any

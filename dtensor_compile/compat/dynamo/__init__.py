@@ -1,1 +1,1 @@
-"""What the package replaces and calls of Dynamo."""
+"""The private parts of Dynamo that the package replaces or calls."""

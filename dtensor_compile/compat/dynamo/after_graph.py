@@ -1,4 +1,4 @@
-"""Dynamo: calls that Python makes when the graph has run, with the values that their arguments had at the call."""
+"""Python calls that Dynamo defers until the graph has run, with the values that their arguments had at the call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtensor_compile.compat.dynamo.opaque_trackers import MethodCall, OpaqueVari
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, build_unguarded, constant_source
 from dtensor_compile.compat.patches import needs, patch
 
-#: Trackers of dicts: of any class before 2.14, from there on one for each class.
+#: Trackers of dicts: one for all classes before 2.14, one per class since.
 _DICTS = (dicts.ConstDictVariable, getattr(dicts, "OrderedDictVariable", dicts.ConstDictVariable))
 
 
@@ -36,20 +36,18 @@ class ArgumentPlace:
 
 
 def place(tx: Translator, up: int = 0) -> ArgumentPlace:
-    """The line that is being traced; with `up` that of a caller, as far as callers are part of what is compiled."""
+    """The line that is being traced; with `up`, that of a caller, as far as callers are inlined."""
     while up > 0 and (caller := getattr(tx, "parent", None)) is not None:
         tx, up = caller, up - 1
     return ArgumentPlace(tx.f_code.co_filename, tx.lineno, tx.f_code.co_name, tx.f_globals)
 
 
 def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
-    """A tracker of the value that `variable` has now, which Python can make again when the graph has run.
+    """A tracker of the current value of `variable`, which Python can reconstruct when the graph has run.
 
     Raises:
-        NotImplementedError: not a tensor, a constant, a mesh, a group, a placement or a list of those; or inside of a
-            region of
-        its own
-            (activation checkpointing), whose tensors do not come out.
+        NotImplementedError: it is not a tensor, a constant, a mesh, a group, a placement or a container of those; or it
+            is inside a subgraph (activation checkpointing), whose tensors cannot leave it.
     """
     variable = variable.realize()
     if isinstance(variable, TensorVariable):
@@ -70,7 +68,7 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
     if isinstance(variable, TupleVariable) and type(variable) in (TupleVariable, SizeVariable):
         return type(variable)([snapshot(tx, item) for item in variable.items])
     if type(variable) in _DICTS:
-        table: Any = variable  # of a class that depends on the release
+        table: Any = variable  # its class depends on the release
         items = {key.vt: snapshot(tx, value) for key, value in table.items.items()}
         of = {"user_cls": table.user_cls} if hasattr(table, "user_cls") else {}
         return type(table)(items, **of, mutation_type=ValueMutationNew())
@@ -82,17 +80,17 @@ def snapshot(tx: Translator, variable: VariableTracker) -> VariableTracker:
 def call_after_graph(
     tx: Translator, function: Callable[..., Any], args: Sequence[VariableTracker]
 ) -> list[VariableTracker]:
-    """Calls ``function(*args)`` when the graph has run, after the calls that were asked for before.
+    """Calls ``function(*args)`` when the graph has run, after the calls that were deferred before.
 
     Args:
         args: snapshots.
 
     Returns:
-        The arguments of that call; what is put there while the frame is traced counts.
+        The arguments of the call; they may be replaced while the frame is traced.
     """
 
     @torch.compiler.disable
-    def call(*values: Any) -> None:  # Python's own frame: Dynamo would hold the calls in it back, too
+    def call(*values: Any) -> None:  # left to Python: Dynamo would defer the calls in it, too
         function(*values)
 
     source = constant_source(tx, "call", call)
@@ -102,7 +100,7 @@ def call_after_graph(
 
 
 def is_export(tx: Translator) -> bool:
-    """Whether the frame is traced for ``torch.export``, where only the graph is left of it."""
+    """Whether the frame is traced for ``torch.export``, which keeps only its graph."""
     return bool(tx.export)
 
 
@@ -123,23 +121,21 @@ _FORMAT = patch(
 )
 @contextlib.contextmanager
 def handle_loggers(call: MethodCall) -> Iterator[None]:
-    """While it is entered, methods of loggers go to `call`."""
+    """While active, calls of logger methods go to `call`."""
     with calls_of_methods(_LOGGER, call):
         yield
 
 
 @needs(
-    "texts of values that change later",
+    "formatted values that change later",
     _FORMAT,
-    without="they are what torch makes of them",
+    without="texts can have later values, as in torch",
     upstream="#182638, #186500",
     remove_when="a string in which a tensor is formatted keeps the values of that moment",
 )
 @contextlib.contextmanager
 def format_values_of_now() -> Iterator[None]:
-    """While it is entered, a string in which a tensor is formatted holds the values that the tensor has when it is
-    formatted.
-    """
+    """While active, a string in which a tensor is formatted has the values of the tensor at that moment."""
 
     def create(stock: Any, *args: Any) -> VariableTracker:
         made = stock(*args)
@@ -151,7 +147,7 @@ def format_values_of_now() -> Iterator[None]:
 
 
 def snapshot_or_same(tx: Translator, variable: VariableTracker) -> VariableTracker:
-    """`snapshot`, where there is one."""
+    """`snapshot`, or `variable` itself if that is not supported."""
     try:
         return snapshot(tx, variable)
     except NotImplementedError:

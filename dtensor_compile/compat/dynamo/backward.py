@@ -1,8 +1,8 @@
-"""A backward pass inside a region, as Dynamo sees it while it traces for our backend.
+"""Traces a backward pass inside the region for our backend.
 
-torch can trace ``tensor.backward()`` (as ``torch.autograd.grad``, and an accumulation per leaf) and leaves it off. It
-does not run the hooks of leaf tensors then, it gives gradients the placements of their leaves, and it refuses where
-compiled autograd is on, which has nothing to do in a backward pass that is part of the graph already.
+torch can trace ``tensor.backward()`` (as ``torch.autograd.grad`` and an accumulation per leaf), but disables that by
+default. It then skips the hooks of leaf tensors, gives gradients the placements of their leaves, and refuses under
+compiled autograd, which is not needed for a backward pass that is part of the graph already.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dtensor_compile.compat.patches import needs, patch
 
 _stock_accumulate_grad = polyfills.accumulate_grad
 
-#: Key of the ``meta`` of a detached value that stands for a result whose autograd graph is used up
+#: ``meta`` key of a detached value that replaces a result whose autograd graph was freed
 #: (`fixups.freed_autograd_graphs`).
 USED_UP = "dtensor_compile_spent"
 
 
 def _hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Whether a leaf has hooks on its gradient, and hooks that run after it was accumulated."""
+    """Whether a leaf has gradient hooks, and whether it has post-accumulate-grad hooks."""
     return bool(tensor._backward_hooks), bool(tensor._post_accumulate_grad_hooks)
 
 
@@ -42,20 +42,18 @@ _same_hooks = fact_guard("LEAF_HOOKS_MATCH", _hooks)
 
 
 def leaves_of_a_reducer(tx: Translator) -> dict[int, torch.Tensor]:
-    """Leaves, by identity, whose gradients torch's reducer of data-parallel modules averages when autograd accumulates
-    them.
-    """
+    """Leaves by identity whose gradients torch's DDP reducer averages when autograd accumulates them."""
     return vars(tx.output).setdefault("dtensor_compile_reducer", {})
 
 
 def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
-    """A graph break where a leaf has hooks, or a reducer waits for it; a guard that it has none where it has none."""
+    """Breaks the graph if a leaf has hooks or a reducer averages its gradient; else guards that it has no hooks."""
     tx = InstructionTranslator.current_tx()
     reducer = leaves_of_a_reducer(tx)
     for leaf in leaves:
         node = leaf.as_proxy().node
         argument = node.meta.get("grapharg")
-        # a leaf that is an attribute of the graph is no argument, and has hooks all the same
+        # a leaf that is an attribute of the graph is not an argument, but can have hooks
         real = argument.example if argument is not None else tx.output.nn_modules.get(node.target)
         if leaf.source is None or not isinstance(real, torch.Tensor):
             continue
@@ -67,9 +65,8 @@ def _check_hooks(leaves: Sequence[VariableTracker]) -> None:
 
 
 def _attributes() -> Iterator[VariableTracker]:
-    """Tensors that are attributes of the graph: another backend marks parameters so when it compiles a step of an
-    optimizer.
-    """
+    """Tensors that are attributes of the graph: another backend marks parameters so when it compiles an
+    optimizer step."""
     for variable in InstructionTranslator.current_tx().output.side_effects.id_to_variable.values():
         if isinstance(variable, TensorVariable) and variable.as_proxy().node.op == "get_attr":
             yield variable
@@ -78,15 +75,15 @@ def _attributes() -> Iterator[VariableTracker]:
 def _accumulate_grad(
     x: torch.Tensor, variable_grad: torch.Tensor | None, new_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """``.grad`` of a leaf after a backward pass, which is traced, as autograd's AccumulateGrad makes it of a DTensor.
+    """``.grad`` of a leaf after a traced backward pass, as autograd's AccumulateGrad makes it for a DTensor.
 
     torch copies the gradient into a tensor like the leaf: a partial gradient would be reduced, which eager leaves to
     the program.
 
     Args:
         x: the leaf.
-        variable_grad: its ``.grad`` before.
-        new_grad: what the backward pass computed.
+        variable_grad: its previous ``.grad``.
+        new_grad: the gradient from the backward pass.
     """
     if new_grad is None:
         return variable_grad
@@ -150,22 +147,22 @@ _VALIDATE = patch("torch._dynamo.output_graph:OutputGraph._validate_outputs_safe
 )
 @contextlib.contextmanager
 def backward_in_the_region() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend trace ``tensor.backward()``.
+    """While active, frames that are compiled for our backend trace ``tensor.backward()``.
 
-    And a gradient that it made stays what it is when the program reads it: torch would take it for the one that was
-    there before, and lose it at the end of the region.
+    A gradient that was made inside keeps its identity when the program reads it: torch would take it for the previous
+    one, and lose it at the end of the region.
     """
 
     def method_backward(
         stock: Any, self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any
     ) -> VariableTracker | None:
-        with _traceable(), patched_value(_ACCUMULATE, _accumulate_grad):  # Dynamo traces the function that is there
+        with _traceable(), patched_value(_ACCUMULATE, _accumulate_grad):  # Dynamo traces the current function
             return stock(self, tx, *args, **kwargs)
 
     def collect(
         stock: Any, self: TensorVariable, variables: Iterable[VariableTracker], *args: Any, **kwargs: Any
     ) -> Any:
-        if not args and not kwargs:  # all leaves, and not only a list that the program gave
+        if not args and not kwargs:  # all leaves, not a list given by the program
             variables = itertools.chain(variables, _attributes())
         leaves = stock(self, variables, *args, **kwargs)
         _check_hooks(leaves)
@@ -189,9 +186,9 @@ def backward_in_the_region() -> Iterator[None]:
 
 
 def _detach_used_up(graph: OutputGraph, results: list[VariableTracker], tx: Translator) -> None:
-    """Lets results whose autograd graph a backward pass of the region used up leave `graph` detached, marked as such.
+    """Returns results whose autograd graph was freed by a backward pass of the region as detached, and marks them.
 
-    torch gives up the trace of that backward pass for them, and expects that no result is a DTensor.
+    torch gives up tracing that backward pass for such results, and expects that no result is a DTensor.
     """
     used_up = graph.autograd_grad_consumed_grad_fns
     for i, result in enumerate(results if used_up else ()):

@@ -1,8 +1,6 @@
-"""Dynamo: trackers of functions and classes whose calls we handle, constants with data in them, and calls after the
-graph.
+"""Trackers of functions, classes and objects whose calls we handle, and of contexts.
 
-Built on ``compat/dynamo/tracing.py``; in place only while Dynamo traces for our backend, because entries of a table
-are."""
+Built on ``compat/dynamo/tracing.py``; active only while Dynamo traces for our backend, as the table entries are."""
 
 from __future__ import annotations
 
@@ -40,12 +38,12 @@ from dtensor_compile.compat.patches import FEATURES, if_there, needs, patch
 if TYPE_CHECKING:
     from torch._dynamo.variables.constant import ConstantVariable
 
-#: What a call becomes: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
+#: Handles a call: ``(tx, stock, args, kwargs)``, where `stock` is torch's tracker of the function that is called.
 Call = Callable[[Translator, VariableTracker, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]
 
 
 class CallVariable(VariableTracker):
-    """Tracks a function: calls go to ours, all else to the tracker that torch makes of it."""
+    """Tracks a function whose calls go to ours; everything else goes to torch's tracker of it."""
 
     def __init__(self, stock: VariableTracker, call: Call) -> None:
         super().__init__(source=stock.source)
@@ -76,16 +74,16 @@ class CallVariable(VariableTracker):
     def reconstruct(self, codegen: Any) -> None:
         self.stock.reconstruct(codegen)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
 
 def handle_calls(call: Call) -> Retrack:
-    """What makes a tracker of a function whose calls go to `call`."""
+    """Makes a tracker of a function whose calls go to `call`."""
     return lambda stock: CallVariable(stock, call)
 
 
 class _OpaqueClass(OpaqueClassVariable):
-    """The class of an opaque object, whose instances `make` makes."""
+    """The class of an opaque object, constructed by `make`."""
 
     make: Call
     if hasattr(UserDefinedClassVariable, COMPARE):  # ``type(x) is DTensor``, ``type(x) in [...]``
@@ -98,14 +96,14 @@ class _OpaqueClass(OpaqueClassVariable):
 
 
 class _TensorClass(TensorSubclassVariable):
-    """A class of tensors, whose instances `make` makes."""
+    """A tensor class, constructed by `make`."""
 
     make: Call
 
     def construct(
         self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        """What torch does."""
+        """Constructs as torch does."""
         return super().call_function(tx, args, kwargs)
 
     def call_function(
@@ -115,7 +113,7 @@ class _TensorClass(TensorSubclassVariable):
 
 
 class _PlainClass(UserDefinedClassVariable):
-    """Any other class, whose instances `make` makes."""
+    """Any other class, constructed by `make`."""
 
     make: Call
 
@@ -133,7 +131,7 @@ _CLASSES = (
 
 
 def handle_construction(make: Call) -> Retrack:
-    """What makes a tracker of a class, whose construction goes to `make`; of what is no class, as `handle_calls`."""
+    """Makes a tracker of a class whose construction goes to `make`; for anything else, acts as `handle_calls`."""
     trackers = {
         base: type(f"{ours.__name__}_{make.__name__}", (ours,), {"make": staticmethod(make)}) for base, ours in _CLASSES
     }
@@ -148,9 +146,7 @@ def handle_construction(make: Call) -> Retrack:
 
 
 def emit_call(tx: Translator, function: Callable[..., Any], *args: Any) -> VariableTracker:
-    """A node of the graph that calls `function`; trackers among `args` (and in tuples among them) count with their
-    proxies.
-    """
+    """Adds a node that calls `function`; trackers among `args` (also in nested tuples) become their proxies."""
 
     def proxy(arg: Any) -> Any:
         if isinstance(arg, (tuple, list)):
@@ -161,7 +157,7 @@ def emit_call(tx: Translator, function: Callable[..., Any], *args: Any) -> Varia
 
 
 def is_used(variable: VariableTracker) -> bool:
-    """Whether a node of the graph, of those there are so far, reads a tensor."""
+    """Whether any node of the graph so far reads a tensor."""
     return bool(variable.as_proxy().node.users)
 
 
@@ -169,13 +165,13 @@ def is_used(variable: VariableTracker) -> bool:
 
 
 class ContextVariable(GenericContextWrappingVariable):
-    """An object that can stand in a ``with`` statement; a graph break inside sends the frame to Python."""
+    """An object for a ``with`` statement; a graph break inside leaves the frame to Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super(GenericContextWrappingVariable, self).__init__(*args, **kwargs)
 
     def begin(self) -> Callable[[], None]:
-        """What ``__enter__`` does, while tracing; returns what undoes it."""
+        """Does what ``__enter__`` does while tracing; returns the function that undoes it."""
         raise NotImplementedError
 
     def enter(self, tx: Translator) -> VariableTracker:
@@ -187,7 +183,7 @@ class ContextVariable(GenericContextWrappingVariable):
                 pending.pop()()
 
         _leave.setdefault(self, []).append(leave)
-        tx.output.add_cleanup_hook(leave)  # tracing may end inside
+        tx.output.add_cleanup_hook(leave)  # tracing may end inside the context
         return self
 
     def exit(self, tx: Translator, *args: VariableTracker) -> VariableTracker:
@@ -196,7 +192,7 @@ class ContextVariable(GenericContextWrappingVariable):
         return VariableTracker.build(tx, None)
 
 
-#: Per tracker what leaves the contexts that it entered and that are open.
+#: Per tracker, functions that leave the contexts that it entered and that are open.
 _leave: weakref.WeakKeyDictionary[ContextVariable, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
@@ -213,7 +209,7 @@ _READ = patch(f"torch._dynamo.variables.tensor:TensorVariable.{READ}", "self tx 
 )
 @contextlib.contextmanager
 def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[None]:
-    """While it is entered, members of tensors of `cls` break a graph; `refused` is name -> code of the cause."""
+    """While active, members of tensors of `cls` break the graph; `refused` maps their names to causes."""
 
     def ask(stock: Any, self: TensorVariable, tx: Translator, name: str, *args: Any) -> VariableTracker:
         if name in refused and self.python_type() is cls:
@@ -228,11 +224,11 @@ def refuse_tensor_members(cls: type, refused: Mapping[str, str]) -> Iterator[Non
         yield
 
 
-# ---- small things that handlers need -------------------------------------------------------------------------------
+# ---- helpers of handlers -------------------------------------------------------------------------------
 
 
 class ObjectVariable(CallVariable):
-    """Tracks an object some of whose methods are handled by ours."""
+    """Tracks an object, some of whose methods we handle."""
 
     def __init__(self, stock: VariableTracker, methods: Mapping[str, Call]) -> None:
         super().__init__(stock, lambda tx, stock, args, kwargs: stock.call_function(tx, args, kwargs))
@@ -254,7 +250,7 @@ class ObjectVariable(CallVariable):
 
 
 def handle_methods(**methods: Call) -> Retrack:
-    """What makes a tracker of an object some of whose methods go to ours."""
+    """Makes a tracker of an object, some of whose methods go to ours."""
     return lambda stock: ObjectVariable(stock, methods)
 
 
@@ -264,7 +260,7 @@ def attribute(tx: Translator, owner: VariableTracker, name: str) -> VariableTrac
 
 
 class NamespaceVariable(CallVariable):
-    """Tracks an object that only holds values that never change, which `read` looks up."""
+    """Tracks an object that only holds values that never change; `read` looks them up."""
 
     def __init__(self, stock: VariableTracker, read: Callable[[Translator, str], VariableTracker]) -> None:
         super().__init__(stock, lambda tx, stock, args, kwargs: stock.call_function(tx, args, kwargs))
@@ -277,7 +273,7 @@ class NamespaceVariable(CallVariable):
 
 
 class RefusingVariable(UserDefinedObjectVariable):
-    """Tracks an object some of whose methods are not traced: a call of one goes to `refuse`."""
+    """Tracks an object, some of whose methods are not traced: calling one goes to `refuse`."""
 
     names: frozenset[str] = frozenset()
     refuse: Callable[[str], NoReturn]
@@ -296,7 +292,7 @@ class RefusingVariable(UserDefinedObjectVariable):
 
 
 def refuse_methods(names: Iterable[str], refuse: Callable[[str], NoReturn]) -> TrackGiven:
-    """What makes a tracker of an input whose methods of those names are not traced."""
+    """Makes a tracker of an input whose methods of those names are not traced."""
 
     def track(builder: VariableBuilder, value: Any) -> VariableTracker:
         builder.install_guards(GuardBuilder.TYPE_MATCH)
@@ -311,9 +307,8 @@ _met: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary
 
 
 def call_site(tx: Translator) -> tuple[Any, ...]:
-    """The place of the program that is being traced: code and offset of every frame, and how often tracing was here
-    before.
-    """
+    """The place in the program that is being traced: code and offset of every frame, and the number of earlier
+    visits."""
     frames: list[tuple[Any, Any]] = []
     at: Translator | None = tx
     while at is not None:
@@ -328,22 +323,22 @@ def call_site(tx: Translator) -> tuple[Any, ...]:
 # ---- leaves made in the program ------------------------------------------------------------------------------------
 
 
-_LEAVES = "leaves that a program makes"
+_LEAVES = "leaf tensors made by the program"
 _RequiresGradRestartAnalysis = if_there("torch._dynamo.exc:RequiresGradRestartAnalysis")
 
 
 def leaf_is_returned(tx: Translator) -> bool:
     """Whether an earlier attempt to trace this frame returned a leaf that the program makes; see `keep_leaves_inside`.
 
-    True as well where nobody would find that out.
+    Also true if nothing would detect that.
     """
     return not FEATURES[_LEAVES].works() or bool(tx.speculation_log.graph_break_on_requires_grad_)
 
 
 def _depends_on_leaves(output: OutputGraph, returned: Sequence[VariableTracker]) -> bool:
-    """Whether a tensor that is returned has a gradient from one on which the program called ``requires_grad_()``.
+    """Whether a returned tensor has autograd history from one on which the program called ``requires_grad_()``.
 
-    torch asks which results are computed from it at all; what is detached carries no gradient on.
+    torch checks for any data dependency; a detached tensor carries no gradient.
     """
     reached = {
         v.as_proxy().node for v in output.leaf_var_creation_order if isinstance(v, TensorVariable) and not v.source
@@ -360,18 +355,17 @@ _CHECK = patch("torch._dynamo.output_graph:OutputGraph._check_requires_grad_inte
 @needs(
     _LEAVES,
     _CHECK,
-    without="requires_grad_() inside of a region is what torch makes of it, and distribute_tensor of a leaf breaks the "
-    "graph",
+    without="requires_grad_() inside of a region is handled by torch, and distribute_tensor of a leaf breaks the graph",
     upstream="#170487, #196653",
     remove_when="Dynamo breaks the graph only where the leaf itself is returned",
 )
 @contextlib.contextmanager
 def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
-    """While it is entered, a frame that returns the result of `make_leaf` itself is traced again, with a graph break
-    there.
+    """While active, a frame that returns the result of `make_leaf` itself is traced again, with a graph break there.
 
-    What is computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient
-    outside."""
+    Values computed from such a tensor may leave the graph; the tensor itself would, in eager, collect a gradient
+    outside.
+    """
 
     def check(stock: Any, self: OutputGraph, returned: list[VariableTracker], tx: Translator) -> None:
         if _depends_on_leaves(self, returned):
@@ -389,7 +383,7 @@ def keep_leaves_inside(make_leaf: Callable[..., Any]) -> Iterator[None]:
 
 
 def is_ignored(function: Any) -> bool:
-    """Whether the user told Dynamo to ignore calls of a function, a method, or what a tracker stands for."""
+    """Whether the user made Dynamo ignore calls of a function, a method, or the function of a tracker."""
     if isinstance(function, IgnoredFunctionVariable):
         return True
     ignored = torch._dynamo.config.ignore_logging_functions

@@ -1,8 +1,8 @@
-"""``CommDebugMode`` inside of a program, as Dynamo sees it while it traces for our backend.
+"""``CommDebugMode`` inside a program that is traced for our backend.
 
-The mode counts the collectives of the operators that run while it is entered, which is what eager sends there. When
-Dynamo traces an operator it runs it on fake tensors, collectives included; there the mode's own code counts them, once
-per compilation."""
+The mode counts the collectives of the operators that run while it is active, as eager sends them. When Dynamo traces an
+operator, it runs it on fake tensors, including its collectives; the mode's own code counts these, once per compilation.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ _RUN_NODE = patch("torch._dynamo.utils:run_node", "tracer node args kwargs nnmod
 _COUNTS = feature(
     "CommDebugMode in the region",
     _RUN_NODE,
-    without="a program that enters one in the region is an error",
+    without="a program that enters one in the region raises an error",
     essential=True,
     upstream="#164143, for another mode",
     remove_when="Dynamo traces CommDebugMode",
 )
 
-#: Operator packet -> how often.
+#: Number of calls by operator packet.
 Counts = dict[Any, int]
 
 
 class _Counter(CommDebugMode):
-    """Counts, and does not follow modules: that would put hooks on them.
+    """Counts without following modules, which would add hooks to them.
 
     Args:
-        ours: operator of ours to the one of torch's as which it counts; None for one whose collectives are not known.
+        ours: maps an operator of ours to the operator of torch's as which it counts; None if its collectives are
+            unknown.
     """
 
     def __init__(self, ours: Mapping[Any, Any]) -> None:
@@ -66,7 +67,7 @@ class _Counter(CommDebugMode):
         TorchDispatchMode.__exit__(self, *args)
 
     def counted(self) -> Counts:
-        """As the mode would say in eager."""
+        """The counts that the mode would have in eager."""
         found: Counts = defaultdict(int)
         for packet, count in self.comm_counts.items():
             found[self.ours.get(packet, packet)] += count
@@ -74,12 +75,12 @@ class _Counter(CommDebugMode):
 
 
 def is_counting() -> bool:
-    """Whether what this thread runs is counted as eager's."""
+    """Whether operators that this thread runs are counted as eager's."""
     return any(isinstance(mode, _Counter) for mode in _get_current_dispatch_mode_stack())
 
 
 def fill(mode: CommDebugMode, counts: Counts) -> CommDebugMode:
-    """The mode as it is after a ``with`` statement in which it counted so, all of it outside of modules."""
+    """The mode with the given counts, as after a ``with`` statement, all of it outside of modules."""
     mode.comm_counts = defaultdict(int, counts)
     mode.comm_module_counts = {"Global": {"forward": defaultdict(int, counts), "backward": defaultdict(int)}}
     mode.comm_module_operation_counts = {}
@@ -87,13 +88,13 @@ def fill(mode: CommDebugMode, counts: Counts) -> CommDebugMode:
 
 
 def _track_counts(tx: Translator, counts: Counts) -> VariableTracker:
-    """A new dict that is 0 for what was not counted."""
+    """A new dict with default 0."""
     cls = build_unguarded(tx, defaultdict, constant_source(tx, "class", defaultdict))
     return cls.call_function(tx, [build(tx, int), build(tx, dict(counts))], {})
 
 
 class CommModeVariable(ContextVariable):
-    """A mode that the program enters. One that it was given gets its counts when the graph has run."""
+    """A mode that the program enters. One from outside of the graph gets its counts when the graph has run."""
 
     #: As in `_Counter`.
     ours: Mapping[Any, Any] = {}
@@ -104,7 +105,7 @@ class CommModeVariable(ContextVariable):
 
     @classmethod
     def track(cls, builder: VariableBuilder, value: CommDebugMode) -> VariableTracker:
-        """The tracker of a mode that the program was given."""
+        """The tracker of a mode that is an input."""
         builder.install_guards(GuardBuilder.TYPE_MATCH)
         return builder.tx.output.side_effects.track_object_existing(value, cls(value, source=builder.source))
 
@@ -138,7 +139,7 @@ class CommModeVariable(ContextVariable):
         return result
 
     def counts(self) -> Counts:
-        """What was counted up to here."""
+        """The counts so far."""
         counts = self.counter.counted() if self.counter is not None else {}
         if self.counter is None and self.source is not None or None in counts:
             graph_break("comm-mode", f"counts of {self.source.name if self.source else 'CommDebugMode()'}")
@@ -151,7 +152,7 @@ class CommModeVariable(ContextVariable):
             graph_break("comm-mode", f"CommDebugMode.{name}")
         return read_attribute(super(), tx, name)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]

@@ -1,10 +1,11 @@
-"""Meshes, process groups and placements where torch carries none of them in a graph, as on 2.11.
+"""Meshes, process groups and placements as constants where torch cannot carry them in a graph, as on 2.11.
 
-As of 2.13 they are *opaque objects*: meshes and groups are inputs of the graph, placements constants of it. On 2.11
-torch tracks them by classes that know a few of their members, and none can be an argument of a node. While our backend
-traces, trackers of ours take their place there too: to these each is a constant, and what a node is given of one is an
-attribute of the graph's module. Guards are those of 2.13: all that makes two meshes or placements equal, and the type
-of a group (`variables.process_group` adds the rest)."""
+Since 2.13 they are *opaque objects*: meshes and groups are inputs of the graph, placements constants. On 2.11 torch's
+trackers support only a few of their members, and none can be an argument of a node. While our backend traces, our
+trackers replace them there: each object is a constant, and an attribute of the graph's module where a node uses it.
+Guards are those of 2.13: everything that makes two meshes or placements equal, and the type of a group
+(`variables.process_group` adds the rest).
+"""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ def _with_subclasses(cls: type) -> Iterator[type]:
 
 
 def constant_classes() -> tuple[type, ...]:
-    """The classes of such objects, without those that a program derives from placements."""
+    """The classes of such objects, except those that a program derives from placements."""
     return DeviceMesh, Shard, Replicate, Partial, _StridedShard, _MaskPartial, *_with_subclasses(ProcessGroup)
 
 
 class ConstantObjectVariable(UserDefinedObjectVariable):
-    """Tracks such an object, under the guards of `guard_constant` or as one that the program made."""
+    """Tracks such an object, either guarded by `guard_constant` or made by the program."""
 
     def __init__(self, proxy: Any, value: Any, source: Any = None, **options: Any) -> None:
         super().__init__(value, source=source, **options)
@@ -67,7 +68,7 @@ class ConstantObjectVariable(UserDefinedObjectVariable):
 
 
 class ConstantClassVariable(UserDefinedClassVariable):
-    """Tracks the class of such objects, whose instances are made while tracing."""
+    """Tracks the class of such objects, which are constructed while tracing."""
 
     def call_function(
         self, tx: Any, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -79,7 +80,7 @@ class ConstantClassVariable(UserDefinedClassVariable):
         return VariableTracker.build(tx, self.value(*real[0], **real[1]))
 
 
-#: What torch makes of such a class.
+#: torch's trackers of such classes.
 STOCK_CLASSES: tuple[type, ...] = (
     UserDefinedClassVariable,
     *(cls for name in ("PlacementClassVariable",) if (cls := getattr(distributed, name, None))),
@@ -87,22 +88,21 @@ STOCK_CLASSES: tuple[type, ...] = (
 
 
 def _attribute(output: Any, value: Any) -> Any:
-    """The proxy of an object in the graph that is being traced (a branch or a checkpointed region has its own): one for
-    each graph.
-    """
+    """The proxy of an object in the graph that is being traced; a branch or a checkpointed region has a graph of its
+    own."""
     names = vars(output).setdefault("dtensor_compile_names", {})
     if id(value) not in names:
         names[id(value)] = f"dtensor_compile_{type(value).__name__}_{len(names)}"
         output.nn_modules[names[id(value)]] = value
     made = vars(output.current_tracer).setdefault("dtensor_compile_made", {})
-    if id(value) not in made or made[id(value)].node._erased:  # tracing took back what it had traced
+    if id(value) not in made or made[id(value)].node._erased:  # the node was rolled back
         made[id(value)] = output.create_proxy("get_attr", names[id(value)], (), {})
         made[id(value)].node.meta["example_value"] = value
     return made[id(value)]
 
 
 def guard_constant(builder: VariableBuilder, value: Any) -> None:
-    """Installs the guards that torch has on such an input as of 2.13."""
+    """Installs the guards that torch has for such an input since 2.13."""
     builder.install_guards(GuardBuilder.TYPE_MATCH if isinstance(value, ProcessGroup) else GuardBuilder.EQUALS_MATCH)
 
 
@@ -113,15 +113,15 @@ _WORLD = patch("torch._dynamo.variables.distributed:WorldMetaClassVariable.var_g
     "the default process group as a constant, before 2.13",
     _WORLD,
     without="a program that reads it breaks the graph",
-    upstream="done in 2.13, where groups are opaque objects",
-    remove_when="2.11 is not supported any more",
+    upstream="fixed in 2.13, where groups are opaque objects",
+    remove_when="2.11 is no longer supported",
 )
 @contextlib.contextmanager
 def track_world() -> Iterator[None]:
-    """While it is entered, ``torch.distributed.group.WORLD`` has the tracker that any other group has."""
+    """While active, ``torch.distributed.group.WORLD`` has the same tracker as any other group."""
 
     def var_getattr(stock: Any, self: Any, tx: Any, name: str) -> VariableTracker:
-        found = stock(self, tx, name)  # with a guard that it is this group
+        found = stock(self, tx, name)  # guards on this group
         return VariableTracker.build(tx, self.value.WORLD, AttrSource(self.source, name)) if name == "WORLD" else found
 
     with patched(_WORLD, var_getattr):

@@ -1,4 +1,4 @@
-"""Tensors that are constants of a traced program: what follows from constants alone can be read while tracing."""
+"""Tensors that are constants of a traced program, whose values can be read while tracing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 )
 from dtensor_compile.compat.patches import needs
 
-#: Their result follows from their arguments alone and they change none of them.
+#: Pure functions: the result depends on the arguments only, and none of these is mutated.
 _PURE = frozenset(
     [
         "tensor",
@@ -155,15 +155,15 @@ _IN_PLACE = frozenset(
 )
 
 
-#: Longer chains are left to run time.
+#: Limit on the number of nodes to evaluate; longer chains are not constants.
 _MOST_NODES = 256
 
 
 def constant_value(variable: VariableTracker) -> torch.Tensor:
-    """The tensor that `variable` stands for, where it follows from constants of the program alone.
+    """The value of a tensor that is computed from constants of the program only.
 
     Raises:
-        NotImplementedError: the value is only known when the program runs.
+        NotImplementedError: the value is only known at run time.
     """
     if not isinstance(variable, TensorVariable) or variable.source is not None:
         raise NotImplementedError(f"{variable} is not a constant tensor")
@@ -206,7 +206,7 @@ def _is_pure(node: torch.fx.Node) -> bool:
 
 
 def _written(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
-    """What a node of the graph may write to."""
+    """The nodes whose values a node may mutate."""
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
         return ()
     if isinstance(node.target, torch._ops.OpOverload):
@@ -222,33 +222,32 @@ def _written(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
     of_tensor = node.op == "call_method" or node.target is getattr(operator, name, None)
     return (
         node.all_input_nodes[:1] if of_tensor else node.all_input_nodes
-    )  # a function of lists writes to what is in them
+    )  # a function of lists writes to their elements
 
 
 def _storages(node: torch.fx.Node) -> set[int]:
-    """The memory of the tensors that a node gives, while it is traced; views have that of their base."""
+    """The storages of the tensors that a node returns, while it is traced; views share that of their base."""
     tensors = [t for t in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
     locals_ = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     return {t.untyped_storage()._cdata for t in locals_ if t.layout == torch.strided}
 
 
 def constant_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of these values, on the CPU; a node of the graph that `constant_value` can look into."""
+    """A tensor of these values, on the CPU; a node of the graph that `constant_value` can evaluate."""
     return torch.tensor(values, dtype=dtype)
 
 
 @needs(
-    "item() of tensors that are constants",
+    "item() of constant tensors",
     CALL_METHOD,
     without="it breaks the graph, as in torch",
     upstream="not reported: torch breaks the graph on purpose",
-    remove_when="Dynamo gives item() of a tensor that follows from constants",
+    remove_when="Dynamo evaluates item() of a tensor that is computed from constants",
 )
 @contextlib.contextmanager
 def read_constant_tensors() -> Iterator[None]:
-    """While it is entered, ``item`` and ``tolist`` of a tensor that follows from constants are constants of the
-    program.
-    """
+    """While active, ``item`` and ``tolist`` of a tensor that is computed from constants give constants of the
+    program."""
 
     def call(tx: Translator, tensor: TensorVariable, name: str, *_: Any) -> VariableTracker | None:
         if name not in ("item", "tolist"):

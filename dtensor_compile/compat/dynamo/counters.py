@@ -1,4 +1,4 @@
-"""What Dynamo counted in this process."""
+"""Dynamo's counters of this process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch._dynamo.utils import counters
 
 
 def graph_breaks() -> int:
-    """Graph breaks since the last `reset`."""
+    """The number of graph breaks since the last `reset`."""
     return sum(counters["graph_break"].values())
 
 
 def graphs() -> int:
-    """Graphs that Dynamo captured since the last `reset`, recompilations included."""
+    """The number of graphs that Dynamo captured since the last `reset`, recompilations included."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def reset() -> None:
-    """Forgets every compiled function and sets the counters to zero."""
+    """Discards all compiled functions and sets the counters to zero."""
     torch._dynamo.reset()
     counters.clear()

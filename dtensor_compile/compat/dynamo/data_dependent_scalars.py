@@ -1,20 +1,22 @@
-"""Numbers that only the data decides, as Dynamo sees them while it traces for our backend.
+"""Data-dependent scalars (``item()``, ``tolist()``), captured as unbacked SymInts and SymFloats while tracing for our
+backend.
 
-``item()``, ``tolist()`` and operators whose result has a size of its own (``bincount``, ``nonzero``) end a graph in
-torch, unless a switch is on. Here they are part of the graph: numbers without a value while it is traced. Nothing can
-depend on what they are, so that ranks whose data differ have the same graph.
+``item()``, ``tolist()`` and operators with a data-dependent output size (``bincount``, ``nonzero``) end a graph in
+torch, unless a setting is on. Here they are part of the graph. Nothing can depend on their values, so ranks whose data
+differ have the same graph.
 
-What a collective gives is decided by other ranks' data, also where each rank gives it a constant, which may be another
-one on each. torch computes what follows from constants while it traces, and would send there: a rank that is compiling
-alone would wait for ever, and what came would be a constant of the graph. So to a collective nothing is a constant.
+The result of a collective depends on other ranks' data, even if each rank passes a constant, which may differ between
+ranks. torch evaluates operators on constants while it traces, and would communicate: a rank that compiles alone would
+wait for ever, and the result would be a constant of the graph. So no argument of a collective counts as a constant.
 
 A program that counts with ``bincount(minlength=n)`` and reads the counts into Python (``tolist()``, a loop over them)
-counts n things. Where it asks for the length, it is n, and the compiled program checks it each time
+counts n things. If it needs the length, n is assumed, and the compiled program checks it each time
 (``fixups/check_counts.py``).
 
-Where a program cannot do without the value (a loop over such a number, an operator that needs a size), tracing or the
-backend raises. Eager would not, so the frame is traced once more as torch does it, with a graph break where the number
-is read."""
+If a program cannot do without the value (a loop over such a number, an operator that needs a size), tracing or the
+backend raises. Eager would not, so the frame is traced again as torch does it, with a graph break where the number is
+read.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ from dtensor_compile.compat.dynamo.tracing import backend_on_stack, compiles_for
 from dtensor_compile.compat.dynamo.tracker_tools import graph_break
 from dtensor_compile.compat.patches import hook, needs, patch
 
-#: What is switched on in the first attempt to trace a frame, in the second, and in the last.
+#: Settings of Dynamo in the first attempt to trace a frame, in the second, and in the last.
 _ATTEMPTS: tuple[dict[str, bool], ...] = (
     {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True},
     {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": True},
@@ -54,18 +56,18 @@ _ATTEMPTS: tuple[dict[str, bool], ...] = (
 
 
 def _has_numbers(shape_env: ShapeEnv) -> bool:
-    """Whether tracing has met numbers that only the data decides."""
+    """Whether tracing has created unbacked symbols."""
     return any(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for symbol in shape_env.var_to_range)
 
 
 def _met_numbers(error: Exception) -> bool:
-    """Whether the attempt to trace a frame that ended with `error` had met such numbers."""
+    """Whether the attempt to trace a frame that ended with `error` had created unbacked symbols."""
     output = getattr(getattr(error, "_torch_dynamo_tracer_output", None), "output_graph_for_cleanup", None)
     return output is not None and _has_numbers(output.shape_env)
 
 
 def _first_lines(error: Exception) -> str:
-    """What an error says first, and the line of the program that it names."""
+    """The first line of an error, and the line of the program that it names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join([*lines[:1], *(line for line in lines if line.startswith("Caused by:"))])
 
@@ -83,7 +85,7 @@ _PROXY = patch("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func
 
 
 @needs(
-    "numbers that only the data decides",
+    "data-dependent scalars in the graph",
     _TRACE,
     METHODS,
     patch("torch._dynamo.variables.tensor:TensorVariable.method_item", "self tx args kwargs", "self tx"),
@@ -93,13 +95,11 @@ _PROXY = patch("torch.fx.experimental.proxy_tensor:proxy_call", "proxy_mode func
 )
 @contextlib.contextmanager
 def numbers_in_the_graph() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend keep numbers that only the data decides in their
-    graph.
-    """
+    """While active, frames that are compiled for our backend capture data-dependent scalars in their graph."""
     signature = inspect.signature(convert_frame.trace_frame)
     failed: list[
         tuple[Any, str]
-    ] = []  # the log of a frame and what was said, for each attempt that needed to know a number
+    ] = []  # per attempt that needed a value: the frame's speculation log, and the error's text
 
     def said_of(log: Any) -> list[str]:
         return [said for other, said in failed if other is log]
@@ -129,10 +129,10 @@ def numbers_in_the_graph() -> Iterator[None]:
 
 
 def backward_in_time() -> AbstractContextManager[Any]:
-    """Lets a backward that cannot be compiled say so while the frame can still be traced another way.
+    """Reports an error in compiling a backward while the frame can still be traced another way.
 
-    torch compiles a backward with symbolic sizes together with its forward, but keeps an error back until the backward
-    runs."""
+    torch compiles a backward with symbolic sizes together with its forward, but raises its error when it runs.
+    """
     tx = getattr(tls, "current_tx", None)
     if tx is None or tx.one_graph or not _has_numbers(tx.output.shape_env):
         return contextlib.nullcontext()
@@ -149,11 +149,10 @@ def backward_in_time() -> AbstractContextManager[Any]:
 )
 @contextlib.contextmanager
 def lengths_of_counts() -> Iterator[None]:
-    """While it is entered, and on this thread, ``bincount(minlength=n)`` has n counts for frames of ours that need to
-    know.
+    """While active, ``bincount(minlength=n)`` on this thread has n counts for frames of ours that need the length.
 
-    torch has a value of last resort for a number without a value; asked for, it becomes a condition that the graph
-    checks."""
+    torch keeps a fallback value for an unbacked symbol; using it becomes a condition that the graph checks.
+    """
     bincount = torch.ops.aten.bincount.default
     ours: weakref.WeakSet[ShapeEnv] = weakref.WeakSet()
 
@@ -165,7 +164,7 @@ def lengths_of_counts() -> Iterator[None]:
         return counts
 
     def log(stock: Any, self: ShapeEnv, *args: Any) -> None:
-        if self not in ours:  # it warns that a value was taken from example data, which this one is not
+        if self not in ours:  # the log warns about a value from example data, which this is not
             stock(self, *args)
 
     entry = {bincount: on_this_thread(op_implementations_dict[bincount], fake)}
@@ -173,12 +172,12 @@ def lengths_of_counts() -> Iterator[None]:
         yield
 
 
-#: Namespaces of operators that send, and of those that wait for them.
+#: Namespaces of operators that communicate, and of the waits.
 _SENDING = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 
 
 def _sends(op: Any) -> bool:
-    """Whether an operator is a collective or a message, of torch's or of ours."""
+    """Whether an operator is a collective or a message, torch's or ours."""
     if not isinstance(op, torch._ops.OpOverload):
         return False
     namespace, _, name = op._schema.name.partition("::")
@@ -187,9 +186,7 @@ def _sends(op: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """While it is entered, what ``holders(tensor)`` notes of constants is forgotten; for good where `op` writes to its
-    arguments.
-    """
+    """While active, the constants that ``holders(tensor)`` records are cleared; for good if `op` mutates arguments."""
     found = [holder for x in tree_leaves(given) if isinstance(x, torch.Tensor) and (holder := holders(x)) is not None]
     constants = [holder.constant for holder in found]
     for holder in found:
@@ -202,7 +199,7 @@ def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], An
 
 
 @needs(
-    "collectives of constants, which are sent when the program runs",
+    "collectives of constants",
     _DISPATCH,
     _PROXY,
     hook("torch.fx.experimental.proxy_tensor:get_proxy_slot", "obj tracer default transform"),
@@ -213,7 +210,7 @@ def _without_constants(op: Any, given: Any, holders: Callable[[torch.Tensor], An
 )
 @contextlib.contextmanager
 def collectives_of_constants() -> Iterator[None]:
-    """While it is entered, no collective is carried out on a thread that traces a frame for our backend."""
+    """While active, no collective is executed on a thread that traces a frame for our backend."""
 
     def of_fake(x: torch.Tensor) -> Any:
         return x if isinstance(x, FakeTensor) and x.constant is not None else None

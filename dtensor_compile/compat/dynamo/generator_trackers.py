@@ -1,4 +1,4 @@
-"""Generators, as Dynamo sees them while it traces for our backend."""
+"""Trackers of random generators, while tracing for our backend."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, MethodCal
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break, read_attribute, source_of
 from dtensor_compile.compat.patches import needs
 
-#: What ``nn.init.trunc_normal_`` calls: ``(tensor, mean, std, a, b, generator)``.
+#: The function behind ``nn.init.trunc_normal_``: ``(tensor, mean, std, a, b, generator)``.
 trunc_normal_function: Callable[..., torch.Tensor] = init._no_grad_trunc_normal_
 
-#: Whether eager's ``trunc_normal_`` of shards draws on every rank until all ranks have what they need. As of 2.14
-#: DTensor gathers a tensor before it asks for ``any`` of it; up to 2.13 each rank asks its own shard.
+#: Whether eager's ``trunc_normal_`` of shards redraws on every rank until all ranks are done. Since 2.14 DTensor
+#: gathers a tensor before ``any``; up to 2.13 each rank evaluates it on its own shard.
 DRAWS_TOGETHER = hasattr(_math_ops, "NON_LINEAR_BOOL_REDUCTION_OPS")
 
 
 def generator_of_state(state: torch.Tensor) -> torch.Generator:
-    """A generator in that state."""
+    """A new generator with that state."""
     generator = torch.Generator()
     generator.set_state(state)
     return generator
 
 
 class GeneratorVariable(UserDefinedObjectVariable):
-    """A generator whose state is a tensor of the graph; one that the program was given gets its new state when the
-    graph has run.
+    """A generator whose state is a tensor of the graph; a generator from outside gets its new state when the graph has
+    run.
 
     Attributes:
-        state: None until it is asked for.
+        state: None until it is read.
     """
 
     value: torch.Generator
@@ -55,12 +55,12 @@ class GeneratorVariable(UserDefinedObjectVariable):
 
     @classmethod
     def track(cls, builder: VariableBuilder, value: torch.Generator) -> VariableTracker:
-        """The tracker of a generator that the program was given."""
+        """The tracker of a generator that is an input."""
         builder.install_guards(GuardBuilder.TYPE_MATCH)
         return builder.tx.output.side_effects.track_object_existing(value, cls(value, source=builder.source))
 
     def is_default(self) -> bool:
-        """Whether it is the one that torch draws from where none is given."""
+        """Whether it is torch's default generator."""
         return self.value is torch.default_generator
 
     def read(self, tx: Translator) -> VariableTracker:
@@ -73,7 +73,7 @@ class GeneratorVariable(UserDefinedObjectVariable):
         return self.state
 
     def write(self, tx: Translator, state: VariableTracker) -> None:
-        """From this point of the program on the state is another."""
+        """Sets the state from this point of the program on."""
         if tx.output.current_tracer.parent is not None:
             graph_break("generator-inner", str(self.source))
         self.state = state
@@ -88,7 +88,7 @@ class GeneratorVariable(UserDefinedObjectVariable):
             return LambdaVariable(lambda *args, **kwargs: self.call_method(tx, name, list(args), kwargs))
         return read_attribute(super(), tx, name)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -111,12 +111,12 @@ _methods: dict[str, Method] = {}
 
 
 def handle_generator_methods(methods: Mapping[str, Method]) -> None:
-    """Methods of generators that go to ours."""
+    """Registers handlers of methods of generators."""
     _methods.update(methods)
 
 
 @needs(
-    "random numbers of a generator that is given",
+    "random numbers from an explicit generator",
     CALL_METHOD,
     without="they break the graph",
     upstream="#88576",
@@ -124,9 +124,7 @@ def handle_generator_methods(methods: Mapping[str, Method]) -> None:
 )
 @contextlib.contextmanager
 def handle_draws(call: MethodCall) -> Iterator[None]:
-    """While it is entered, methods of tensors that are called with a generator go to `call`; None leaves the call to
-    torch.
-    """
+    """While active, tensor methods that are called with a generator go to `call`; None leaves the call to torch."""
 
     def of_generator(
         tx: Translator, tensor: TensorVariable, name: str, args: list[Any], kwargs: dict[str, Any]

@@ -1,13 +1,12 @@
-"""Guards of DTensors: one each, in C++ (`native.loader`), in place of eight or more, of which two are in Python.
+"""Guards of DTensors: one C++ guard each (`native.loader`) instead of eight or more, two of which run Python.
 
-torch guards a DTensor by its type, its spec (compared without shapes), ``requires_grad``, its local tensor, and for its
-mesh that it is the object that others have too. The one guard compares all that, sizes and strides as far as they are
-constants of the graph, and instead of the identity of the mesh that it is equal to the one that was traced, as all
-others then are.
+torch guards a DTensor by its type, its spec (compared without shapes), ``requires_grad``, its local tensor, and the
+identity of its mesh. Our guard compares all that, and sizes and strides as far as they are constants of the graph. It
+requires a mesh equal to the traced one instead of the same object.
 
-Where an object holds many tensors, as an optimizer does, they have one guard together, which walks over them once
-(`guarded_together`). That none of them is another one is left to `fixups.aliased_inputs`, which asks of all inputs of a
-graph that writes.
+If an object holds many tensors, as an optimizer does, they share one guard, which checks all in one pass
+(`guarded_together`). That no two of them are aliases is left to `fixups.aliased_inputs`, which checks all inputs of a
+graph that mutates.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ from dtensor_compile.compat.dynamo.tracker_tools import guard_sizes
 from dtensor_compile.compat.inductor.input_fetch_codegen import Plan
 from dtensor_compile.native.loader import native
 
-#: How a program marks sizes as dynamic or static: attributes of the tensor.
+#: Attributes of a tensor by which a program marks sizes as dynamic or static.
 _MARKS = tuple(
     f"_dynamo_{kind}_indices" for kind in ("dynamic", "weak_dynamic", "unbacked", "strict_unbacked", "static")
 )
 
 
 def track_and_guard(track: Callable[[], VariableTracker], source: Source, value: DTensor) -> VariableTracker:
-    """The tracker that ``track()`` makes of `value`, an input of the graph, with one guard in place of those that it
-    installs.
-    """
+    """The tracker that ``track()`` makes of `value`, an input of the graph, with one guard instead of those it
+    installs."""
     if not _one_will_do(value):
         variable = track()
         guard_sizes(source, value)
@@ -55,7 +53,7 @@ def track_and_guard(track: Callable[[], VariableTracker], source: Source, value:
     for guard in own:
         about_it = guard.name.startswith(source.name)
         duplicate = guard.originating_source == local and guard.create_fn_name() == "DUPLICATE_INPUT"
-        # A tensor that is marked as static, with a guard, is part of the graph.
+        # A tensor marked as static is part of the graph, under a guard.
         itself = guard.originating_source == source and guard.create_fn_name() == "ID_MATCH"
         if not about_it or duplicate or itself:
             installed.add(guard)
@@ -64,7 +62,7 @@ def track_and_guard(track: Callable[[], VariableTracker], source: Source, value:
 
 
 def _skips_guards(context: GuardsContext) -> bool:
-    return getattr(context, "skip_install", False)  # before 2.13, what is installed is forgotten instead
+    return getattr(context, "skip_install", False)  # before 2.13, installed guards are dropped instead
 
 
 def _one_will_do(value: torch.Tensor) -> bool:
@@ -78,18 +76,18 @@ def _one_will_do(value: torch.Tensor) -> bool:
 
 
 def _settings(guard: Guard) -> dict[str, Any]:
-    """What a guard was made with."""
+    """The keyword arguments with which a guard was created."""
     assert isinstance(guard.create_fn, functools.partial)
     return guard.create_fn.keywords
 
 
 class Together:
-    """What of an object has one guard together.
+    """Parts of an object that share one guard.
 
     Attributes:
-        guards: False where torch's own guards stand, and nothing that is put in here is guarded.
+        guards: False if torch's own guards are used, and nothing that is added here is guarded.
         tensors: sources of tensors.
-        types: the type of what a source has.
+        types: the expected type per source.
         same: pairs of sources of one object.
     """
 
@@ -100,18 +98,18 @@ class Together:
         self.same: list[tuple[Source, Source]] = []
 
     def add(self, variable: VariableTracker, source: Source, value: Any) -> None:
-        """The tensor that `variable` tracks, where `source` is the one that it is known by."""
+        """Adds the tensor that `variable` tracks, if `source` is its own source."""
         if variable.source == source and isinstance(value, torch.Tensor) and _one_will_do(value):
             self.tensors[source] = None
 
     def leave_to(self, other: Together) -> None:
-        """Forgets what `other` guards."""
+        """Removes everything that `other` guards."""
         self.tensors = {source: None for source in self.tensors if source not in other.tensors}
         self.types = {source: cls for source, cls in self.types.items() if source not in other.types}
         self.same = [pair for pair in self.same if pair not in other.same]
 
     def covers(self, guard: Guard) -> bool:
-        """Whether `guard` says what the one guard says."""
+        """Whether the shared guard implies `guard`."""
         kind = guard.create_fn_name()
         if guard.originating_source in self.tensors:
             # every tensor has that attribute
@@ -122,9 +120,8 @@ class Together:
 
 @contextlib.contextmanager
 def guarded_together(root: Source) -> Iterator[Together]:
-    """What is put in the result while this is entered is guarded by one guard of `root`, in place of guards of its
-    own.
-    """
+    """Facts added to the result while this is active are checked by one guard on `root` instead of guards of
+    their own."""
     context, together = TracingContext.get().guards_context, Together(native() is not None)
     if _skips_guards(context) or not together.guards:
         yield together
@@ -172,7 +169,7 @@ def _dtensor_match(builder: Any, guard: Guard) -> None:
     )
     manager.add_lambda_guard(check, get_verbose_code_parts(code, guard), guard.user_stack)
     of_optimizer = isinstance(source, GradSource) and is_from_optimizer_source(source)
-    if not isinstance(value, torch.nn.Parameter) and not of_optimizer:  # torch asks neither of plain ones
+    if not isinstance(value, torch.nn.Parameter) and not of_optimizer:  # torch checks neither of plain ones
         builder.no_tensor_aliasing_names.append(builder.arg_ref(guard))
         builder.no_tensor_aliasing_guard_managers.append(manager)
 
@@ -181,9 +178,8 @@ _dtensor_match.__name__ = "DTENSOR_MATCH"
 
 
 def _guard_of(builder: Any, source: Source, value: torch.Tensor) -> tuple[Any, Sequence[Sequence[int | None]]]:
-    """The ``Guard`` of a tensor, and the sizes and strides that it asks for: its own, then those of a DTensor's local
-    tensor.
-    """
+    """The C++ ``Guard`` of a tensor, and the sizes and strides that it requires: the tensor's, then those of its local
+    tensor."""
     sizes, strides = _extents(builder, source, value)
     local: tuple[Sequence[int | None], ...] = ([], [])
     if type(value) is DTensor:

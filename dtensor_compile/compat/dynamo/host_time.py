@@ -1,4 +1,4 @@
-"""The guards of compiled code by themselves, to measure what they cost."""
+"""The guards of compiled code on their own, to measure their cost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 
 def checks_of_guards(function: Callable[..., Any], local_variables: Mapping[str, Any]) -> Callable[[], bool]:
-    """What checks the guards of the compiled code of `function` that holds for these local variables of its frame.
+    """A function that checks the guards of the compiled code of `function` that is valid for these local variables.
 
     Raises:
-        LookupError: none was compiled for them.
+        LookupError: no code was compiled for them.
     """
     for entry in _debug_get_cache_entry_list(inspect.unwrap(function).__code__):
         check, frame = entry.guard_manager.check, dict(local_variables)

@@ -1,6 +1,6 @@
-"""Dynamo: calls of certain functions and methods, and the parameters that a module has while it is being traced.
+"""Handled calls of Python functions and methods, and replaced parameters of a module, while tracing.
 
-Built on ``compat/dynamo/tracing.py``; in place only while Dynamo traces for our backend.
+Built on ``compat/dynamo/tracing.py``; active only while Dynamo traces for our backend.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _Dict: Any = ConstDictVariable  # up to 2.12 the class below is a member of it
 #: A tracker as a key of a dict.
 _HashableTracker: Any = if_there("torch._dynamo.variables.hashable:HashableTracker") or _Dict._HashableTracker
-#: What a call of a Python function becomes, or None for one that is traced as usual.
+#: Finds the handler of a call of a Python function; None if it is traced as usual.
 FindCall = Callable[[UserFunctionVariable], "Call | None"]
 
 
@@ -38,15 +38,16 @@ _IS_OF_MODULE = patch("torch._guards:GuardSource.is_unspecialized_nn_module", "s
 
 
 @needs(
-    "functions of torch's with traced forms of ours",
+    "functions of torch that are traced in our form",
     _CALL,
     without="some programs break the graph",
-    upstream="not reported: an extension point, substitute_in_graph is for all backends at once",
+    upstream="not reported: an extension point, substitute_in_graph applies to all backends",
     remove_when="torch.compiler.substitute_in_graph can be limited to a backend, and takes methods",
 )
 @contextlib.contextmanager
 def handle_functions(find: FindCall) -> Iterator[None]:
-    """While it is entered, calls of Python functions and methods in frames for our backend go to what `find` says.
+    """While active, calls of Python functions and methods in frames for our backend go to the handler that `find`
+    returns.
 
     The arguments of a method begin with its object.
     """
@@ -78,11 +79,11 @@ def handle_functions(find: FindCall) -> Iterator[None]:
 )
 @contextlib.contextmanager
 def attributes_are_static() -> Iterator[None]:
-    """While it is entered, ints and buffers of modules under ``fully_shard`` are static in frames for our backend.
+    """While active, ints and buffers of modules under ``fully_shard`` are static in frames for our backend.
 
-    Dynamo takes the ints of every module for constants, and the sizes of its buffers, whatever ``dynamic`` says; those
-    of a module that is marked as sharded it forgets. A head size that is a symbol makes quotients of all sizes that
-    depend on it."""
+    Dynamo treats the ints of a module, and the sizes of its buffers, as constants whatever ``dynamic`` says, but not
+    for a module that is marked as sharded. A symbolic head size turns all sizes that depend on it into quotients.
+    """
 
     def is_of_module(stock: Any, self: GuardSource) -> bool:
         return stock(self) or self.is_fsdp_module()
@@ -92,7 +93,7 @@ def attributes_are_static() -> Iterator[None]:
 
 
 def member(tx: Translator, owner: VariableTracker, path: Sequence[str | int]) -> VariableTracker:
-    """What is found from an object along a path of attributes and indices of lists, as an input of the graph."""
+    """The object at a path of attributes and list indices from `owner`, as an input of the graph."""
     source, value = source_of(owner), real_value(tx, owner)
     for part in path:
         source = AttrSource(source, part) if isinstance(part, str) else GetItemSource(source, part)
@@ -101,7 +102,7 @@ def member(tx: Translator, owner: VariableTracker, path: Sequence[str | int]) ->
 
 
 def real_value(tx: Translator, variable: VariableTracker) -> Any:
-    """The object itself, of a tracker with a source."""
+    """The real object of a tracker with a source."""
     source = source_of(variable)
     if hasattr(tx.output, "resolve_source_value"):
         return tx.output.resolve_source_value(source)
@@ -109,7 +110,7 @@ def real_value(tx: Translator, variable: VariableTracker) -> Any:
 
 
 def function_of(variable: UserFunctionVariable) -> Any:
-    """The function that is called, without its object."""
+    """The function that is called, unbound."""
     return variable.fn
 
 
@@ -131,11 +132,11 @@ def submodule(tx: Translator, module: VariableTracker, path: str) -> VariableTra
     return module
 
 
-# ---- parameters in place of others ---------------------------------------------------------------------------------
+# ---- replaced parameters ---------------------------------------------------------------------------------
 
 
 def notes(tx: Translator, name: str) -> dict[Any, Any]:
-    """What was noted under `name` in this attempt to trace this frame."""
+    """The notes under `name` of this attempt to trace this frame."""
     return vars(tx.output).setdefault(f"dtensor_compile_{name}", {})
 
 
@@ -151,7 +152,7 @@ def _key(name: str) -> Any:
 
 
 def _before(tx: Translator, module: VariableTracker, name: str) -> list[VariableTracker]:
-    """What the parameter was before each replacement that is in force, the last one last."""
+    """The previous values of the parameter, one per active replacement, the last one last."""
     of = cast("UserDefinedObjectVariable", module.realize()).value
     return notes(tx, "replaced").setdefault((id(of), name), [])
 
@@ -159,11 +160,10 @@ def _before(tx: Translator, module: VariableTracker, name: str) -> list[Variable
 def replace_parameter(
     tx: Translator, module: VariableTracker, name: str, make: Callable[[VariableTracker], VariableTracker]
 ) -> None:
-    """From here on the program finds ``make(parameter)`` where it reads a parameter of a module, until
-    `restore_parameter`.
+    """Makes the program read ``make(parameter)`` instead of a parameter of a module, until `restore_parameter`.
 
-    The module itself never changes, so there is nothing that the compiled code would have to do: a replacement ends in
-    the frame in which it began. A parameter that is replaced already stays as it is.
+    The module itself never changes, so the compiled code has nothing to do: a replacement ends in the frame where it
+    began. A nested replacement has no effect.
     """
     items, key = _parameters(tx, module), _key(name)
     before = _before(tx, module, name)
@@ -173,7 +173,7 @@ def replace_parameter(
 
 
 def restore_parameter(tx: Translator, module: VariableTracker, name: str) -> None:
-    """Takes the last `replace_parameter` back."""
+    """Undoes the last `replace_parameter`."""
     before = _before(tx, module, name)
     if before:
         _parameters(tx, module)[_key(name)] = before.pop()

@@ -1,11 +1,10 @@
-"""Floats that modules keep (``eps``, ``p``, ``norm_type``) are numbers until they have changed, also under
-``dynamic=True``.
+"""Floats of modules (``eps``, ``p``, ``norm_type``) are constants until they have changed, even under ``dynamic=True``.
 
-torch takes integers of modules so. With ``dynamic=True`` it makes a symbol of a float wherever it comes from: an input
-of the graph. What is left of it, once AOTAutograd has traced forward and backward, can become a tensor where it is
-added or multiplied, and nowhere else; of any other, torch begins anew, Dynamo first, to have a number in its place. An
-operator with such a float has no hash either, so that its placements are decided again in each layer. A float that does
-change costs one compilation, and is a symbol then, as it is without ``dynamic=True``.
+torch treats integers of modules this way. With ``dynamic=True`` it makes any float symbolic: an input of the graph.
+After AOTAutograd has traced forward and backward, such a symbol can become a tensor only where it is added or
+multiplied; otherwise torch starts over from Dynamo, with a constant. An operator with such a float has no hash either,
+so its placements are decided anew in each layer. A float that does change costs one recompilation and is symbolic then,
+as without ``dynamic=True``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WRAP = patch("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "
 
 
 @needs(
-    "floats of modules that are numbers under dynamic=True",
+    "constant floats of modules under dynamic=True",
     _WRAP,
     hook("torch._dynamo.config:automatic_dynamic_shapes"),
     hook("torch._dynamo.config:assume_static_by_default"),
@@ -43,12 +42,10 @@ _WRAP = patch("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "
 )
 @contextlib.contextmanager
 def floats_of_modules_are_numbers() -> Iterator[None]:
-    """While it is entered, a float that a module keeps is a constant of the graph, under a guard, if it has not changed
-    before.
-    """
+    """While active, a float of a module is a constant of the graph, under a guard, unless it has changed before."""
 
     def wrap(stock: Any, self: VariableBuilder, value: float) -> VariableTracker:
-        # Where nothing becomes symbolic by changing, each change would compile again.
+        # Without automatic dynamic shapes, each change would recompile.
         if not config.automatic_dynamic_shapes or not _of_module(self):
             return stock(self, value)
         with config.patch(assume_static_by_default=True):

@@ -1,14 +1,14 @@
-"""Backward hooks of modules and tensors, as Dynamo sees them while it traces for our backend.
+"""Traces backward hooks of modules and tensors for our backend.
 
 A hook of ``register_full_backward_hook`` or ``register_full_backward_pre_hook`` is a function of gradients. torch
-traces it under compiled autograd only, where the backward pass comes by again as a program. Our backend traces forward
-and backward at once, so it belongs there: Dynamo traces the code of the hooks into a graph of its own, and a node of
-the forward registers that graph with the class that eager uses, ``torch.utils.hooks.BackwardHook``. It runs when the
-backward is traced, and becomes part of it.
+traces it under compiled autograd only, which sees the backward as a program. Our backend traces forward and backward at
+once. So Dynamo traces the code of the hooks into a graph of its own, and a node of the forward registers that graph
+with the class that eager uses, ``torch.utils.hooks.BackwardHook``. The graph runs when the backward is traced, and
+becomes part of it.
 
-What a hook does may depend on what its gradients are: which of them are None, which are DTensors, and how those are
-placed. Dynamo traces it for gradients that are to be expected. Where others come while the backward is traced, the
-frame is traced again, for those.
+The behaviour of a hook may depend on its gradients: which of them are None, which are DTensors, and their placements.
+Dynamo traces it for the expected gradients. If others arrive while the backward is traced, the frame is traced again
+for those.
 """
 
 from __future__ import annotations
@@ -43,45 +43,45 @@ from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, function_variable, graph_break, items_of
 from dtensor_compile.compat.patches import needs, patch
 
-#: What the code of a hook may ask of a gradient: None where there is none, ``()`` of a plain tensor, the placements of
-#: a DTensor.
+#: Facts about a gradient on which a hook may depend: None if there is none, ``()`` for a plain tensor, the placements
+#: of a DTensor.
 Facts = tuple[Any, ...] | None
 
 
-#: Before 2.13 a graph inside of a graph needs a name.
+#: Extra arguments for tracing a subgraph: before 2.13 it needs a target.
 _NAMED: dict[str, Any] = {} if OPAQUE else {"source_target": torch.ops.higher_order.wrap}
 
 
 class OtherGradients(TensorifyScalarRestartAnalysis):
-    """Gradients came that a hook was not traced for.
+    """Gradients arrived that a hook was not traced for.
 
-    Of torch's requests to trace a frame again, this is the one that it takes from a backend.
+    Of torch's exceptions that restart the trace of a frame, this is the one that it accepts from a backend.
     """
 
 
 class _Attempts:
-    """What gradients came in earlier attempts to trace a frame, by the place of the hook in the program."""
+    """Facts about gradients from earlier attempts to trace a frame, by the place of the hook in the program."""
 
     def __init__(self, tx: Translator) -> None:
         self.log = tx.speculation_log
         self.seen: dict[Any, tuple[tuple[Facts, ...], ...]] = vars(self.log).setdefault("dtensor_compile_gradients", {})
 
     def trace_for(self, place: Any, facts: tuple[tuple[Facts, ...], ...]) -> None:
-        """The next attempt, which starts from nothing, traces the hook for these gradients."""
+        """Makes the next attempt, which starts from scratch, trace the hook for these gradients."""
         self.log.clear()
         self.seen[place] = facts
 
 
 def _others(compilation: TracingContext) -> list[Callable[[], None]]:
-    """For every hook that met other gradients in this compilation what notes them."""
+    """Functions that record the gradients of each hook that received unexpected ones in this compilation."""
     return vars(compilation).setdefault("dtensor_compile_other_gradients", [])
 
 
 def check_gradients_of_hooks() -> None:
-    """To be called when the backward was traced.
+    """Checks the gradients of hooks after the backward was traced.
 
     Raises:
-        OtherGradients: it was traced with hooks that are not right for it; Dynamo starts over.
+        OtherGradients: hooks were traced for other gradients than they got; Dynamo starts over.
     """
     notes = _others(TracingContext.get())
     for note in notes:
@@ -97,14 +97,14 @@ def _facts(gradient: torch.Tensor | None) -> Facts:
 
 
 def _expected(value: torch.Tensor, needs_gradient: bool) -> Facts:
-    """The gradient of a tensor is placed as the tensor is; that of a partial one is replicated."""
+    """The expected facts: a gradient is placed as its tensor, and replicated where that is partial."""
     if not needs_gradient:
         return None
     return tuple(Replicate() if isinstance(p, Partial) else p for p in _facts(value) or ())
 
 
 def _gradient_like(value: torch.Tensor, facts: Facts) -> torch.Tensor:
-    """A fake gradient of a fake tensor."""
+    """A fake gradient of a fake tensor, with the given facts."""
     if not isinstance(value, DTensor) or not facts:
         return value.detach()
     local, mesh = value.to_local().detach(), real_mesh(value.device_mesh)
@@ -114,23 +114,23 @@ def _gradient_like(value: torch.Tensor, facts: Facts) -> torch.Tensor:
     return DTensor.from_local(local, mesh, facts, run_check=False, shape=value.shape, stride=value.stride())
 
 
-# ---- what the graph runs -------------------------------------------------------------------------------------------
+# ---- functions called by the graph ---------------------------------------------------------------------------------
 
 
 def _open() -> BackwardHook:
-    """The hooks of one call of a module."""
+    """A new object for the hooks of one call of a module."""
     return BackwardHook(None, [], [])
 
 
 def _spread(tensors: Sequence[Any], where: Sequence[int], count: int) -> tuple[Any, ...]:
-    """`count` arguments, the tensors among them at the places `where`."""
+    """A tuple of `count` arguments with the tensors at the positions `where`, and None elsewhere."""
     arguments: list[Any] = [None] * count
     for place, tensor in zip(where, tensors):
         arguments[place] = tensor
     return tuple(arguments)
 
 
-# ---- what Dynamo traces in place of torch's loops over hooks -------------------------------------------------------
+# ---- traced instead of torch's loops over hooks --------------------------------------------------------------------
 
 
 def _run_hooks(module: Any, hooks: Sequence[Any], grad_inputs: Any, grad_outputs: Any) -> Any:
@@ -177,17 +177,17 @@ class _Values:
         self.fakes = [tensor.as_proxy().node.meta["example_value"] for tensor in self.tensors]
 
     def expected(self) -> tuple[Facts, ...]:
-        """What to expect of the gradients, for every item."""
+        """The expected facts about the gradient of every item."""
         facts = [_expected(fake, torch.is_grad_enabled() and fake.requires_grad) for fake in self.fakes]
         return _spread(facts, self.where, len(self.items))
 
     def examples(self, facts: Sequence[Facts]) -> list[torch.Tensor | None]:
-        """Fake gradients of which that is so."""
+        """Fake gradients with these facts."""
         fakes = _spread(self.fakes, self.where, len(self.items))
         return [None if fact is None else _gradient_like(fake, fact) for fake, fact in zip(fakes, facts)]
 
     def replaced(self, tensors: Sequence[VariableTracker]) -> TupleVariable:
-        """The items with other tensors."""
+        """The items with their tensors replaced."""
         items = list(self.items)
         for place, tensor in zip(self.where, tensors):
             items[place] = tensor
@@ -198,7 +198,7 @@ class _Body:
     """Code of hooks as a graph.
 
     Attributes:
-        facts: of the gradients that it is traced for, per group (of the inputs, of the outputs of a module) and
+        facts: about the gradients that it is traced for, per group (of the inputs, of the outputs of a module) and
             gradient.
         kept: which results are tensors; the others are None.
         proxies: the graph, and the tensors that the hooks use besides their gradients.
@@ -212,7 +212,7 @@ class _Body:
         groups: Sequence[_Values],
         tracer: Any = None,
     ) -> None:
-        """Traces ``call(*groups)``, where a group is a tuple of gradients; the result is one, too."""
+        """Traces ``call(*groups)``, where a group is a tuple of gradients; the result is a tuple of gradients, too."""
         self.attempts, self.place = _Attempts(tx), (kind, *call_site(tx))
         self.facts = self.attempts.seen.get(self.place) or tuple(group.expected() for group in groups)
         self.kept: list[bool] = []
@@ -240,7 +240,7 @@ class _Body:
         self.proxies = ((tracer or tx.output).create_proxy("get_attr", name, (), {}), *free)
 
     def bound(self, graph: torch.fx.GraphModule, *free: Any) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-        """What is called with the gradients when the backward is traced: ``(*groups)``."""
+        """The function that is called with the gradients when the backward is traced: ``(*groups)``."""
 
         def run(*groups: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
             facts = tuple(tuple(map(_facts, group)) for group in groups)
@@ -255,7 +255,7 @@ class _Body:
 
 
 def _input(tx: Translator, example: torch.Tensor | None) -> VariableTracker:
-    """An input of the graph that is being traced."""
+    """A new input of the graph that is being traced."""
     if example is None:
         return ConstantVariable.create(None)
     proxy = tx.output.current_tracer.create_graph_input("gradient", type(example), example)
@@ -272,7 +272,7 @@ class TracedModuleHooks(BackwardHookVariable):
     def make(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        """What ``BackwardHook(module, user_hooks, user_pre_hooks)`` gives."""
+        """The tracker of ``BackwardHook(module, user_hooks, user_pre_hooks)``."""
         proxy = tx.output.create_proxy("call_function", _open, (), {})
         proxy.node.meta["example_value"] = _open()
         named = dict(zip(("module", "user_hooks", "user_pre_hooks"), args)) | kwargs
@@ -301,9 +301,8 @@ class TracedModuleHooks(BackwardHookVariable):
         prepare: Callable[..., None] | None = None,
         free: Sequence[Any] = (),
     ) -> list[VariableTracker]:
-        """A node that calls a method of the hooks with `values`, after ``prepare(hooks, free)``; returns its
-        tensors.
-        """
+        """Adds a node that calls a method of the hooks with `values`, after ``prepare(hooks, free)``; returns its
+        tensors."""
         where, count = tuple(values.where), len(values.items)
 
         def call(
@@ -319,7 +318,8 @@ class TracedModuleHooks(BackwardHookVariable):
         return list(items_of(results))
 
     def _trace(self, tx: Translator, outputs: _Values) -> tuple[Callable[..., None], list[Any]]:
-        """Graphs of the hooks: what puts them in place when the node runs, and what the node needs to do that."""
+        """Traces the hooks into graphs; returns the function that installs them when the node runs, and its
+        arguments."""
         bodies = {
             kind: _Body(tx, kind, functools.partial(self._call, tx, run, hooks), groups)
             for kind, run, hooks, groups in (
@@ -346,7 +346,7 @@ class TracedModuleHooks(BackwardHookVariable):
 
 
 def _register_on(tx: Translator, tensor: TensorVariable, hook: VariableTracker) -> VariableTracker:
-    """``tensor.register_hook(hook)`` of a DTensor that the frame computes."""
+    """Handles ``tensor.register_hook(hook)`` of a DTensor that the frame computes."""
     tracer = tensor.as_proxy().tracer
 
     def call(*gradients: VariableTracker) -> VariableTracker:
@@ -372,17 +372,17 @@ _REGISTER = patch("torch._dynamo.variables.tensor:TensorVariable._method_registe
 @needs(
     "hooks of tensors in the graph",
     _REGISTER,
-    without="such hooks are what torch makes of them",
+    without="such hooks are handled by torch",
     upstream="#172020, #172126",
     remove_when="Dynamo traces hooks of intermediate tensors with compiled autograd on, and for DTensors whose "
-    "gradient is placed otherwise",
+    "gradient has other placements",
 )
 @contextlib.contextmanager
 def hooks_in_the_graph() -> Iterator[None]:
-    """While it is entered, hooks of tensors that frames for our backend compute are traced into the graph.
+    """While active, hooks on tensors that frames for our backend compute are traced into the graph.
 
-    torch does so unless compiled autograd is on; then it waits for that to see the hook, which the joint graph has
-    taken in. And it takes the gradient of a DTensor to be placed as the tensor is.
+    torch does so unless compiled autograd is on; then it leaves the hook to that, although the joint graph contains it
+    already. It also assumes that the gradient of a DTensor is placed as the tensor is.
     """
 
     def register(stock: Any, self: TensorVariable, tx: Translator, name: str, hook: VariableTracker) -> VariableTracker:

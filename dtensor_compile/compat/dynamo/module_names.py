@@ -1,8 +1,8 @@
-"""What the program calls the modules that reach a compiled function by a way of Dynamo's own.
+"""Names in the program for modules that Dynamo reaches by another path.
 
-Dynamo names a module by where it finds it: ``L['args'][0]`` where a wrapper passes on ``*args``, ``L['fn'].args[0]``
-in a ``functools.partial``, ``L['this']`` in a method whose first parameter is called so. The program calls these
-``model``, as the wrapped function does, and ``self``. A module for which nothing gives a name is called by its class.
+Dynamo names a module by its source: ``L['args'][0]`` in a wrapper that passes on ``*args``, ``L['fn'].args[0]`` in a
+``functools.partial``, ``L['this']`` in a method whose first parameter has that name. In the program these are
+``model``, as in the wrapped function, and ``self``. A module without a known name is named by its class.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 def root_names(
     code: CodeType, function: str, local_values: Mapping[str, Any], closure: Sequence[CellType] | None
 ) -> dict[str, str]:
-    """Dynamo's words for a place -> the name of what is there, where the program has another one.
+    """Maps Dynamo's names of roots to those of the program, where they differ.
 
     Args:
         code: what is compiled.
-        function: name of the function; that of `code` is another one for the rest behind a graph break.
+        function: name of the function; after a graph break, that of `code` differs.
         local_values: arguments by name.
         closure: values of the free variables of `code`.
     """
@@ -38,7 +38,7 @@ def root_names(
     packed = list(code.co_varnames[code.co_argcount + code.co_kwonlyargcount :])  # *args and **kwargs come first
     args = packed.pop(0) if code.co_flags & inspect.CO_VARARGS else ""
     kwargs = packed.pop(0) if code.co_flags & inspect.CO_VARKEYWORDS else ""
-    if code.co_argcount == 0:  # a wrapper that takes what it passes on
+    if code.co_argcount == 0:  # a wrapper that passes on its arguments
         inside = [value for value in free.values() if callable(value)]
         given = local_values.get(args, ()), local_values.get(kwargs, {})
         names.update(_names(f"L['{args}']", given[0], f"L['{kwargs}']", given[1], inside))
@@ -47,14 +47,14 @@ def root_names(
 
 def _is_filled(cell: CellType) -> bool:
     try:
-        cell.cell_contents  # noqa: B018 - the read is the question
+        cell.cell_contents  # noqa: B018 - the read may raise
     except ValueError:
         return False
     return True
 
 
 def _is_self(name: str, value: Any, code: CodeType, function: str) -> bool:
-    """Whether `name` is the first parameter of the method of `value` that `code` is, or is the rest of."""
+    """Whether `name` is the first parameter of a method of `value` that `code` is, or resumes."""
     method = getattr(inspect.unwrap(getattr(type(value), function, None) or value), "__code__", None)
     return method is not None and method.co_filename == code.co_filename and method.co_varnames[:1] == (name,)
 
@@ -66,7 +66,8 @@ def _names(
     kwargs: Mapping[str, Any],
     functions: Sequence[Callable[..., Any]],
 ) -> Iterator[tuple[str, str]]:
-    """Names of arguments that one of `functions` is called with; by classes of modules where it is not clear which."""
+    """Names of arguments that one of `functions` is called with; class names of modules if the function is
+    ambiguous."""
     found = {parameters for function in functions for parameters in _parameters(function, args, kwargs)}
     parameters = found.pop() if len(found) == 1 else ()
     for i, value in enumerate(args):
@@ -81,7 +82,7 @@ def _names(
 def _parameters(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, ...]]:
-    """The names that `function` has for `args`; nothing where it does not take them, or has none."""
+    """The parameter names of `function` for `args`; nothing if it does not accept them or has no signature."""
     try:
         signature = inspect.signature(function)
         signature.bind_partial(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Watching Dynamo while it compiles: compilations and their cost, graph breaks, the graphs of other backends.
+"""Observes Dynamo: compilations and their cost, graph breaks, the graphs of other backends.
 
-`watch_dynamo` and `watch_graphs_of_others` hold for the time of a recording and take themselves out again; they change
-nothing of what is compiled. Everything is told to the watcher in the thread that compiles.
+`watch_dynamo` and `watch_graphs_of_others` are active during a recording and then remove themselves; they do not change
+what is compiled. The watcher is called on the thread that compiles.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>\w+)_at_\d+")
 
 @dataclass
 class FrameCompilation:
-    """One frame that Dynamo compiles.
+    """A compilation of a frame by Dynamo.
 
     Attributes:
         number: counts the compilations of a recording.
-        function, file, line: name of the function as it was written, and its first line; the rest of a function behind
-            a graph break carries the name of the function.
-        reason: the guard that did not hold, where the function was compiled before; else empty.
+        function, file, line: name and first line of the function as written; a frame that resumes after a graph break
+        has the name of its function.
+        reason: the guard that failed, if the function was compiled before; else empty.
         seconds: measured, nested compilations included; 0 until it has ended.
         outermost: whether no other compilation contains it.
-        names: what the program calls modules for which Dynamo has other words (`module_names.root_names`).
+        names: the program's names of modules for which Dynamo has others (`module_names.root_names`).
     """
 
     number: int
@@ -63,7 +63,7 @@ class Break:
 
     Attributes:
         kind: Dynamo's name for this sort of break; for other errors the name of their class.
-        message: all that Dynamo says.
+        message: Dynamo's full message.
         stack: ``(file, line, code)`` of the user's frames, outermost first.
         compilation: during which it happened.
         error: whether it was raised to the caller.
@@ -77,7 +77,7 @@ class Break:
 
 
 class Watcher(Protocol):
-    """Who is told what Dynamo does."""
+    """Receives events of Dynamo."""
 
     def compiling(self, compilation: FrameCompilation) -> None: ...
 
@@ -92,13 +92,13 @@ _count = itertools.count(1)
 
 
 def current_compilation() -> FrameCompilation | None:
-    """What this thread compiles now, while somebody watches."""
+    """The current compilation on this thread, while it is watched."""
     under_way = getattr(_local, "under_way", None)
     return under_way[-1] if under_way else None
 
 
 def name_modules(gm: torch.fx.GraphModule) -> None:
-    """Calls modules as the program does, in the metadata of the nodes of a Dynamo graph that is compiled now."""
+    """Replaces Dynamo's names of modules by the program's in the metadata of the graph that is being compiled."""
     this = current_compilation()
     if this is None or not this.names:
         return
@@ -131,13 +131,13 @@ _SIMPLIFIED = patch("torch._dynamo.backends.common:aot_module_simplified", "mod 
     _REASONS,
     _BREAK,
     hook("torch._dynamo.callback:CallbackTrigger.LAZY_BACKWARD"),
-    without="the report tells of no graph break, no recompilation and no time of a compilation",
+    without="the report has no graph breaks, no recompilations and no compile times",
     upstream="not reported: an extension point, torch has no listener for graph breaks",
-    remove_when="torch._dynamo.callback tells of graph breaks, reasons of recompilations and backends",
+    remove_when="torch._dynamo.callback reports graph breaks, reasons of recompilations and backends",
 )
 @contextlib.contextmanager
 def watch_dynamo(watcher: Watcher) -> Iterator[None]:
-    """While it is entered, `watcher` is told of every compilation and every graph break in this process."""
+    """While active, `watcher` receives every compilation and every graph break in this process."""
 
     watching = _Watching(watcher)
     replaced = ((_COMPILE, watching.compile), (_REASONS, watching.reasons), (_BREAK, watching.log_graph_break))
@@ -154,12 +154,12 @@ def watch_dynamo(watcher: Watcher) -> Iterator[None]:
             yield
     finally:
         for known, ours in callbacks:
-            if ours in known:  # torch._dynamo.reset() takes all of them out
+            if ours in known:  # torch._dynamo.reset() removes all of them
                 known.remove(ours)
 
 
 class _Watching:
-    """What tells one watcher; each method is called in the place of, or by, a function of Dynamo's."""
+    """Replacements and callbacks that report to one watcher."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
@@ -177,7 +177,7 @@ class _Watching:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A compilation of a frame."""
+        """Replaces ``_compile``: a compilation of a frame."""
         given = (code, global_values, local_values, builtins, closure, compiler_fn, *args)
         if is_left_to_python(code, compiler_fn):
             return stock(*given, **kwargs)
@@ -200,7 +200,7 @@ class _Watching:
             under_way.pop()
 
     def reasons(self, stock: Any, *args: Any, **kwargs: Any) -> list[str]:
-        """Why the frame is compiled again."""
+        """Records why the frame is recompiled."""
         found: list[str] = stock(*args, **kwargs)
         this = current_compilation()
         if this is not None:
@@ -213,7 +213,7 @@ class _Watching:
         stock(translator, code_options, reason, exc)
 
     def start(self, args: CallbackArgs) -> None:
-        """A compilation starts, of a backward pass too."""
+        """A compilation starts, possibly of a backward."""
         self.starts.append(time.perf_counter())
 
     def end(self, args: CallbackArgs) -> None:
@@ -223,9 +223,7 @@ class _Watching:
 
 
 def _ends_compilation(error: Exception) -> bool:
-    """Whether an exception out of a compilation is more than Dynamo's way to leave a frame to Python, or to start
-    over.
-    """
+    """Whether an exception really ends a compilation, rather than leaving the frame to Python or starting over."""
     return not isinstance(error, (exc.SkipFrame, exc.RestartAnalysis)) and not getattr(error, "logged", False)
 
 
@@ -236,7 +234,7 @@ FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<c
 def _break(event: Exception, compilation: FrameCompilation | None, *, error: bool) -> Break:
     stack = getattr(event, "real_stack", None) or torch._guards.TracingContext.extract_stack()
     frames = tuple((frame.filename, frame.lineno or 0, frame.line or "") for frame in stack or ())
-    if not frames:  # an error inside of Dynamo, which has the frames in its text
+    if not frames:  # an error inside of Dynamo, with the frames in its text
         frames = tuple((m["file"], int(m["line"]), m["code"].strip()) for m in FRAME.finditer(str(event)))
     kind = getattr(event, "gb_type", None) or type(event).__name__
     return Break(str(kind), str(getattr(event, "msg", None) or event), frames, compilation, error)
@@ -251,14 +249,13 @@ _FORCING = feature(
         "torch.distributed.tensor._dispatch:OpDispatcher.redistribute_local_args",
         "op_info suggested_input_schema use_val_from_redistribute_schema",
     ),
-    without="the report names the line alone",
+    without="the report names the line only",
 )
 
 
 def forcing_operator() -> str:
-    """The operator whose inputs DTensor redistributes on this thread right now (``aten.add.Tensor``); empty where none
-    does.
-    """
+    """The operator whose inputs DTensor is redistributing on this thread (``aten.add.Tensor``); empty if there
+    is none."""
     frame = sys._getframe(1) if _FORCING.works() else None
     while frame is not None:
         if frame.f_code.co_name == "redistribute_local_args" and frame.f_globals is vars(_dispatch):
@@ -270,22 +267,21 @@ def forcing_operator() -> str:
 
 
 def newest_node() -> torch.fx.Node | None:
-    """The last node of the graph that this thread traces with proxies; None where it traces none."""
+    """The last node of the graph that this thread traces with proxies; None if it traces none."""
     mode = get_proxy_mode()
     return next(iter(reversed(mode.tracer.graph.nodes)), None) if mode is not None else None
 
 
 def nodes_since(before: torch.fx.Node | None) -> list[torch.fx.Node]:
-    """The nodes behind `before` (all of them for None) of the graph that this thread traces with proxies; none where it
-    traces none.
-    """
+    """The nodes after `before` (all for None) of the graph that this thread traces with proxies; empty if it traces
+    none."""
     mode = get_proxy_mode()
     nodes = reversed(mode.tracer.graph.nodes) if mode is not None else ()
     return list(itertools.takewhile(lambda node: node is not before, nodes))
 
 
 def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """The node that gives a tensor in the graph that this thread traces with proxies; None where there is none."""
+    """The node of a tensor in the graph that this thread traces with proxies; None if there is none."""
     mode = get_proxy_mode()
     if mode is None:
         return None
@@ -304,16 +300,15 @@ Graphs = Callable[[torch.fx.Graph], None]
     "graphs of other backends, in the report",
     _SIMPLIFIED,
     hook("torch._inductor.config:post_grad_custom_post_pass"),
-    without="the report has nothing of stock torch beside it",
+    without="the report has no comparison with stock torch",
     upstream="not reported: an extension point",
-    remove_when="AOTAutograd has a listener for the graphs that it hands to a compiler",
+    remove_when="AOTAutograd has a listener for the graphs that it passes to a compiler",
 )
 @contextlib.contextmanager
 def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
-    """While it is entered, `tell` sees every forward and backward graph that another backend than ours gets from
-    AOTAutograd.
+    """While active, `tell` sees every forward and backward graph that other backends get from AOTAutograd.
 
-    From Inductor after its post-grad passes, from other backends as AOTAutograd made it; not changed in either case.
+    Inductor's graphs are seen after its post-grad passes, others as AOTAutograd made them; they must not be changed.
     Inductor takes no graph out of its caches meanwhile.
     """
     from torch._inductor import config
@@ -336,7 +331,7 @@ def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
         return stock(gm, example_inputs, **kwargs)
 
     def of_inductor(graph: torch.fx.Graph) -> None:
-        if not isinstance(config.post_grad_custom_pre_pass, GraphPass):  # ours tells of its own graphs
+        if not isinstance(config.post_grad_custom_pre_pass, GraphPass):  # ours reports its own graphs
             tell(graph)
 
     told_of = GraphPass(of_inductor, None, config.post_grad_custom_post_pass)
@@ -348,5 +343,5 @@ def watch_graphs_of_others(tell: Graphs) -> Iterator[None]:
 
 
 def uncompiled(function: Any) -> Any:
-    """What ``torch.compile`` was given to make `function`; `function` itself where that is not compiled."""
+    """The function that ``torch.compile`` was given; `function` itself if it is not compiled."""
     return getattr(function, "_orig_mod", None) or getattr(function, "_torchdynamo_orig_callable", None) or function

@@ -1,10 +1,10 @@
-"""Calls that Dynamo traces as of 2.13, traced before as well while our backend traces.
+"""Calls that Dynamo traces since 2.13, traced on older releases while our backend traces.
 
 - ``DTensor.from_local``, ``to_local`` and ``redistribute`` are nodes of the graph with the mesh and the placements as
-  arguments. Older releases bake these into a function of their own, which takes no keyword for the local tensor, and
-  which no cache keeps.
-- Functions of sizes that are numbers give numbers.
-- ``torch.autograd.grad`` takes DTensors, and a gather along another dim than the first is traced.
+  arguments. Older releases bake these into a new function, which takes no keyword for the local tensor, and which no
+  cache keeps.
+- Functions of sizes that are integers return integers.
+- ``torch.autograd.grad`` takes DTensors, and a gather along a dim other than the first is traced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dtensor_compile.compat.patches import needs, patch
 
 
 def _of_numbers(function: Callable[..., Any]) -> tuple[Any, Retrack]:
-    """The entry under which a call of `function` with constants is the result."""
+    """An entry that evaluates calls of `function` with constants."""
 
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -55,15 +55,13 @@ OBJECTS: tuple[tuple[Any, Retrack], ...] = (
 
 
 def _as_a_node(*_: Any, **__: Any) -> None:
-    """A handler that leaves a call to what Dynamo does with any other function or method of tensors."""
+    """A handler that leaves a call to Dynamo's default for functions and tensor methods."""
 
 
 def _tensors_with_sources(
     stock: Callable[..., Any], variable: VariableTracker
 ) -> list[tuple[torch.Tensor, str | None]]:
-    """The tensors that ``torch.autograd.grad`` is given, and where each comes from; torch asks that they are no
-    subclass.
-    """
+    """The tensors given to ``torch.autograd.grad``, with their sources; torch's version rejects subclasses."""
     variable = variable.realize()
     if isinstance(variable, BaseListVariable):
         return [pair for item in variable.items for pair in _tensors_with_sources(stock, item)]
@@ -83,8 +81,8 @@ _COLLECT = patch("torch._dynamo.variables.torch:_collect_tensors_with_sources", 
     _RULES,
     _COLLECT,
     without="more programs break the graph",
-    upstream="done in 2.13",
-    remove_when="2.11 is not supported any more",
+    upstream="fixed in 2.13",
+    remove_when="2.11 is no longer supported",
 )
 @contextlib.contextmanager
 def _traced_as_of_2_13() -> Iterator[None]:

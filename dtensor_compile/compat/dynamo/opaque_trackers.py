@@ -1,4 +1,5 @@
-"""Trackers of opaque objects (meshes, groups, placements) under names of all releases, and methods of tensors."""
+"""Trackers of opaque objects (meshes, groups, placements) under names that work on all releases, and methods of
+tensors."""
 
 from __future__ import annotations
 
@@ -24,23 +25,21 @@ from dtensor_compile.compat.patches import Patch, patch
 
 
 def _named(module: types.ModuleType, *names: str) -> Any:
-    """The first of `names` that the module has: releases call the same thing by different names."""
+    """The first of `names` that the module has; the name differs between releases."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 _TENSOR = "torch._dynamo.variables.tensor:TensorVariable"
-#: Methods of tensors that are called while a program is traced; several features replace it.
+#: Calls of tensor methods while a program is traced; patched by several features.
 CALL_METHOD = patch(f"{_TENSOR}.call_method", "self tx name args kwargs")
-#: Their table; as of 2.14.
+#: The table of tensor methods (since 2.14).
 METHODS = patch(f"{_TENSOR}.tp_methods", optional=True)
 
 
 @contextmanager
 def tensor_methods(**handlers: Callable[..., VariableTracker | None]) -> Iterator[None]:
-    """While it is entered, calls of these methods of tensors go to ``handler(stock, self, tx, ...)`` in place of
-    ``TensorVariable.method_...``.
-    """
-    table = getattr(TensorVariable, "tp_methods", {})  # as of 2.14 it holds the functions themselves
+    """While active, calls of these tensor methods go to ``handler(stock, self, tx, ...)``."""
+    table = getattr(TensorVariable, "tp_methods", {})  # since 2.14 it holds the functions themselves
     with ExitStack() as stack:
         for name, handler in handlers.items():
             stack.enter_context(patched(patch(f"{_TENSOR}.method_{name}"), handler))
@@ -55,7 +54,7 @@ MethodCall = Callable[[Translator, Any, str, list[VariableTracker], dict[str, Va
 
 
 def calls_of_methods(row: Patch, call: MethodCall) -> AbstractContextManager[None]:
-    """While it is entered, methods of what a tracker stands for go to `call`.
+    """While active, method calls on trackers of a class go to `call`.
 
     Args:
         row: ``call_method`` of the class of trackers.
@@ -70,7 +69,7 @@ def calls_of_methods(row: Patch, call: MethodCall) -> AbstractContextManager[Non
     return patched(row, call_method)
 
 
-#: Tracks an object that tensors and operators carry around without looking inside: meshes, groups, placements.
+#: Tracks an opaque object: mesh, group or placement.
 OpaqueVariable: Any = (
     _named(script_object, "TorchScriptObjectVariable", "CustomClassObjectVariable")
     if OPAQUE
@@ -85,12 +84,12 @@ OpaqueClassVariable: Any = (
 
 
 def is_opaque_class(variable: VariableTracker) -> bool:
-    """Whether `variable` is what torch tracks the class of such objects by."""
+    """Whether `variable` is torch's tracker of the class of such objects."""
     return isinstance(variable, OpaqueClassVariable if OPAQUE else STOCK_CLASSES)
 
 
 class MemberVariable(OpaqueVariable):
-    """Tracks an opaque object: what Dynamo asks of it, under names that stay the same from release to release."""
+    """Tracks an opaque object, with Dynamo's queries under names that work on all releases."""
 
     def read_member(self, tx: Translator, name: str) -> VariableTracker:
         """``object.name``"""
@@ -109,4 +108,4 @@ class MemberVariable(OpaqueVariable):
     def str_impl(self, tx: Translator) -> VariableTracker:
         return self.text(tx, "__str__")
 
-    tp_getattro_impl, tp_repr_impl, tp_str_impl = var_getattr, repr_impl, str_impl  # as of 2.14
+    tp_getattro_impl, tp_repr_impl, tp_str_impl = var_getattr, repr_impl, str_impl  # since 2.14

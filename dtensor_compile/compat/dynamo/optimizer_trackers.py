@@ -1,9 +1,9 @@
-"""Optimizers, as Dynamo sees them while it traces for our backend.
+"""Optimizers traced as part of a larger region, for our backend.
 
-torch breaks the graph before and after every ``step()`` on purpose, and prepares a step (`_init_group` makes state, and
-collects parameters, gradients and state in lists) by running it for real while it traces. Both assume that a step is a
-region of its own. Inside a larger region they are wrong: the gradients that count are those that the program has at
-that point, which a backward pass further up in the same region may just have computed.
+torch deliberately breaks the graph before and after every ``step()``, and prepares a step by really running
+`_init_group` (which makes state, and collects parameters, gradients and state in lists) while it traces. Both assume
+that a step is a region of its own. In a larger region they are wrong: the relevant gradients are those at that point of
+the program, which a backward pass earlier in the region may have computed.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from dtensor_compile.compat.patches import if_there, needs, patch
 if TYPE_CHECKING:
     from torch._dynamo.variables.dicts import ConstDictVariable
 
-#: The trackers of what is in a list.
+#: The trackers of the items of a list.
 _items = if_there("torch._dynamo.utils:unpack_iterable") or (lambda tx, variable: variable.unpack_var_sequence(tx))
-#: Reads the number of steps out of the state of an optimizer.
+#: Reads the step count from the state of an optimizer.
 read_step = _optimizer._get_value
-#: Methods of an optimizer that torch does not trace, and that can be traced.
+#: Methods of an optimizer that torch does not trace although they can be traced.
 _TRACEABLE = frozenset({"zero_grad"})
-#: Files that torch does not trace, and whose code can be traced.
+#: Files that torch does not trace although their code can be traced.
 _TRACED_FILES = frozenset({lr_scheduler.__file__, grad_scaler.__file__})
 
 
 class TracedOptimizerVariable(OptimizerVariable):
-    """An optimizer whose steps belong to the region that they are in."""
+    """An optimizer whose steps are part of the surrounding region."""
 
-    #: As of 2.14 this table is asked before `tp_getattro_impl`, and torch's entry prepares parameters for a region of
+    #: Since 2.14 this table takes precedence over `tp_getattro_impl`. torch's entry prepares parameters for a region of
     #: the step alone: it makes them attributes of the graph, and steps capturable.
     tp_getset = {"param_groups": None}
 
@@ -83,7 +83,7 @@ class TracedOptimizerVariable(OptimizerVariable):
             return read_attribute(super(OptimizerVariable, self), tx, name)
         return read_attribute(super(), tx, name)
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
     def call_method(
         self, tx: Translator, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -95,8 +95,7 @@ class TracedOptimizerVariable(OptimizerVariable):
 
     def _steps_as_in_eager(self) -> bool:
         """Whether a step can be traced by eager's formulas. torch traces those for ``capturable=True``, which round
-        otherwise.
-        """
+        differently."""
         return isinstance(self.value, torch.optim.Adam) and not any(
             group["foreach"]
             or group["fused"]
@@ -108,15 +107,15 @@ class TracedOptimizerVariable(OptimizerVariable):
     def _prepare_step(
         self, tx: Translator, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        """Runs `_init_group` for real, on the gradients that the program has at this point.
+        """Really runs `_init_group`, on the gradients at this point of the program.
 
-        It makes the state that is missing, as the first step in eager does, and appends parameters, gradients and state
-        to lists. Each tensor in these lists is looked up by identity and becomes the tracker of its place.
+        It makes missing state, as the first step in eager does, and appends parameters, gradients and state to lists.
+        Each tensor in these lists is looked up by identity and replaced by the tracker of its origin.
         """
         real_args, real_kwargs = self.get_python_args(*args, **kwargs)
         self.move_step_if_cpu()
         known: dict[int, VariableTracker] = {}
-        kept: list[Any] = []  # holds what `known` refers to by id
+        kept: list[Any] = []  # keeps the keys of `known` alive
         optimizer: Any = self.value  # of a class with `_init_group`
         with contextlib.ExitStack() as restore, guarded_together(source_of(self)) as together:
             for parameter, variable, source in self._parameters(tx):
@@ -143,9 +142,9 @@ class TracedOptimizerVariable(OptimizerVariable):
         return ConstantVariable.create(result)
 
     def written_by_a_step(self, tx: Translator) -> list[VariableTracker] | None:
-        """Trackers of all tensors that a step writes to; None where it does something else.
+        """Trackers of all tensors that a step mutates; None if it has other effects.
 
-        State that is missing is made: zeros, from which the first step computes what it does without.
+        Missing state is created: zeros, from which the first step computes the same as without state.
         """
         if not _only_writes(self.value):
             return None
@@ -160,7 +159,7 @@ class TracedOptimizerVariable(OptimizerVariable):
                     together.add(gradient, AttrSource(source, "grad"), parameter.grad)
                 _show_gradient(tx, parameter, variable, gradient, restore)
                 if not gradient.is_constant_none():
-                    # the step over lists writes to gradients with Nesterov's momentum
+                    # with Nesterov momentum, the multi-tensor step mutates gradients
                     written += (
                         [variable, gradient] if any(g.get("nesterov") for g in self.value.param_groups) else [variable]
                     )
@@ -175,7 +174,7 @@ class TracedOptimizerVariable(OptimizerVariable):
             return [*written, *self._state(tx, together).values()]
 
     def _parameters(self, tx: Translator) -> Iterator[tuple[torch.Tensor, TensorVariable, Source]]:
-        """Every parameter, its tracker, and where it is in the optimizer."""
+        """Every parameter, its tracker, and its source in the optimizer."""
         groups = read_attribute(self, tx, "param_groups").realize()
         for group, variable, source in zip(self.value.param_groups, _items(tx, groups), self._groups()):
             parameters = variable.realize().getitem_const(tx, ConstantVariable.create("params")).realize()
@@ -183,15 +182,16 @@ class TracedOptimizerVariable(OptimizerVariable):
                 yield parameter, tracker.realize(), GetItemSource(source, i)
 
     def _groups(self) -> list[Source]:
-        """Where the parameters of each group are."""
+        """The source of the parameters of each group."""
         groups = AttrSource(source_of(self), "param_groups")
         return [DictGetItemSource(GetItemSource(groups, i), "params") for i in range(len(self.value.param_groups))]
 
     def _state(self, tx: Translator, together: Together) -> dict[int, VariableTracker]:
-        """Trackers of all tensors in the state as it is outside of the region, by identity.
+        """Trackers by identity of all tensors in the state as it is outside of the region.
 
-        Entries are known by position, and a guard says which parameter each is of: `load_state_dict` may bring another
-        order."""
+        Entries are accessed by position, with a guard on the parameter that each belongs to: `load_state_dict` may
+        change the order.
+        """
         state, found = source_of(read_attribute(self, tx, "state").realize()), dict[int, VariableTracker]()
         tx.output.guard_on_key_order.add(state)
         _same_length(source_of(self))
@@ -217,16 +217,14 @@ class TracedOptimizerVariable(OptimizerVariable):
 
 
 def _only_writes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of an optimizer, whose state is made, does nothing but write to tensors."""
+    """Whether a step of an optimizer with complete state does nothing but mutate tensors."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         _optimizer._global_optimizer_pre_hooks,
         _optimizer._global_optimizer_post_hooks,
     )
-    step = vars(optimizer).get(
-        "step"
-    )  # a scheduler puts its own there, which notes on the first step that there was one
+    step = vars(optimizer).get("step")  # a scheduler wraps it, to record the first step
     stepped = step is None or getattr(step, "_wrapped_by_lr_sched", False) and getattr(optimizer, "_opt_called", False)
     known = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     damped = any(group.get("momentum") and group["dampening"] for group in optimizer.param_groups)
@@ -234,7 +232,7 @@ def _only_writes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _make_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """The state of parameters that have a gradient and none yet, of an optimizer that `_only_writes`."""
+    """Makes missing state for the parameters with a gradient, for an optimizer that `_only_writes`."""
     if isinstance(optimizer, torch.optim.Adam):
         optimizer._init_group(group, *([] for _ in range(6)))
         return
@@ -244,7 +242,7 @@ def _make_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[int | None]:
-    """Of each entry of the state, the position of its parameter among all parameters."""
+    """For each entry of the state, the position of its parameter among all parameters."""
     position = {
         id(parameter): i for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
     }
@@ -271,7 +269,7 @@ class _KeysSource(ChainedSource):
 
 @dataclass(frozen=True)
 class KeySource(ConstDictKeySource):
-    """A key of a dict by its position. torch walks to that position each time: quadratic where all entries are read."""
+    """A key of a dict by its position. torch iterates to that position each time: quadratic if all entries are read."""
 
     def reconstruct(self, codegen: PyCodegen) -> None:
         keys = _KeysSource(self.base)
@@ -282,9 +280,8 @@ class KeySource(ConstDictKeySource):
 
 
 def _mark_static(tensors: Sequence[torch.Tensor]) -> None:
-    """Sizes and addresses stay. torch marks these tensors so that they become attributes of the graph; they stay inputs
-    here, because torch collects the leaves of a backward pass among the inputs.
-    """
+    """Marks sizes and addresses as static. torch turns tensors it marks into attributes of the graph; here they stay
+    inputs, because torch collects the leaves of a backward pass from the inputs."""
     for tensor in tensors:
         if get_static_address_type(tensor) is None:
             mark_static_address(tensor, guard=False)
@@ -301,7 +298,7 @@ def _show_gradient(
     gradient: VariableTracker,
     restore: contextlib.ExitStack,
 ) -> Any:
-    """Lets the real parameter have a gradient just where the program has one at this point; returns what it is."""
+    """Gives the real parameter a gradient exactly if it has one at this point of the program; returns that gradient."""
     if _has_pending_gradient(tx, variable):
         restore.callback(setattr, parameter, "grad", parameter.grad)
         parameter.grad = parameter.detach() if isinstance(gradient, TensorVariable) else None
@@ -311,9 +308,8 @@ def _show_gradient(
 def _show_state(
     tx: Translator, parameter: torch.Tensor, entry: dict[str, Any], kept: list[Any], restore: contextlib.ExitStack
 ) -> dict[int, VariableTracker]:
-    """Lets the real state of a parameter hold what the region put there so far (the first step of many optimizers
-    does); returns the trackers by the identity of what stands for them.
-    """
+    """Puts state that the region has written so far (as in the first step of many optimizers) into the real state of a
+    parameter; returns trackers by the identity of their stand-ins."""
     effects, shown = tx.output.side_effects, dict[int, VariableTracker]()
     if entry not in effects or not effects.is_modified(effects[entry]):
         return shown
@@ -331,7 +327,7 @@ def _show_state(
 
 
 def _instead(argument: Any, group: dict[str, Any]) -> Any:
-    """An argument of `_init_group` for a call that makes the state of another group, and whose lists nobody reads."""
+    """An argument of `_init_group` for a call that makes the state of another group, with its lists discarded."""
     return group if isinstance(argument, dict) else [] if isinstance(argument, list) else argument
 
 
@@ -340,15 +336,15 @@ def _is_learning_rate(source: Source | None) -> bool:
 
 
 def _without_value(builder: VariableBuilder, number: VariableTracker) -> VariableTracker:
-    """`number`, an input that torch has made symbolic, as a number that only the data decides.
+    """Replaces a symbolic input `number` by an unbacked one.
 
-    As a symbol with a value it is fixed to it wherever it is more than a factor (``add(p, grad, alpha=-lr)``): torch
-    multiplies tensors by such a symbol, and can do nothing else with it. A number without a value is computed with as
-    in eager."""
+    A backed symbol is specialized unless it is only a factor (``add(p, grad, alpha=-lr)``): torch can multiply tensors
+    by such a symbol, but nothing else. An unbacked number is used as in eager.
+    """
     made = builder.tx.output.unspec_variable_map.get(builder.name)
     if made is None or not config.capture_scalar_outputs or not isinstance(number, SymNodeVariable):
         return number
-    copy = made.call_method(builder.tx, "clone", [], {})  # of the input itself torch knows what the number is
+    copy = made.call_method(builder.tx, "clone", [], {})  # torch knows the value of the input itself
     return copy.call_method(builder.tx, "item", [], {})
 
 
@@ -368,14 +364,16 @@ _WRAP = patch("torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat", "
 )
 @contextlib.contextmanager
 def optimizers_in_the_region() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.
+    """While active, frames that are compiled for our backend track optimizers as `TracedOptimizerVariable`.
 
-    Their schedulers and the scaler of gradients are code like other code then, and a learning rate that has changed
-    between calls is a number of the graph.
+    Their schedulers and gradient scalers are then traced like other code, and a learning rate that has changed between
+    calls is a number of the graph.
     """
 
     def track(_: Any, value: torch.optim.Optimizer, **options: Any) -> VariableTracker:
-        variable = TracedOptimizerVariable(value, **options)  # torch forgets what the program sets on an optimizer
+        variable = TracedOptimizerVariable(
+            value, **options
+        )  # torch drops attributes that the program sets on an optimizer
         return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, variable)
 
     def check_file(stock: Any, filename: str | None, is_inlined_call: bool = False) -> trace_rules.SkipResult:

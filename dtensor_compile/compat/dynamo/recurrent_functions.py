@@ -1,4 +1,4 @@
-"""Torch's recurrent layers: the functions behind them, and whether Dynamo takes them into graphs."""
+"""torch's recurrent layers: their functions, and whether Dynamo traces them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._dynamo import config
 from dtensor_compile.compat.apply_patches import patched_values
 from dtensor_compile.compat.patches import hook, needs, patch
 
-#: Name of a layer's function, and the function: ``(x, states, weights, biases, layers, dropout, train, bidirectional,
+#: Functions of recurrent layers by name: ``(x, states, weights, biases, layers, dropout, train, bidirectional,
 #: batch_first)``.
 FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -34,20 +34,20 @@ _FUNCTIONS = {name: patch(f"torch._VF:{name}", optional=True) for name in FUNCTI
 )
 @contextlib.contextmanager
 def taken_into_graphs() -> Iterator[None]:
-    """While it is entered, Dynamo traces through recurrent layers, which it leaves out of graphs otherwise."""
+    """While active, Dynamo traces recurrent layers, which it otherwise leaves out of graphs."""
     with config.patch(allow_rnn=True):
         yield
 
 
 @contextlib.contextmanager
 def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While it is entered, recurrent layers call these functions in place of torch's."""
+    """While active, recurrent layers call these functions instead of torch's."""
     with patched_values({_FUNCTIONS[name]: function for name, function in functions.items()}):
         yield
 
 
 def take_new_weights(layer: nn.RNNBase) -> None:
-    """Tells a layer that its parameters are others now."""
+    """Makes a layer use its new parameters."""
     layer._init_flat_weights()
 
 
@@ -56,7 +56,7 @@ def gradients(
     inputs: Sequence[torch.Tensor],
     gradients_of_results: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The gradients of ``function(*inputs)`` for its inputs, in a kernel, where autograd is off."""
+    """The gradients of ``function(*inputs)`` for its inputs, computed inside a kernel, where autograd is off."""
     key = torch._C.DispatchKey
     with (
         torch.enable_grad(),

@@ -1,4 +1,4 @@
-"""torch's table of backends, where several threads ask for one that is not loaded yet."""
+"""Thread-safe registration of our backends in torch's table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from dtensor_compile.compat.patches import feature, hook, patch
 
 
 class _Backends(dict[str, Any]):
-    """Backends by name. A thread that has loaded a name of ours may register it, though another was first
-    (`register_again`).
-    """
+    """Backends by name. A thread that has loaded one of our names may register it again (`register_again`)."""
 
     def __init__(self, known: dict[str, Any]) -> None:
         super().__init__(known)
@@ -42,9 +40,9 @@ _AGAIN = feature(
 
 @_AGAIN.done_by
 def register_again(name: str) -> None:
-    """This thread is about to register a backend of that name, which another thread may have done since it looked.
+    """Allows this thread to register a backend that another thread may have registered meanwhile.
 
-    torch looks whether a name is known, loads its entry point, and refuses the name if it is known by then.
+    torch checks whether a name is known, loads its entry point, and refuses the name if it is known by then.
     """
     if not _AGAIN.works():
         return

@@ -1,4 +1,4 @@
-"""Steps of a gradient scaler, which run where all gradients are finite."""
+"""Optimizer steps of a gradient scaler, which take effect only if all gradients are finite."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 if TYPE_CHECKING:
     pass
 
-#: Makes what a `GradScaler` knows of an optimizer.
+#: Makes a `GradScaler`'s state of an optimizer.
 scaler_state = grad_scaler._refresh_per_optimizer_state
 
 
-#: Steps where gradients are finite, which it asks of the data.
+#: Steps if the gradients are finite, which depends on the data.
 _step_if_finite = grad_scaler.GradScaler._maybe_opt_step
 
 
 def step_where_finite(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """A step that a `GradScaler` leaves out where gradients are infinite: it is made, and what it wrote is taken back
-    there.
+    """A step that a `GradScaler` skips if gradients are infinite: the step runs, and its writes are undone in that
+    case.
 
-    eager reads whether they are, which ends a graph. Compiled, each value is chosen where it is written. Where a step
-    does more than write to tensors, eager's way stands.
+    Eager reads whether they are infinite, which would break the graph. Compiled code selects each value with ``where``.
+    A step with other effects than mutating tensors is traced as in eager.
     """
     optimizer = args[1].realize()
     written = (
@@ -59,5 +59,5 @@ def _step_where_finite(optimizer: torch.optim.Optimizer, of_scaler: dict[str, An
 
 
 def steps_of_scalers(function: UserFunctionVariable) -> Call | None:
-    """What calls of a function become that is the one by which a `GradScaler` steps."""
+    """The handler for calls of `function`, if it is the one by which a `GradScaler` steps."""
     return step_where_finite if function.get_function() is _step_if_finite else None

@@ -1,6 +1,4 @@
-"""Settings of torch that a program changes around a piece of code, through functions in C++ that torch does not
-trace.
-"""
+"""Settings that a program changes for a piece of code, through C++ functions that torch does not trace."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ _c10d = torch._C._distributed_c10d
 
 
 def allow_implicit_replication(allowed: bool) -> None:
-    """Whether operators take plain tensors for replicated DTensors."""
+    """Sets whether operators treat plain tensors as replicated DTensors."""
     torch._C._set_dtensor_allow_implicit_replication(allowed)
 
 
 def implicit_replication_is_allowed() -> bool:
-    """Whether operators take plain tensors for replicated DTensors now, on this thread."""
+    """Whether operators currently treat plain tensors as replicated DTensors on this thread."""
     return torch._C._get_dtensor_allow_implicit_replication()
 
 
@@ -42,16 +40,15 @@ _still_allowed = fact_guard("IMPLICIT_REPLICATION", lambda read: read())
 
 
 def guard_implicit_replication() -> None:
-    """The code that is being compiled holds while operators go on taking plain tensors, if they do now."""
+    """Guards the code that is being compiled on implicit replication, if that is allowed now."""
     if implicit_replication_is_allowed():
         _still_allowed(constant_source(InstructionTranslator.current_tx(), "setting", implicit_replication_is_allowed))
 
 
 @contextlib.contextmanager
 def implicit_replication() -> Iterator[None]:
-    """While it is entered, operators take plain tensors for replicated DTensors; afterwards as before (torch's own: no
-    more).
-    """
+    """While active, operators treat plain tensors as replicated DTensors; restores the setting (torch's version
+    disables it)."""
     before = implicit_replication_is_allowed()
     allow_implicit_replication(True)
     try:
@@ -61,17 +58,17 @@ def implicit_replication() -> Iterator[None]:
 
 
 def start_loss_parallel() -> None:
-    """From now on losses over DTensors are computed in parallel."""
+    """Enables loss parallelism for losses over DTensors."""
     loss._enable_custom_loss_ops()
 
 
 def end_loss_parallel() -> None:
-    """Undoes `start_loss_parallel`."""
+    """Disables it again."""
     loss._disable_custom_loss_ops()
 
 
 def _remember() -> Callable[[], None]:
-    """Returns what makes the settings what they are now."""
+    """Returns a function that restores the current settings."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     allowed, handled = implicit_replication_is_allowed(), dict(handlers)
 
@@ -84,16 +81,15 @@ def _remember() -> Callable[[], None]:
 
 
 def _set(setter: Callable[..., None]) -> Call:
-    """The setting holds for what is traced now, and a node of the graph makes it hold when the graph is traced once
-    more.
-    """
+    """A handler that applies the setting to what is traced now, and adds a node that applies it when the graph is
+    traced again."""
     has_side_effect(setter)
 
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
         values = tuple(map(constant_argument, args))
-        tx.output.add_cleanup_hook(_remember())  # tracing may end, and start over, before the program undoes it
+        tx.output.add_cleanup_hook(_remember())  # tracing may end or start over before the program undoes it
         setter(*values)
         tx.output.create_proxy("call_function", setter, values, {})
         return build(tx, None)
@@ -110,9 +106,7 @@ def _read(
 def _nothing(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """For settings that say nothing about what is in a graph: names of collectives in a profile, works in flight
-    outside.
-    """
+    """Handles settings that do not affect the graph: names of collectives in a profile, works in flight outside."""
     return build(tx, None)
 
 
@@ -134,7 +128,7 @@ def _functions() -> Iterator[tuple[Any, Retrack]]:
 
 @contextlib.contextmanager
 def _settings_as_before() -> Iterator[None]:
-    """A compilation that fails leaves no setting behind."""
+    """Restores the settings after a compilation, even if it fails."""
     restore = _remember()
     try:
         yield

@@ -1,8 +1,9 @@
-"""Dynamo: objects of C++ classes that a traced program is given, made in Python.
+"""Python stand-ins for pybind objects (Work, Future) while tracing.
 
-A class of ours extends a C++ class of torch's and does in Python what the program may ask of an object. While tracing,
-an object is no more than the fields of the class. To the program it is of the C++ class. One that leaves the graph is
-made then."""
+A class of ours extends a C++ class of torch's and implements in Python what the program may do with an object. While
+tracing, an object consists only of the fields of the class. To the program it is of the C++ class. An object that
+leaves the graph is constructed then.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 )
 from dtensor_compile.compat.patches import if_there
 
-#: torch's comparison of objects that know none of their own. (On 2.11, ``==`` asks for the method.)
+#: torch's comparison of objects without their own. (On 2.11, ``==`` calls the method.)
 _object_richcompare = if_there("torch._dynamo.variables.object_protocol:object_richcompare")
 
 
 class StandInVariable(VariableTracker):
     """An object of `cls`, whose ``__init__`` has one parameter for each of its ``FIELDS``.
 
-    `refused`: member that is not traced -> code of the cause.
+    `refused` maps members that are not traced to causes.
     """
 
     _nonvar_fields = {"cls", "refused", *VariableTracker._nonvar_fields}
@@ -79,7 +80,7 @@ class StandInVariable(VariableTracker):
     def richcompare_impl(self, tx: Translator, other: VariableTracker, op: str) -> VariableTracker:
         return _object_richcompare(self, tx, other, op)
 
-    tp_richcompare_impl = richcompare_impl  # as of 2.14
+    tp_richcompare_impl = richcompare_impl  # since 2.14
 
     def hash_impl(self, tx: Translator) -> tuple[int, bool]:
         return hash(id(self)), True
@@ -89,15 +90,15 @@ class StandInVariable(VariableTracker):
         codegen.foreach(self.fields.values())
         codegen.extend_output(create_call_function(len(self.fields), False))
 
-    tp_getattro_impl = var_getattr  # as of 2.14
+    tp_getattro_impl = var_getattr  # since 2.14
 
 
-#: The class of the futures that works have.
+#: The class of the futures of works.
 CFuture = torch.futures.Future.__mro__[1]
 
 
 def stand_in(cls: Any, refused: Mapping[str, str]) -> tuple[Any, Retrack]:
-    """The entry for `compat.dynamo.tracing.Entries.objects` under which calls of `cls` make such objects."""
+    """The entry for `compat.dynamo.tracing.Entries.objects` by which calls of `cls` make stand-ins."""
 
     leave_to_python(cls)
 

@@ -1,16 +1,16 @@
-"""Dynamo: the scope in which it traces for our backend, and the names that trackers are built from.
+"""The scope in which Dynamo traces for our backend.
 
-`install_while_tracing` puts trackers of ours in place while Dynamo traces for one backend, and takes them out again.
-Three things about it are not obvious:
+`install_while_tracing` installs our trackers while Dynamo traces for one backend, and removes them afterwards. Three
+things about it are not obvious:
 
 - *When.* ``torch.compile`` drops the ``backend_ctx_ctor`` of a backend that is given by name. So the scope is entered
-  where Dynamo enters ``callback_handler.install_callbacks``, around each compilation. Its callbacks themselves will not
-  do: ``torch._dynamo.reset()`` drops them, and they do not run for a compilation that starts while another one is under
-  way, of a backward pass on another thread for instance.
-- *For whom.* Nobody says there which backend the compilation is for. It is in the local variable ``compiler_fn`` of
+  where Dynamo enters ``callback_handler.install_callbacks``, around each compilation. Its callbacks are not sufficient:
+  ``torch._dynamo.reset()`` drops them, and they do not run for a compilation that starts during another one, of a
+  backward pass on another thread for instance.
+- *For whom.* The backend of the compilation is not passed there. It is in the local variable ``compiler_fn`` of
   Dynamo's function ``_compile``, further up the stack.
-- *Nested.* A compilation for another backend may run within one for ours. So every entry asks once more, of the frame
-  that is being traced, for whom it is, and hands over to torch where it is not for us.
+- *Nested.* A compilation for another backend may run within one for ours. So every entry checks the backend of the
+  frame that is being traced, and calls torch's version if it is not ours.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _FACTORY = patch(f"torch._dynamo.variables.script_object:{OpaqueVariable.__name_
 _BY_ID = patch(_BUILDER + "VariableBuilder._id_dispatch", "cls")
 _BY_TYPE = patch(_BUILDER + "VariableBuilder._type_dispatch", "cls")
 _MADE = patch(_BUILDER + "SourcelessBuilder._type_handlers")
-#: The tables that these rows stand for.
+#: The tables of these rows.
 _TABLES: dict[Patch, Callable[[], dict[Any, Any]]] = {
     _BY_ID: VariableBuilder._id_dispatch,
     _BY_TYPE: VariableBuilder._type_dispatch,
@@ -112,7 +112,7 @@ _UNWRAP: tuple[tuple[type, str], ...] = (
 
 
 def unwrapped_backend(compiler_fn: Any) -> Any:
-    """The backend function inside what ``torch.compile`` wraps around it, and inside a ``functools.partial`` of it."""
+    """The backend function inside the wrappers of ``torch.compile``, or inside a ``functools.partial`` of it."""
     for wrapper, attribute in _UNWRAP:
         if isinstance(compiler_fn, wrapper):
             return unwrapped_backend(getattr(compiler_fn, attribute))
@@ -120,9 +120,7 @@ def unwrapped_backend(compiler_fn: Any) -> Any:
 
 
 def of_compilation_on_stack(name: str) -> Any:
-    """An argument (``compiler_fn``, ``code``) of the innermost compilation that is under way on this thread; None where
-    none is.
-    """
+    """An argument (``compiler_fn``, ``code``) of the innermost compilation on this thread; None if there is none."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_globals is vars(convert_frame):
@@ -132,19 +130,18 @@ def of_compilation_on_stack(name: str) -> Any:
 
 
 def restarts_analysis(error: BaseException) -> bool:
-    """Whether an error is Dynamo's way to begin a trace anew, or to leave a frame alone."""
+    """Whether an error makes Dynamo restart a trace, or skip a frame."""
     return isinstance(error, (RestartAnalysis, SkipFrame))
 
 
 def _compiler_on_stack() -> Any:
-    """What the innermost compilation that is under way on this thread compiles with; None where there is none."""
+    """The ``compiler_fn`` of the innermost compilation on this thread; None if there is none."""
     return of_compilation_on_stack("compiler_fn")
 
 
 def keep_ddp_graphs_whole() -> AbstractContextManager[None]:
-    """From here on the innermost compilation on this thread makes one graph, where DDP would split it to overlap
-    buckets.
-    """
+    """From here on, the innermost compilation on this thread makes one graph, where DDP would split it to overlap
+    buckets."""
     optimizer = getattr(_compiler_on_stack(), "__self__", None)
     if isinstance(optimizer, DDPOptimizer):  # made for this one compilation
         optimizer.bucket_bytes_cap = optimizer.first_bucket_cap = sys.maxsize
@@ -152,14 +149,14 @@ def keep_ddp_graphs_whole() -> AbstractContextManager[None]:
 
 
 def backend_on_stack() -> Any:
-    """The backend of the innermost compilation that is under way on this thread; None where there is none."""
+    """The backend of the innermost compilation on this thread; None if there is none."""
     return unwrapped_backend(_compiler_on_stack())
 
 
 def options_on_stack() -> Mapping[str, Any]:
-    """The ``options`` that the innermost compilation on this thread was given for its backend."""
+    """The ``options`` of the innermost compilation on this thread."""
     compiler_fn = _compiler_on_stack()
-    for wrapper, attribute in _UNWRAP[:3]:  # down to what holds the options
+    for wrapper, attribute in _UNWRAP[:3]:  # unwraps down to the object that holds the options
         if isinstance(compiler_fn, wrapper):
             compiler_fn = getattr(compiler_fn, attribute)
     given = getattr(compiler_fn, "kwargs", None) or getattr(compiler_fn, "keywords", None) or {}
@@ -168,7 +165,7 @@ def options_on_stack() -> Mapping[str, Any]:
 
 @dataclass
 class _Scope:
-    """Entries of one backend, in place while `depth` compilations for it are under way."""
+    """Entries of one backend, installed while `depth` compilations for it are running."""
 
     backend: Backend
     entries: Entries
@@ -178,15 +175,13 @@ class _Scope:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around one compilation for the backend. Dynamo compiles on one thread at a time, one within the other or one
-        by one.
-        """
+        """Wraps one compilation for the backend. Dynamo compiles on one thread at a time; compilations may nest."""
         self.depth += 1
         try:
             if self.depth == 1:
                 self._place = this_place()
                 self.install()
-            with seen_from(self._place):  # another backend's compilation may lie between
+            with seen_from(self._place):  # another backend's compilation may be in between
                 yield
         finally:
             self.depth -= 1
@@ -222,9 +217,8 @@ class _Scope:
     def _create(
         self, stock: Any, proxy: Any, value: Any, *args: Any, tx: Translator | None = None, **options: Any
     ) -> VariableTracker:
-        """torch makes every tracker of an opaque object, with a source or as the result of a node, in one static
-        method.
-        """
+        """Makes a tracker of an opaque object; torch does so in one static method, for inputs and for results
+        of nodes."""
         track = self._track_of(type(real_object(value)))
         if track is None:
             return stock(proxy, value, *args, tx=tx, **options)
@@ -232,9 +226,8 @@ class _Scope:
         return track(tx or InstructionTranslator.current_tx(), proxy, value, source, options)
 
     def _enter_constants(self) -> None:
-        """Where torch carries no such objects in graphs, it makes their trackers in several places; these are looked up
-        before.
-        """
+        """Installs trackers where torch does not carry such objects in graphs, and makes their trackers in several
+        places."""
         for cls in constant_classes():
             track = self._track_of(cls)
             if track is not None:
@@ -269,9 +262,8 @@ class _Scope:
         return track(builder, value) if self.serves(builder.tx) else stock(builder._wrap, value)
 
     def _enter(self, row: Patch, key: Any, entry: Callable[..., VariableTracker]) -> None:
-        """Puts ``entry(stock, *args)`` into a table of Dynamo's, where ``stock(look_up, *args)`` is what torch does
-        itself.
-        """
+        """Puts ``entry(stock, *args)`` into a table of Dynamo's, where ``stock(look_up, *args)`` calls torch's own
+        version."""
         table = _TABLES[row]()
         if key in table:
             return  # someone else's, torch.compiler.substitute_in_graph for instance
@@ -296,9 +288,7 @@ _scopes: list[_Scope] = []
 
 
 def install_while_tracing(backend: Backend, entries: Entries) -> None:
-    """From now on, `entries` are in place whenever Dynamo traces for `backend`, and at no other time. Once per
-    backend.
-    """
+    """From now on, `entries` are installed whenever Dynamo traces for `backend`, and only then. Idempotent."""
     if any(scope.backend is backend for scope in _scopes):
         return
     _scopes.append(_Scope(backend, entries))
@@ -311,7 +301,8 @@ def install_while_tracing(backend: Backend, entries: Entries) -> None:
 def _around_compilation(
     stock: Any, handler: Any, trigger: CallbackTrigger, *args: Any, **kwargs: Any
 ) -> Iterator[None]:
-    """``install_callbacks(trigger, compile_id)`` with the scope of the backend inside, where one of ours compiles."""
+    """``install_callbacks(trigger, compile_id)`` with the scope of our backend inside, if it is the one that
+    compiles."""
     with ExitStack() as stack:
         stack.enter_context(stock(handler, trigger, *args, **kwargs))
         if trigger is CallbackTrigger.DYNAMO:
@@ -322,12 +313,12 @@ def _around_compilation(
 
 
 def installed_backends() -> list[Backend]:
-    """The backends whose entries are in place right now."""
+    """The backends whose entries are currently installed."""
     return [scope.backend for scope in _scopes if scope.depth]
 
 
 def compiles_for_us(compiler_fn: Any) -> bool:
-    """Whether what Dynamo was given to compile a frame with is a backend of ours."""
+    """Whether the ``compiler_fn`` of a frame is a backend of ours."""
     return any(scope.backend is unwrapped_backend(compiler_fn) for scope in _scopes)
 
 
@@ -342,9 +333,9 @@ def _leave_some_to_python(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Dynamo's ``_compile``, without the frames that a backend of ours leaves to Python.
+    """Dynamo's ``_compile``, skipping frames that our backend leaves to Python.
 
-    Nothing is noted on the code, as ``skip_code`` would: another backend may compile it.
+    The code is not marked, as ``skip_code`` would: another backend may compile it.
     """
     if not is_left_to_python(code, compiler_fn):
         return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
@@ -353,5 +344,5 @@ def _leave_some_to_python(
 
 
 def is_left_to_python(code: types.CodeType, compiler_fn: Any) -> bool:
-    """Whether a frame that Dynamo is about to compile with `compiler_fn` runs in Python as it is."""
+    """Whether a frame that Dynamo is about to compile with `compiler_fn` is left to Python."""
     return is_left(code) and compiles_for_us(compiler_fn)

@@ -1,4 +1,4 @@
-"""What is in place while Dynamo traces for our backend, as data: what makes trackers, and of what."""
+"""Data that describes what is installed while Dynamo traces for our backend."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Track = Callable[[Translator, Any, Any, "Source | None", Mapping[str, Any]], Var
 TrackMade = Callable[[Translator, Any], VariableTracker]
 
 
-#: Makes a tracker of one certain object from the one that torch makes.
+#: Makes a tracker of a specific object from torch's tracker.
 Retrack = Callable[[VariableTracker], VariableTracker]
 
 
-#: Makes a tracker of an object that the program was given: ``(builder, value)``.
+#: Makes a tracker of an object that is an input: ``(builder, value)``.
 TrackGiven = Callable[[VariableBuilder, Any], VariableTracker]
 
 
-#: Makes the tracker of a tensor of one class, with its guards: ``(what makes torch's tracker and guards, source,
-#: value)``.
+#: Makes the tracker of a tensor of one class, with its guards: ``(track, source, value)``, where ``track()`` makes
+#: torch's tracker and guards.
 TrackTensor = Callable[[Callable[[], VariableTracker], Source, Any], VariableTracker]
 
 
@@ -45,15 +45,16 @@ Contexts = tuple[Callable[[], AbstractContextManager[None]], ...]
 
 @dataclass(frozen=True)
 class Entries:
-    """What is in place while Dynamo traces for our backend.
+    """Trackers and contexts that are installed while Dynamo traces for our backend.
 
     Attributes:
-        opaque: class of an opaque object (subclasses included) to what makes its tracker.
-        made: class of a value that tracing made (subclasses excluded) to what makes its tracker.
-        objects: pairs of one certain object, a class for instance, and what makes its tracker.
-        contexts: make context managers that are entered meanwhile.
-        tensors: class of a tensor with a source (subclasses excluded) to what makes its tracker and guards it.
-        given: class of an object with a source (subclasses excluded) to what makes its tracker.
+        opaque: by class of an opaque object (subclasses included), the function that makes its tracker.
+        made: the same by class of a value that tracing made (subclasses excluded).
+        objects: pairs of a specific object, for instance a class, and the function that makes its tracker.
+        contexts: functions that return context managers, which are entered meanwhile.
+        tensors: by class of a tensor with a source (subclasses excluded), the function that makes its tracker and
+            guards it.
+        given: by class of an object with a source (subclasses excluded), the function that makes its tracker.
     """
 
     opaque: Mapping[type, Track]

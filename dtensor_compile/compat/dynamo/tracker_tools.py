@@ -1,4 +1,4 @@
-"""What trackers of ours are written with: graph breaks, sources, guards, members of objects."""
+"""Helpers for trackers: graph breaks, sources, guards, members of objects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Translator = InstructionTranslatorBase
 
 
-#: What a tracker calls the slots that read an attribute and compare; every tracker of ours has both names of each.
+#: Names of a tracker's slots for attribute access and comparison; our trackers define both names of each.
 READ = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
 
 
@@ -47,26 +47,25 @@ def read_attribute(owner: Any, tx: Translator, name: str) -> VariableTracker:
 
 
 def real_object(value: Any) -> Any:
-    """The object itself: while tracing it may be wrapped."""
+    """The object itself, unwrapped; while tracing it may be a ``FakeScriptObject``."""
     return object.__getattribute__(value, "real_obj") if isinstance(value, FakeScriptObject) else value
 
 
 def describe_fake(value: Any) -> None:
-    """``str`` of a wrapped object is that of the real one; Dynamo asks the wrapper, and would bake in the wrapper's
-    address.
-    """
+    """Makes ``str`` of a wrapped object that of the real one; Dynamo would bake the wrapper's address into the
+    graph."""
     if isinstance(value, FakeScriptObject):
         real = real_object(value)
         object.__setattr__(value, "__str__", lambda: str(real))
 
 
 def graph_break(code: str, context: str, explanation: str = "", hint: str = "") -> NoReturn:
-    """An ordinary graph break: an error with ``fullgraph=True``, otherwise this piece of the program runs in eager.
+    """Breaks the graph: an error with ``fullgraph=True``, otherwise this part of the program runs in eager.
 
     Args:
         code: the cause, as in `dtensor_compile.causes`.
-        context: what was met.
-        explanation, hint: why it is not traced, what the user can do; where not given, what the cause says in general.
+        context: the construct that was found.
+        explanation, hint: why it is not traced, and what the user can do; by default, the cause's texts.
     """
     row = cause(code)
     unimplemented(
@@ -75,15 +74,15 @@ def graph_break(code: str, context: str, explanation: str = "", hint: str = "") 
 
 
 def raise_in_program(tx: Translator, error: Exception) -> NoReturn:
-    """The traced program meets `error` here, as it would in eager: it may catch it."""
+    """Raises `error` inside the traced program, which may catch it as in eager."""
     raise_observed_exception(type(error), tx, args=[str(arg) for arg in error.args])
 
 
 def constant_argument(argument: VariableTracker) -> Any:
-    """The value of an argument; a size that became symbolic is fixed to what it is, under a guard.
+    """The value of an argument; a symbolic size is specialized, under a guard.
 
     Raises:
-        NotImplementedError: the value is only known when the program runs.
+        NotImplementedError: the value is only known at run time.
     """
     if isinstance(argument, SymNodeVariable):
         return argument.evaluate_expr()
@@ -96,13 +95,13 @@ def build(tx: Translator, value: Any) -> VariableTracker:
 
 
 def source_of(variable: VariableTracker) -> Source:
-    """Where the program finds an object when it runs."""
+    """The source of a tracker that has one."""
     assert variable.source is not None
     return variable.source
 
 
 def items_of(variable: VariableTracker) -> list[VariableTracker]:
-    """The trackers of what is in a list or tuple."""
+    """The trackers of the items of a list or tuple."""
     return cast("BaseListVariable", variable.realize()).items
 
 
@@ -122,15 +121,14 @@ def member_function(
 
 
 def inline_member(owner: VariableTracker, tx: Translator, name: str) -> VariableTracker | None:
-    """Member `name` of the object of `owner`, as of any Python object: data under guards, functions as code that is
-    traced.
+    """Member `name` of the object of `owner`, as for any Python object: data under guards, functions traced as code.
 
-    None for what is neither data of the object itself nor Python code of its class.
+    None if it is neither data of the object itself nor Python code of its class.
     """
     real, source = owner.as_python_constant(), AttrSource(source_of(owner), name)
     found = inspect.getattr_static(type(real), name, None)
     if isinstance(found, types.FunctionType):
-        if hasattr(found, STANDS_FOR):  # guards on it would look at what stands there now
+        if hasattr(found, STANDS_FOR):  # guards would check the current replacement
             return UserMethodVariable(getattr(found, STANDS_FOR), owner)
         return UserMethodVariable(found, owner, source=source)
     if isinstance(found, property) and isinstance(found.fget, types.FunctionType):
@@ -141,7 +139,7 @@ def inline_member(owner: VariableTracker, tx: Translator, name: str) -> Variable
 
 
 def build_member(owner: VariableTracker, tx: Translator, name: str, value: Any) -> VariableTracker:
-    """Member `name` of the object of `owner` as data that is read there again when the program runs, under guards."""
+    """Member `name` of the object of `owner` as data that is read again at run time, under guards."""
     return VariableBuilder(tx, AttrSource(source_of(owner), name))(value)
 
 
@@ -151,20 +149,18 @@ def class_of(owner: VariableTracker, tx: Translator) -> VariableTracker:
 
 
 def constant_source(tx: Translator, kind: str, value: Any) -> Source:
-    """A source for an object that tracing made or found: the compiled code keeps it, and can load it."""
+    """A source for an object that tracing made or found, kept by the compiled code."""
     return GlobalSource(tx.output.install_global_by_id(f"__dtensor_compile_{kind}", value))
 
 
 def tracked(tx: Translator, value: Any) -> VariableTracker | None:
     """The tracker that `value` already has in this frame, if any."""
-    known = tx.output.side_effects  # no dict
+    known = tx.output.side_effects  # not a dict
     return known[value] if value in known else None  # noqa: SIM401
 
 
 def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTracker:
-    """Whoever meets `value` again in this frame, from whatever source, gets `tracker` (and a guard that it is the same
-    one).
-    """
+    """Makes later lookups of `value` in this frame, from any source, return `tracker` (with a guard on identity)."""
     if value in tx.output.side_effects:
         return tracker
     return tx.output.side_effects.track_object_existing(value, tracker)
@@ -172,7 +168,7 @@ def remember(tx: Translator, value: Any, tracker: VariableTracker) -> VariableTr
 
 @contextmanager
 def _without_guards(context: GuardsContext) -> Iterator[None]:
-    """While it is entered, no guards are installed."""
+    """While active, no guards are installed."""
     if hasattr(context, "skip_guard_install"):
         with context.skip_guard_install():
             yield
@@ -185,15 +181,15 @@ def _without_guards(context: GuardsContext) -> Iterator[None]:
 
 
 def build_unguarded(tx: Translator, value: Any, source: Source) -> VariableTracker:
-    """A tracker with a source whose object cannot change."""
+    """A tracker with a source, for an object that cannot change."""
     with _without_guards(tx.output.tracing_context.guards_context):
         return VariableBuilder(tx, source)(value)
 
 
 def guard_sizes(source: Source, value: torch.Tensor) -> None:
-    """Guards type, dtype and the sizes and strides that are constants of the graph; sizes that are symbolic stay free.
+    """Guards type, dtype, and static sizes and strides; symbolic sizes are not guarded.
 
-    torch guards a DTensor by its local tensor and its spec, and compares specs without their shapes.
+    torch guards a DTensor by its local tensor and its spec, and compares specs without shapes.
     """
     if isinstance(source, GradSource) and is_from_optimizer_source(source):
         return  # as torch does: the shape of a gradient is that of its parameter
@@ -201,9 +197,8 @@ def guard_sizes(source: Source, value: torch.Tensor) -> None:
 
 
 def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], None]:
-    """A kind of guard: what ``facts(object)`` says is the same as while tracing. The result installs one on a
-    source.
-    """
+    """Creates a kind of guard: ``facts(object)`` equals its value during the trace. The result installs one on a
+    source."""
 
     def create(builder: Any, guard: Guard) -> None:
         recorded = facts(real_object(builder.get(guard)))

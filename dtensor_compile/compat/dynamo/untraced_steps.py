@@ -1,4 +1,4 @@
-"""Functions of optimizers that torch keeps out of graphs, and what a call of one is under our backend."""
+"""Functions of optimizers that torch keeps out of graphs, and their handling under our backend."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 
-#: Code of the wrapper that every ``step()`` has, with the two breaks in it.
+#: Code of the wrapper of every ``step()``, which breaks the graph twice.
 _STEP_CODE = _optimizer._use_grad_for_differentiable(lambda: None).__code__
 
 
 class _Untraced(SkipFunctionVariable):
-    """A function that torch keeps out of graphs, and that has a meaning in one all the same."""
+    """A function that torch keeps out of graphs, but that we can trace."""
 
     @classmethod
     def retrack(cls, stock: VariableTracker) -> VariableTracker:
@@ -37,7 +37,7 @@ class _Untraced(SkipFunctionVariable):
 
 
 class BreakAroundStep(_Untraced):
-    """``torch._dynamo.graph_break``: does nothing where the wrapper of an optimizer's ``step()`` calls it."""
+    """``torch._dynamo.graph_break``: does nothing in the wrapper of an optimizer's ``step()``."""
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
@@ -50,9 +50,9 @@ class BreakAroundStep(_Untraced):
 def step_count(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """How many steps an optimizer made: eager reads a number of double precision out of a tensor on the CPU.
+    """The step count of an optimizer: eager reads a double-precision number from a tensor on the CPU.
 
-    torch keeps the tensor of single precision, and what corrects the averages of a step with it.
+    torch keeps the single-precision tensor, and corrects the averages of a step with it.
     """
     value = args[0].realize() if len(args) == 1 else None
     if isinstance(value, TensorVariable) and value.device == torch.device("cpu"):
@@ -61,16 +61,16 @@ def step_count(
 
 
 def traced(stock: VariableTracker) -> VariableTracker:
-    """A function that torch takes for an operator, and that is code like other code: of the dict that it makes, torch
-    loses what is written to it.
-    """
+    """Traces a function that torch treats as an operator as ordinary code: torch loses writes to the dict that it
+    makes."""
     return UserFunctionVariable(cast("TorchInGraphFunctionVariable", stock).value, source=stock.source)
 
 
 class FusedStep(_Untraced):
-    """A fused step, which torch keeps out of graphs: the step over lists, which computes the same, takes its place.
+    """A fused step, which torch keeps out of graphs: replaced by the equivalent multi-tensor step.
 
-    It cannot take the scale of a `GradScaler`, which a fused step undoes itself; that one stays out of the graph.
+    That one does not support the scale of a `GradScaler`, which a fused step undoes itself; such a step stays out of
+    the graph.
     """
 
     def call_function(
@@ -85,9 +85,7 @@ class FusedStep(_Untraced):
 
 
 def fused_steps() -> tuple[Any, ...]:
-    """The functions for fused steps, which torch keeps out of graphs (from its first compilation on, which is under
-    way).
-    """
+    """The functions for fused steps, which torch excludes from graphs (at its first compilation, which is running)."""
     TorchPatcher.patch()
     modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
     found = [getattr(module, name) for module in modules for name in vars(module) if name.startswith("_fused_")]

@@ -1,9 +1,8 @@
-"""``torch.autograd._unsafe_preserve_version_counter`` in a region, as Dynamo sees it while it traces for our backend.
+"""``torch.autograd._unsafe_preserve_version_counter`` inside a region that is traced for our backend.
 
-torch:  writes the version before into the graph and sets it there, on values that AOTAutograd made functional: inputs
-keep nothing of it
-        (and a DTensor has no such operator, which is an error)
-here:   notes which nodes ran in the context manager, and for which tensors; see `fixups.preserved_versions`
+torch:  writes the version before into the graph and sets it there, on functionalized values: inputs are not affected
+        (and DTensor has no such operator, which is an error)
+here:   records the nodes that ran in the context manager, and its tensors; see `fixups.preserved_versions`
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _KEY = "dtensor_compile_preserved_versions"
 
 
 def memory_named(value: Any) -> int | None:
-    """What names the memory of a value that was traced, or of its local tensor; None where it has none."""
+    """An identifier of the storage of a traced value, or of its local tensor; None without a storage."""
     local = value._local_tensor if isinstance(value, DTensor) else value
     return storage_of(local) if isinstance(local, torch.Tensor) and local.layout is torch.strided else None
 
 
 def preserved_by(node: torch.fx.Node) -> set[int]:
-    """The memory (`memory_named`) whose versions a node of a Dynamo graph leaves as they are."""
+    """The storages (`memory_named`) whose versions a node of a Dynamo graph preserves."""
     return node.meta.get(_KEY, set())
 
 
@@ -56,7 +55,7 @@ _VERSION = patch("torch._dynamo.variables.tensor:TensorVariable.method_attr__ver
 )
 @contextlib.contextmanager
 def versions_preserved_in_the_region() -> Iterator[None]:
-    """While it is entered, frames that are compiled for our backend know which of their nodes preserve versions."""
+    """While active, frames that are compiled for our backend record which of their nodes preserve versions."""
 
     def enter(stock: Any, self: PreserveVersionContextVariable, tx: Translator) -> VariableTracker:
         _begun(tx).append(next(reversed(tx.output.graph.nodes), None))
@@ -91,17 +90,16 @@ def versions_preserved_in_the_region() -> Iterator[None]:
 
 
 def _begun(tx: Translator) -> list[torch.fx.Node | None]:
-    """The nodes before each context manager that the program is in, in the order in which it entered them."""
+    """The last nodes before each active context manager of the program, in order of entry."""
     return vars(tx.output).setdefault(_KEY, [])
 
 
 def _restored(tx: Translator) -> dict[int | None, tuple[VariableTracker, int]]:
-    """Of DTensors that a context manager was left for, by their memory: the version that it preserved, and that of the
-    fake tensor then.
-    """
+    """By storage of DTensors: the version that a context manager preserved, and the version of the fake tensor at its
+    exit."""
     return vars(tx.output).setdefault(f"{_KEY}_restored", {})
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Gives tensors those versions."""
+    """Sets the version counters of tensors."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))

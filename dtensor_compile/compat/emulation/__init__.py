@@ -1,1 +1,1 @@
-"""A GPU that is not there."""
+"""An emulated GPU."""

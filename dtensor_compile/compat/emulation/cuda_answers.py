@@ -1,4 +1,4 @@
-"""What torch.cuda and Dynamo's device interface answer for a GPU that is not there."""
+"""Answers of torch.cuda and of Dynamo's device interface for an emulated GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtensor_compile.compat.patches import patch
 if TYPE_CHECKING:
     from dtensor_compile.topology.gpus import Gpu
 
-#: What ``torch.cuda`` answers for the device.
+#: Functions and classes of ``torch.cuda`` that report on the device.
 _ANSWERS = (
     "is_available", "is_initialized", "is_bf16_supported", "is_current_stream_capturing", "device_count",
     "current_device", "get_device_properties", "get_device_capability", "get_device_name", "get_arch_list",
@@ -29,7 +29,7 @@ _ANSWERS = (
 )  # fmt: skip
 
 
-#: What acts on the device, and does nothing here.
+#: Functions that act on the device, and do nothing here.
 _ACTIONS = (
     "_lazy_init", "init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all",
 )  # fmt: skip
@@ -57,12 +57,12 @@ _INTERFACES = patch("torch._dynamo.device_interface:device_interfaces")
 CUDA_ROWS = (*_CUDA.values(), _STREAM, _AVOID_INIT, _INIT_CONTEXT, _FALLBACK, _UNSET_FAKE, _INTERFACES)
 
 
-#: GPUs that a host seems to have.
+#: Number of emulated GPUs per host.
 PER_HOST = 8
 
 
 def _properties(gpu: Gpu) -> types.SimpleNamespace:
-    """What ``torch.cuda.get_device_properties`` returns."""
+    """The result of ``torch.cuda.get_device_properties``."""
     return types.SimpleNamespace(
         name=gpu.name,
         major=gpu.capability[0],
@@ -85,7 +85,7 @@ def _properties(gpu: Gpu) -> types.SimpleNamespace:
 
 
 class _Nothing:
-    """Takes the place of guards and of functions that act on a device."""
+    """Replaces guards and functions that act on a device."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -102,7 +102,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Done(_Nothing):
-    """A stream or an event on which all work is done."""
+    """A stream or an event whose work is complete."""
 
     cuda_stream = device_index = 0
 
@@ -164,22 +164,21 @@ def cuda_answers(gpu: Gpu) -> Iterator[None]:
 
 
 def _without_kernel(stock: Callable[..., Any], fake_mode: FakeTensorMode, func: Any, *args: Any) -> Any:
-    """torch runs an operator that has no rule for fake tensors on the device. One that returns nothing, as fused SGD,
-    needs no run.
-    """
+    """Skips an operator without a rule for fake tensors that returns nothing, such as fused SGD; torch would run it on
+    the device."""
     return stock(fake_mode, func, *args) if func._schema.returns else None
 
 
 @contextlib.contextmanager
 def _real_on_cpu() -> Iterator[None]:
-    """While a graph is traced torch computes constants, on the device for which they are made; here on the CPU."""
+    """Computes constants on the CPU while a graph is traced; torch computes them on their own device."""
     with fake_tensor.unset_fake_temporarily(), OnCpu():
         yield
 
 
 @contextlib.contextmanager
 def device_interfaces(gpu: Gpu) -> Iterator[None]:
-    """Dynamo's and Inductor's way to ask about devices."""
+    """While active, Dynamo and Inductor query the emulated device."""
     properties: Any = _properties(gpu)
 
     class Worker(device_interface.CudaInterface.Worker):
@@ -212,7 +211,7 @@ def device_interfaces(gpu: Gpu) -> Iterator[None]:
 
 
 class OnCpu(TorchDispatchMode):
-    """Operators run on the CPU, whatever device they name."""
+    """Runs operators on the CPU, whatever device they name."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,15 +1,14 @@
-"""torch taken for one with a GPU that is not there: fake tensors on ``cuda``, and Inductor's code for them. Undone at
-the end.
+"""Emulates a GPU for torch: fake tensors on ``cuda``, and Inductor's code for them. Undone at the end.
 
-What is taken over, each for as long as `emulated` is entered:
+While `emulated` is active:
 
-- `CudaTensorsAreFake` is the fake tensor mode: what is on ``cuda`` is fake, everything else is real.
-- ``torch.cuda`` and Dynamo's device interface answer with the properties of the GPU.
-- A module that is moved or cast keeps its parameters, as with tensors that a device holds.
-- A torch without a GPU, whether built for CUDA or not, gets a device in name (`offline/native_code`): its autograd ends
-  the process otherwise, or asks the driver.
-- Inductor loads kernels and generated code through `Hooks`; its caches are off, and what it remembers of devices is
-  forgotten.
+- `CudaTensorsAreFake` is the fake tensor mode: tensors on ``cuda`` are fake, all others are real.
+- ``torch.cuda`` and Dynamo's device interface report the properties of the GPU.
+- A module that is moved or cast keeps its parameter objects, as with tensors on a device.
+- A torch without a GPU, whether built for CUDA or not, gets a nominal device (`offline/native_code`): its autograd
+  would otherwise abort the process, or query the driver.
+- Inductor loads kernels and generated code through `Hooks`; its caches are off, and its cached device queries are
+  cleared.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 _GUARD_SET = patch("torch._C:_ensureCUDADeviceGuardSet")
 _TRACKER = patch("torch.distributed.tensor._random:_rng_tracker")
 _DDP = patch("torch.nn.parallel:DistributedDataParallel.__init__", "self module ...")
-#: Methods of optimizers, of each class that has one of its own.
+#: ``_init_group`` of each optimizer class that defines it.
 _GROUPS = tuple(
     patch(f"torch.optim:{name}._init_group")
     for name, cls in vars(torch.optim).items()
@@ -66,7 +65,7 @@ _RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_
 _VERIFY = patch("torch.distributed:_verify_params_across_processes")
 _APPLY = patch("torch.nn:Module._apply", "self fn recurse")
 _GPU = feature(
-    "a GPU that is not there",
+    "an emulated GPU",
     *CUDA_ROWS,
     *INDUCTOR_ROWS,
     _GUARD_SET,
@@ -81,17 +80,17 @@ _GPU = feature(
     hook("torch._inductor.select_algorithm:ExternKernelCaller"),
     hook("torch._C:_swap_tensor_impl"),
     hook("torch._C._distributed_c10d:_create_work_from_future"),
-    without="programs are looked at on a CPU",
+    without="programs are analyzed on a CPU",
     essential=True,
     upstream="#171425, #148977, #184976",
-    remove_when="torch can trace and compile for a GPU that is not there",
+    remove_when="torch can trace and compile for an emulated GPU",
 )
 
 
 class CudaTensorsAreFake(FakeTensorMode):
-    """Fake tensors for what is on ``cuda``; what has nothing to do with it is computed."""
+    """Makes tensors on ``cuda`` fake; computes operators that involve none of them."""
 
-    supports_higher_order_operators = True  # their rules are by the type of the mode, which is not this one
+    supports_higher_order_operators = True  # their rules are registered for FakeTensorMode, not for this class
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -117,9 +116,8 @@ def _is_for_cuda(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _with_future(result: Any) -> Any:
-    """Results of a collective, whose work has them in its future, as hooks of gradients expect; that of a fake group
-    has nothing.
-    """
+    """The results of a collective, also set in the future of its work, as gradient hooks expect; a fake group's is
+    empty."""
     if not (isinstance(result, tuple) and isinstance(result[-1], torch.ScriptObject)):
         return result  # a barrier
     future = torch.futures.Future[list[torch.Tensor]]()
@@ -129,13 +127,13 @@ def _with_future(result: Any) -> Any:
 
 @contextlib.contextmanager
 def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
-    """While it is entered, this process seems to have `PER_HOST` GPUs of that kind, whose tensors have no values.
+    """While active, this process seems to have `PER_HOST` GPUs of that kind, whose tensors have no values.
 
-    Compiled functions of this process are forgotten at both ends.
+    Compiled functions of this process are discarded on entry and on exit.
 
     Raises:
-        OfflineError: autograd cannot be told of the device: no C++ compiler, or another emulation is under way.
-        UnsupportedTorchError: the installed torch has not what this takes over.
+        OfflineError: there is no C++ compiler to register the device with autograd, or another emulation is active.
+        UnsupportedTorchError: the installed torch lacks a hook that this needs.
     """
     _GPU.works()
     make_tables()
@@ -153,7 +151,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
             stack.enter_context(scope)
         torch._dynamo.reset()
         forget_devices()
-        # DTensor keeps the tracker of the first device that draws: outside, it is that of another one.
+        # DTensor keeps the RNG tracker of the first device that draws, which may be another one outside.
         stack.enter_context(patched_value(_TRACKER, None))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
@@ -166,9 +164,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
-    """While Dynamo traces, without a mode, optimizers make their states and ``replicate`` its wrapper; here they do
-    with `mode`.
-    """
+    """Enters `mode` where optimizers make their states and ``replicate`` its wrapper: Dynamo traces without a mode."""
 
     def under(stock: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -182,18 +178,18 @@ def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_measured_times() -> Iterator[None]:
-    """``DistributedDataParallel`` does without the times that it measures on the device, and without comparing its
-    parameters with those of other ranks, which it reads there."""
+    """Disables what ``DistributedDataParallel`` reads from the device: measured times, and the comparison of parameters
+    with those of other ranks."""
     with patched_values({_RUNTIME_STATS: do_nothing, _VERIFY: do_nothing}):
         yield
 
 
 @contextlib.contextmanager
 def _modules_keep_parameters() -> Iterator[None]:
-    """``module.to(...)`` and its like change parameters in place, as they do on a device; optimizers and ties hold
-    them.
+    """Makes ``module.to(...)`` and the like change parameters in place, as on a device; optimizers and tied modules
+    hold them.
 
-    torch replaces a parameter that becomes fake by another, and cannot convert one that is fake.
+    torch replaces a parameter that becomes fake by another, and cannot convert a fake one.
     """
 
     stock = torch.nn.Module._apply
@@ -219,7 +215,8 @@ def _modules_keep_parameters() -> Iterator[None]:
 
 
 def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Makes of a parameter and its gradient what `fn` does; False, with nothing done, where none of both is fake."""
+    """Applies `fn` to a parameter and its gradient in place; returns False, with nothing done, if neither parameter nor
+    result is fake."""
     with torch.no_grad():
         converted = fn(parameter)
         if not (isinstance(parameter, FakeTensor) or isinstance(converted, FakeTensor)):
@@ -234,7 +231,7 @@ def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _become(parameter: torch.Tensor, other: torch.Tensor) -> None:
-    """Gives a parameter the contents of a tensor that nobody else has."""
+    """Moves the contents of `other`, a tensor without other references, into a parameter."""
     if isinstance(parameter, FakeTensor) and isinstance(other, FakeTensor):
         parameter.data = other
         parameter.fake_device = other.fake_device
@@ -268,13 +265,13 @@ def _library() -> ctypes.CDLL:
 @contextlib.contextmanager
 def _cuda_in_name() -> Iterator[None]:
     if torch.cuda._is_compiled() and torch._C._cuda_getDeviceCount():
-        yield  # what there is answers for the device
+        yield  # the real GPU serves as the device
         return
     library = _library()
     if not library.dtensor_compile_cuda_device(1):
         raise OfflineError("a device is emulated in this process already: leave that context first")
     try:
-        # It would put another guard into the place of ours, for good.
+        # It would replace our guard for good.
         with patched_value(_GUARD_SET, do_nothing):
             yield
     finally:

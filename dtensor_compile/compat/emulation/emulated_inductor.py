@@ -1,4 +1,4 @@
-"""Inductor for a GPU that is not there: its kernels, the code that it writes, what it remembers of devices."""
+"""Inductor for an emulated GPU: its kernels, the code that it generates, its cached device queries."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ INDUCTOR_ROWS = (
 
 @dataclass(frozen=True)
 class Hooks:
-    """Who is told of what Inductor makes.
+    """Receives what Inductor generates.
 
     Attributes:
-        kernel: is given the name and the source of a Triton kernel, and returns what the generated code calls ``run``
-            of.
-        graph: is given the text of generated code and whether it is of a backward graph, and returns a context to run
-            it in.
+        kernel: called with the name and the source of a Triton kernel; returns the object whose ``run`` the generated
+            code calls.
+        graph: called with the generated code and whether it is of a backward graph; returns a function that makes the
+            context to run it in.
     """
 
     kernel: Callable[[str, str], Any]
@@ -91,7 +91,7 @@ class Hooks:
 
 @contextlib.contextmanager
 def generated_code(hooks: Hooks) -> Iterator[None]:
-    """Kernels and generated code are loaded through `hooks`; what was loaded meanwhile is unloaded."""
+    """While active, kernels and generated code are loaded through `hooks`; they are unloaded at the end."""
     from torch._inductor.virtualized import V
 
     stock_view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # not in torch's stubs
@@ -136,7 +136,7 @@ def _empty_on_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _select_a_library(stock: Any, self: Any, name: str, choices: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Of the ways to multiply the first that is a library's; others would have to be measured."""
+    """Selects the first library kernel of several choices for an operator; the others would have to be benchmarked."""
     from torch._inductor.select_algorithm import ExternKernelCaller
 
     of_libraries = [choice for choice in choices if isinstance(choice, ExternKernelCaller)]
@@ -144,7 +144,7 @@ def _select_a_library(stock: Any, self: Any, name: str, choices: list[Any], *arg
 
 
 def _folder() -> type:
-    """The class that computes constants that are one number each, on the CPU."""
+    """A class that computes uniform constants on the CPU."""
     from torch._inductor.fx_passes import joint_graph
 
     class Folder(joint_graph.UniformValueConstantFolder):
@@ -161,7 +161,7 @@ def _folder() -> type:
 
 @contextlib.contextmanager
 def _unloaded_at_the_end() -> Iterator[None]:
-    """Modules of generated code that are loaded meanwhile are forgotten."""
+    """Unloads the modules of generated code that are loaded meanwhile."""
     from torch._inductor.codecache import PyCodeCache
 
     loaded = set(sys.modules)
@@ -189,10 +189,10 @@ def _called_in(
 
 
 def make_tables() -> None:
-    """Tables that torch makes at first use, and keeps for good, are those of a process without the device.
+    """Fills tables that torch makes at first use and keeps for good, as in a process without the device.
 
-    Dynamo's hold functions of ``torch.cuda``, Inductor's patterns that were traced on a device, autograd's a thread for
-    each device.
+    Dynamo's tables contain functions of ``torch.cuda``, Inductor's patterns traced on a device, autograd's a thread per
+    device.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad
 
@@ -206,7 +206,7 @@ def make_tables() -> None:
 
 @contextlib.contextmanager
 def inductor_settings() -> Iterator[None]:
-    """No caches, and nothing that is measured on a device."""
+    """While active, caches are off, and nothing is measured on a device."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -225,7 +225,7 @@ def inductor_settings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def triton_environment() -> Iterator[None]:
-    """Triton's folder for what it compiled, which Inductor puts into the environment."""
+    """Restores Triton's cache folder, which Inductor sets in the environment."""
     before = os.environ.get("TRITON_CACHE_DIR")
     try:
         yield
@@ -234,7 +234,7 @@ def triton_environment() -> Iterator[None]:
 
 
 def forget_devices() -> None:
-    """Answers about devices that torch keeps for good are asked for again."""
+    """Clears torch's cached device queries."""
     from torch._inductor import codecache, utils
     from torch._inductor.codegen.cuda import cuda_env
     from torch._inductor.kernel import mm
@@ -249,10 +249,10 @@ def forget_devices() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Tells of the operators that generated code calls, views and new tensors aside.
+    """Reports the operators that generated code calls, except views and allocations.
 
     Args:
-        told: is given the operator, its arguments and its result.
+        told: called with the operator, its arguments and its result.
     """
 
     supports_higher_order_operators = True

@@ -1,1 +1,1 @@
-"""What the package replaces and calls of Inductor and Triton."""
+"""The private parts of Inductor and Triton that the package replaces or calls."""

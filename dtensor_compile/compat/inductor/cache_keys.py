@@ -1,4 +1,4 @@
-"""Keys of torch's caches of compiled graphs, the same in every process, and the guards of what is in them."""
+"""Keys of torch's caches of compiled graphs that are equal in every process, and the guards of cached graphs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _SYMINTS = patch("torch._inductor.codecache:GuardedCache._filter_backed_symints"
 
 
 @needs(
-    "graphs kept in caches from process to process",
+    "graphs cached across processes",
     _REDUCE,
-    without="programs with a mesh compile anew in each process",
+    without="programs with a mesh are recompiled in each process",
     upstream="#183999, #173526",
     remove_when="FxGraphCachePickler reduces a mesh to a value that is the same in every process",
 )
 @contextlib.contextmanager
 def meshes_by_layout() -> Iterator[None]:
-    """While it is entered, keys of caches name a device mesh by its layout.
+    """While active, cache keys identify a device mesh by its layout.
 
-    Torch pickles the object, and with it Python's hash of its names, which is another one in every process: no program
-    with a mesh among its inputs would ever be found.
+    torch pickles the object, including Python's hash of its names, which differs between processes: no program with a
+    mesh among its inputs would ever be found.
     """
     from torch._inductor.codecache import FxGraphCachePickler, _ident
 
@@ -48,12 +48,12 @@ def meshes_by_layout() -> Iterator[None]:
         yield
 
 
-#: Where it does not work, no graph is kept: it could be found by a program of other sizes.
+#: If it does not work, no graph is cached: a program of other sizes could find it.
 GUARDS_LOCAL_SIZES = feature(
     "graphs over dynamic local sizes in caches",
     _SYMINTS,
     hook("torch.fx.experimental.symbolic_shapes:ShapeEnv.create_symintnode", "self sym hint ..."),
-    without="graphs are compiled again in each process",
+    without="graphs are recompiled in each process",
     upstream="#127970, #128045",
     remove_when="_filter_backed_symints and get_pruned_guards look into sizes of tensors and of what subclasses hold",
 )
@@ -61,12 +61,12 @@ GUARDS_LOCAL_SIZES = feature(
 
 @contextlib.contextmanager
 def guards_of_local_sizes() -> Iterator[None]:
-    """While it is entered, caches that this thread asks guard graphs by every symbol of their inputs.
+    """While active, caches that this thread uses guard graphs on every symbol of their inputs.
 
-    Torch guards by the SymInts among the inputs, for it takes each symbol for one of them. Of a DTensor the global size
-    is an input, and may be an expression (``2*s3``) of a symbol that only the size of the local tensor is: guards on
-    ``s3`` are then left out, and those that compare such an expression name where Dynamo found ``s3`` and cannot be
-    evaluated.
+    torch guards on the SymInts among the inputs, assuming that each symbol is one of them. For a DTensor, the global
+    size is an input, and may be an expression (``2*s3``) of a symbol that only occurs in the local size: guards on
+    ``s3`` are then omitted, and guards on such an expression refer to the source where Dynamo found ``s3`` and cannot
+    be evaluated.
     """
     if not GUARDS_LOCAL_SIZES.works():
         yield
@@ -82,9 +82,8 @@ def guards_of_local_sizes() -> Iterator[None]:
 
 
 def _left_out(found: Sequence[torch.SymInt], inputs: Sequence[Any]) -> list[torch.SymInt]:
-    """A SymInt for each backed symbol of `inputs` that is none of `found` itself, in an order that every process
-    has.
-    """
+    """A SymInt for each backed symbol of `inputs` that is missing in `found`, in an order that is equal in every
+    process."""
     envs = {
         id(size.node.shape_env): size.node.shape_env
         for value in inputs
@@ -102,7 +101,7 @@ def _left_out(found: Sequence[torch.SymInt], inputs: Sequence[Any]) -> list[torc
 
 
 def _sizes(value: Any) -> Iterable[Any]:
-    """Integers that are an input, or sizes and strides of one and of what it holds."""
+    """The value itself if it is a SymInt; sizes, strides and offset of a tensor and its inner tensors."""
     if isinstance(value, torch.SymInt):
         yield value
     elif isinstance(value, torch.Tensor) and value.layout is torch.strided:

@@ -1,4 +1,4 @@
-"""Inductor's lowerings of collectives, without a promotion that changes what is sent."""
+"""Lowerings of collectives in Inductor without a type promotion that changes what is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtensor_compile.compat.apply_patches import on_this_thread, patched_entries
 from dtensor_compile.compat.distributed.functional_collectives import functional
 from dtensor_compile.compat.patches import needs, patch
 
-#: Those with a number beside the tensor: the size of the group, or the rank that sends.
+#: Collectives with an integer argument: the size of the group, or the source rank.
 _WITH_NUMBERS = (functional("all_gather_into_tensor"), functional("broadcast"))
 
 
@@ -20,18 +20,18 @@ _LOWERINGS = patch("torch._inductor.lowering:lowerings")
 
 
 @needs(
-    "masks that are sent as they are",
+    "boolean masks in collectives",
     _LOWERINGS,
-    without="masks are gathered as integers of eight bytes, and kernels that choose by them are not written",
+    without="masks are gathered as 64-bit integers, and kernels that select by them fail to compile",
     upstream="not reported: the result is right, and eight times as large",
     remove_when="all_gather_into_tensor and broadcast are lowered with type_promotion_kind=None",
 )
 @contextlib.contextmanager
 def masks_are_sent_as_they_are() -> Iterator[None]:
-    """While it is entered, Inductor, on this thread, gathers and broadcasts booleans as booleans.
+    """While active, Inductor gathers and broadcasts booleans as booleans on this thread.
 
-    It takes collectives for elementwise operators, whose tensors and numbers have one dtype: a boolean beside the size
-    of a group became an integer of 64 bits.
+    It treats collectives as elementwise operators, whose tensors and numbers are promoted to one dtype: a boolean
+    tensor with an integer group size became int64.
     """
     from torch._inductor.lowering import lowerings
 

@@ -1,4 +1,4 @@
-"""Compiling a graph with Inductor and passes of ours."""
+"""Compiles a graph with Inductor and our passes."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ if TYPE_CHECKING:
 
 GraphFunction = Callable[[torch.fx.Graph], None]
 
-#: Inductor's settings under which it computes eager's numbers, where it does not by default: a rounding that the
-#: program asks for (``x.bfloat16().float()``) and those between fused operators happen, and random values are those of
-#: eager's generators.
+#: Inductor's settings for eager numerics: roundings that the program asks for (``x.bfloat16().float()``) and those
+#: between fused operators are kept, and random numbers come from eager's generators.
 EAGER_NUMBERS: Mapping[str, Any] = {"emulate_precision_casts": True, "fallback_random": True}
 
 log = logging.getLogger("dtensor_compile")
 
 _PASSES = feature(
-    "passes of ours inside of Inductor",
+    "our passes inside of Inductor",
     hook("torch._inductor.config:joint_custom_pre_pass"),
     hook("torch._inductor.config:joint_custom_post_pass"),
     hook("torch._inductor.config:post_grad_custom_pre_pass"),
     hook("torch._inductor.config:emulate_precision_casts"),
     hook("torch._inductor.config:fallback_random"),
     hook("torch._inductor.compile_fx:compile_fx", "model_ example_inputs_ inner_compile config_patches ..."),
-    without='redistributions would stay in the graph; `options={"kernels": "aten"}` does without Inductor',
+    without='redistributions would stay in the graph; `options={"kernels": "aten"}` works without Inductor',
     essential=True,
 )
 _CACHEABLE = feature(
-    "functions of ours in graphs that caches keep",
+    "our functions in cached graphs",
     hook("torch._inductor.config:unsafe_marked_cacheable_functions"),
-    without="graphs that call them are compiled again in each process",
+    without="graphs that call them are recompiled in each process",
 )
 _DRAWS = feature(
     "random numbers in the order of the program",
@@ -59,36 +58,37 @@ _DRAWS = feature(
     without="a graph could draw other numbers than eager",
     essential=True,
 )
-#: As of 2.13 Inductor ties a draw to the one before it itself.
+#: Since 2.13, Inductor itself makes each random operator depend on the one before it.
 _TIES_DRAWS = if_there("torch._inductor.fx_passes.post_grad:_chain_random_ops_for_ordering") is not None
 _REFUSALS = feature(
-    "why a graph is not kept in caches, in the report",
+    "reasons why a graph is not cached, in the report",
     hook("torch._functorch._aot_autograd.autograd_cache:BypassAOTAutogradCache"),
     hook("torch._functorch._aot_autograd.autograd_cache:check_cacheable", "gm"),
-    without="the report does not tell",
+    without="the report lacks the reason",
 )
 
 
 @functools.cache
 def package_digest() -> str:
-    """Digest of the package's own source: a changed pass must not find what its predecessor left in a cache."""
+    """Digest of the package's source, part of cache keys: a changed pass must not find results of its previous
+    version."""
     digest = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-#: A function on Inductor's kernels.
+#: Reorders Inductor's kernels.
 KernelPass = Callable[[list[Any]], list[Any]]
 
 
 class GraphPass(CustomGraphPass):
-    """A graph function that Inductor calls, with the key under which it may cache what comes out.
+    """A graph function that Inductor calls, with a key for its caches.
 
     Args:
         run: changes a graph in place.
-        key: everything besides the graph that decides what `run` does; None keeps the graph out of the caches.
-        then: a pass of the user's own for the same place, which runs after ours.
+        key: everything besides the graph that determines what `run` does; None keeps the graph out of the caches.
+        then: the user's own pass for the same place, which runs after ours.
     """
 
     def __init__(self, run: GraphFunction, key: tuple[Any, ...] | None, then: Any = None) -> None:
@@ -115,7 +115,7 @@ def inductor_keys() -> frozenset[str]:
 
 
 def inductor_config_error(key: str, value: Any) -> str | None:
-    """What is wrong with a value for a key of Inductor's configuration; None where nothing is."""
+    """What is wrong with a value for a key of Inductor's configuration; None if nothing is."""
     from torch._inductor import config
 
     expected = cast("ConfigModule", config).get_type(key)
@@ -128,7 +128,7 @@ def mode_options(mode: str) -> Mapping[str, Any]:
     """Inductor's settings for a ``mode`` of ``torch.compile``.
 
     Raises:
-        OptionError: torch knows no such mode.
+        OptionError: torch has no such mode.
     """
     from torch._inductor import list_mode_options
 
@@ -140,7 +140,7 @@ def mode_options(mode: str) -> Mapping[str, Any]:
     return modes[mode]
 
 
-def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is given, by name
+def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
@@ -152,17 +152,17 @@ def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is giv
     cacheable: Sequence[Callable[..., Any]] = (),
     uncompiled: Callable[[str, str], None] | None = None,
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
+    """Runs AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
 
     Args:
-        joint_pass: runs on the joint graph (on the forward graph where there is no backward).
+        joint_pass: runs on the joint graph (on the forward graph if there is no backward).
         post_grad_pass: runs on the forward and on the backward graph before Inductor's own post-grad passes.
-        kernel_passes: run over Inductor's kernels before and after fusion; None leaves their order to Inductor.
-        key: what decides the work of the passes besides the graph; part of the cache keys. None: no cache is used.
+        kernel_passes: run over Inductor's kernels before and after fusion; None keeps Inductor's order.
+        key: what determines the work of the passes besides the graph; part of the cache keys. None: no cache is used.
         settings: Inductor's configuration for this graph, on top of `EAGER_NUMBERS` and the current one.
-        cacheable: functions whose calls in the graph are all that they depend on, so that caches may keep it.
-        uncompiled: is told of a graph (``"forward"``, ``"backward"``) with a kernel that does not compile, and what the
-            compiler said; the graph runs operator by operator. None: that is an error.
+        cacheable: functions that depend on nothing but their arguments, so that caches may keep graphs that call them.
+        uncompiled: called with the graph (``"forward"``, ``"backward"``) whose kernels do not compile, and the
+            compiler's message; the graph then runs operator by operator. None: that is an error.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -190,7 +190,7 @@ def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is giv
     patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
     patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
     if kernel_passes is not None and ORDER.works():
-        patches["reorder_for_peak_memory"] = False  # part of the pass after fusion
+        patches["reorder_for_peak_memory"] = False  # included in the pass after fusion
     for place, run in _passes_over_kernels(kernel_passes).items():
         patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
     # `inner` also compiles a backward graph when it first runs.
@@ -198,12 +198,13 @@ def compile_with_inductor(  # noqa: PLR0913 - what each place of Inductor is giv
     if uncompiled is not None:
         inner = run_uncompiled(inner, lowered, uncompiled)
     inner = guards_of_local_sizes()(inner)
-    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():  # of a module it gives a callable
+    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():  # returns a callable for a module
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches))
 
 
 def _passes_over_kernels(ours: tuple[KernelPass, KernelPass] | None) -> dict[str, KernelPass]:
-    """Setting of Inductor's to what it runs over kernels there: `ours`, and draws from one generator in their order."""
+    """Per setting of Inductor, the kernel pass that runs there: `ours`, and the one that keeps random operators in
+    order."""
     from dtensor_compile.compat.inductor.kernel_nodes import ORDER, TIES, tie_draws
 
     found: dict[str, KernelPass] = {"_pre_fusion_custom_pass": tie_draws} if TIES.works() else {}
@@ -215,15 +216,14 @@ def _passes_over_kernels(ours: tuple[KernelPass, KernelPass] | None) -> dict[str
 
 
 def _cacheable(functions: Sequence[Callable[..., Any]], settings: Mapping[str, Any]) -> dict[str, str]:
-    """The setting that lets calls of `functions` into AOTAutograd's cache: their names, and a key that changes with
-    their source.
-    """
+    """The setting that allows calls of `functions` in AOTAutograd's cache: their names, and a key that changes with
+    their source."""
     ours = {f"{function.__module__}.{function.__name__}": package_digest() for function in functions}
     return {**_configured(settings, "unsafe_marked_cacheable_functions"), **ours}
 
 
 def _traced_at(place: torch.fx.Node, target: torch._ops.OpOverload, *args: Any) -> torch.fx.Node:
-    """A call with the metadata of `place`."""
+    """A new call with the metadata of `place`."""
     made = place.graph.call_function(target, args)
     made.meta = {**place.meta, "val": target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))}
     return made
@@ -238,10 +238,10 @@ def _cast(place: torch.fx.Node, term: Any, dtype: torch.dtype) -> torch.fx.Node:
 def _spell_out_alpha(graph: torch.fx.Graph) -> None:
     """``add(a, b, alpha=c)`` becomes ``add(a, mul(b, c))``.
 
-    Inductor 2.13 makes one ``addmm`` of an addition to a matrix product, without asking for its ``alpha``: the SGD step
-    ``weight.add_(mm(x, y), alpha=-lr)`` would add the whole gradient. Narrow types are added in float32, as eager's
-    kernels do, of which those for the CPU round the factor first (and where a row ends each product too, which no one
-    formula follows)."""
+    Inductor 2.13 fuses an addition to a matmul into ``addmm`` and ignores ``alpha``: the SGD step
+    ``weight.add_(mm(x, y), alpha=-lr)`` would add the whole gradient. Narrow types are added in float32, as in eager's
+    kernels. Those for the CPU round the factor first (and at the end of a row each product, which is not reproduced).
+    """
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         alpha, value = node.kwargs.get("alpha", 1), node.meta["val"]
@@ -261,9 +261,8 @@ def _spell_out_alpha(graph: torch.fx.Graph) -> None:
 
 
 def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
-    """What draws from torch's generator runs in the order of the graph; before 2.13 Inductor takes it for
-    independent.
-    """
+    """Keeps operators that draw from torch's generator in the order of the graph; before 2.13 Inductor treats them as
+    independent."""
     draws = [n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
     if len(draws) > 1 and not _TIES_DRAWS and _DRAWS.works():
         from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -275,7 +274,7 @@ def _keep_draws_in_order(graph: torch.fx.Graph) -> None:
 def compile_as_stock(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """What ``backend="inductor"`` does."""
+    """Compiles as ``backend="inductor"`` does."""
     from torch._inductor.compile_fx import compile_fx
 
     return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=dict(settings)))
@@ -288,9 +287,8 @@ def _configured(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., Any]] = ()) -> str:
-    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk, calls of `cacheable` aside; empty where it does
-    not.
-    """
+    """Why AOTAutograd keeps a Dynamo graph out of its cache on disk, ignoring calls of `cacheable`; empty if it does
+    not."""
     if not _REFUSALS.works():
         return ""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
@@ -306,7 +304,7 @@ def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., An
 
 
 def fresh_caches() -> AbstractContextManager[None]:
-    """While it is entered, Inductor's caches on disk are an empty folder, so that compile times compare."""
+    """While active, Inductor's caches on disk are an empty folder, so that compile times are comparable."""
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()

@@ -1,9 +1,9 @@
-"""How compiled code reads the inputs of its graph: all in one walk, in C++ (`native.loader`).
+"""Generates code that reads all inputs of a graph in one walk, in C++ (`native.loader`).
 
     torch:  a chain of Python instructions for each input; ``state[key]`` calls ``Tensor.__hash__``, a Python function
     here:   tmp_1, tmp_2, ... = fetch(optimizer, parameters)
 
-Read are the same attributes and items, before the first graph of the compiled code runs, each of them once.
+The same attributes and items are read, each once, before the first graph of the compiled code runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import Source, constant_source
 from dtensor_compile.compat.patches import needs, patch
 from dtensor_compile.native.loader import READS, native
 
-#: For fewer inputs a call costs more than it saves.
+#: With fewer inputs, the call costs more than it saves.
 FEWEST = 8
 
 
@@ -40,13 +40,13 @@ _CALL = patch("torch._dynamo.codegen:PyCodegen.make_call_generated_code", "self 
 @needs(
     "inputs of a graph read in one walk in C++",
     _CALL,
-    without="calls cost what they cost under torch",
+    without="calls are as slow as under torch",
     upstream="#161783",
     remove_when="Dynamo reads the inputs of a graph in one C++ walk",
 )
 @contextlib.contextmanager
 def inputs_in_one_walk() -> Iterator[None]:
-    """While it is entered, code that Dynamo writes for our backend reads inputs of graphs in one walk."""
+    """While active, code that Dynamo generates for our backend reads inputs of graphs in one walk."""
 
     def call_graph(stock: Any, self: PyCodegen, name: str) -> None:
         if not self.tx.export and native() is not None:
@@ -58,7 +58,7 @@ def inputs_in_one_walk() -> Iterator[None]:
 
 
 def _fetch(codegen: PyCodegen, sources: Sequence[Source]) -> None:
-    """Writes the code that reads `sources`, and tells `codegen` in which variables they are from then on."""
+    """Emits code that reads `sources`, and registers the resulting variables with `codegen`."""
     wanted = [source for source in dict.fromkeys(sources) if _last_read(source) is not None]
     if len(wanted) < FEWEST:
         return
@@ -74,10 +74,10 @@ def _fetch(codegen: PyCodegen, sources: Sequence[Source]) -> None:
 
 
 class Plan:
-    """Reads that give `wanted`, without a read twice.
+    """Reads that lead to `wanted`, each done once.
 
     Attributes:
-        roots: what is read from; more than those that are given where it takes more.
+        roots: sources to start from; the given ones, and others as needed.
     """
 
     def __init__(self, wanted: Sequence[Source], roots: Sequence[Source] = ()) -> None:
@@ -86,7 +86,7 @@ class Plan:
         self._depth: dict[Source, int] = {}
         for source in wanted:
             self._add(source)
-        # What is read by position from one dict stands together, in order, so that the dict is walked over once.
+        # Reads by position from one dict are adjacent and in order, so that the dict is walked once.
         dicts = {base: i for i, base in enumerate(dict.fromkeys(_read(source)[0] for source in self._depth))}
 
         def order(source: Source) -> tuple[int, int, int]:
@@ -100,7 +100,7 @@ class Plan:
         self._reads = sorted(self._depth, key=order)
 
     def order(self) -> list[Source]:
-        """`wanted`, in the order in which they come."""
+        """`wanted`, in the order of the results."""
         return [source for source in self._reads if source in self._wanted]
 
     def reads(self) -> list[tuple[int, int, Any, bool]]:
@@ -112,11 +112,11 @@ class Plan:
         return plan
 
     def places(self) -> dict[Source, int]:
-        """Of each root and read."""
+        """Index of each root and read."""
         return {root: -1 - i for i, root in enumerate(self.roots)} | {source: i for i, source in enumerate(self._reads)}
 
     def _add(self, source: Source) -> int:
-        """How many reads it takes from a root."""
+        """Adds the reads that lead to `source`; returns their number from a root."""
         if source in self.roots:
             return 0
         last = _last_read(source)
@@ -129,7 +129,7 @@ class Plan:
 
 
 def _last_read(source: Source) -> tuple[Source, str, Any] | None:
-    """What is read, how, and with which key, to come to `source`; None for what is no attribute, item or gradient."""
+    """The base, kind and key of the last read that leads to `source`; None if it is no attribute, item or gradient."""
     if not isinstance(source, ChainedSource):
         return None
     base = without_wrappers(source.base)
@@ -149,14 +149,14 @@ def _last_read(source: Source) -> tuple[Source, str, Any] | None:
 
 
 def _read(source: Source) -> tuple[Source, str, Any]:
-    """`_last_read` of what is no root."""
+    """`_last_read` of a source that is not a root."""
     last = _last_read(source)
     assert last is not None
     return last
 
 
 def without_wrappers(source: Source) -> Source:
-    """What `source` is read from: torch marks the sources of modules and optimizers with ones that read nothing."""
+    """The source without torch's markers for modules and optimizers, which read nothing."""
     while getattr(type(source), "reconstruct", None) in _TRANSPARENT:
         source = cast("ChainedSource", source).base
     return source

@@ -1,5 +1,4 @@
-"""Sizes and strides of a graph's inputs, which the code that Inductor writes makes sure of: in one call for all of
-them.
+"""Checks sizes and strides of all inputs in one call in the code that Inductor generates.
 
 torch:  assert_size_stride(primals_1, (4, ), (1, ), 'input') ... and so for each input
 here:   input_layouts((primals_1, primals_2, ...))
@@ -19,7 +18,7 @@ from dtensor_compile.native import layouts
 if TYPE_CHECKING:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-#: For fewer inputs a call costs more than it saves.
+#: With fewer inputs, the call costs more than it saves.
 FEWEST = 4
 
 
@@ -36,9 +35,8 @@ _ASSERTS = patch("torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_i
 )
 @contextlib.contextmanager
 def inputs_checked_at_once() -> Iterator[None]:
-    """While it is entered, code that Inductor writes on this thread checks inputs of constant sizes and strides in one
-    call.
-    """
+    """While active, code that Inductor generates on this thread checks inputs of static sizes and strides in
+    one call."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     def write(stock: Any, self: PythonWrapperCodegen) -> None:
@@ -63,7 +61,7 @@ def _at_once(code: PythonWrapperCodegen) -> None:
 
 
 def _numbers(texts: tuple[str, str]) -> layouts.Layout | None:
-    """Sizes and strides as Inductor writes them; None where some are computed."""
+    """Sizes and strides as Inductor writes them; None if any is computed."""
     try:
         sizes, strides = (ast.literal_eval(text) for text in texts)
     except ValueError:

@@ -1,6 +1,4 @@
-"""Inductor's kernels before and after fusion: passes over them, what ties them to each other, and what is read of
-them.
-"""
+"""Inductor's kernels before and after fusion: passes over them, dependencies between them, and queries."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from dtensor_compile.compat.patches import feature, hook, needs, patch
 Nodes = list[Any]
 
 ORDER = feature(
-    "an order of Inductor's kernels in which collectives run beside compute",
+    "an order of Inductor's kernels that overlaps collectives with compute",
     hook("torch._inductor.custom_graph_pass:CustomSchedulerPass"),
     hook("torch._inductor.config:_pre_fusion_custom_pass"),
     hook("torch._inductor.config:_post_fusion_custom_pass"),
@@ -40,15 +38,15 @@ ORDER = feature(
 )
 
 TIES = feature(
-    "random numbers in the order of the program, beside some that nothing reads",
+    "random numbers in the order of the program, with unused ones among them",
     hook("torch._inductor.config:_pre_fusion_custom_pass"),
     hook("torch._inductor.dependencies:WeakDep", "name mutating_buf is_fake"),
     hook("torch._inductor.scheduler:Scheduler.compute_ancestors", "self"),
-    without="what is drawn after a value that nothing reads can be another number than in eager",
+    without="numbers drawn after a random value that is unused can differ from eager",
 )
 
 
-#: What computes the dependencies of a kernel again; the second since 2.13, on GPUs.
+#: Methods that recompute the dependencies of a kernel; the second since 2.13, on GPUs.
 _AGAIN = (
     patch("torch._inductor.scheduler:SchedulerNode.recompute_size_and_body", "self ..."),
     patch("torch._inductor.scheduler:SchedulerNode.cancel_reduction_split", "self ...", optional=True),
@@ -64,15 +62,15 @@ _AGAIN = (
     without="one could run before the wait for a collective whose result it reads",
     essential=True,
     upstream="#185873, #178486, #177816",
-    remove_when="2.13 is not supported any more: 2.14 keeps the dependency",
+    remove_when="2.13 is no longer supported: 2.14 keeps the dependency",
 )
 @contextlib.contextmanager
 def waits_are_kept() -> Iterator[None]:
-    """While it is entered, kernels that Inductor schedules on this thread depend on the last write to what they read.
+    """While active, kernels that Inductor schedules on this thread depend on the last write to what they read.
 
-    A collective and its wait write to a buffer that was there before, and what reads it afterwards names the write.
-    Before 2.14 Inductor loses that name where it brings the loops of two kernels into one shape in order to fuse them,
-    and has the fused kernel run when the buffer is there, with what this rank alone put into it.
+    A collective and its wait write to an existing buffer, and a later reader refers to that write by name. Before 2.14
+    Inductor loses the name when it reshapes the loops of two kernels in order to fuse them. The fused kernel then runs
+    as soon as the buffer exists, with this rank's own values in it.
     """
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch.utils._ordered_set import OrderedSet
@@ -87,13 +85,13 @@ def waits_are_kept() -> Iterator[None]:
 
 
 class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)):  # type: ignore[misc]
-    """A function on scheduler nodes that Inductor calls. Before 2.13 its caches know a pass by the class of those on
-    graphs.
+    """A function on scheduler nodes that Inductor calls. Before 2.13, its caches accept it only as a subclass of graph
+    passes.
 
     Args:
         run: returns the nodes in another order.
-        key: everything besides the graph that decides what `run` does; None keeps the graph out of the caches.
-        then: a pass of the user's own for the same place, which runs after ours.
+        key: everything besides the graph that determines what `run` does; None keeps the graph out of the caches.
+        then: the user's own pass for the same place, which runs after ours.
     """
 
     def __init__(self, run: Callable[[Nodes], Nodes], key: Any, then: Any = None) -> None:
@@ -104,7 +102,7 @@ class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_gra
         return nodes if self.then is None else self.then(nodes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keys of caches are pickled settings, and this is one of them; what it calls is no part of a key."""
+        """Pickles the key alone: cache keys are pickled settings, and the functions called are not part of a key."""
         return SchedulerPass, (None, self.uuid())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerPass:
@@ -116,10 +114,10 @@ class SchedulerPass(getattr(custom_graph_pass, "CustomSchedulerPass", custom_gra
 
 
 def tie_draws(nodes: Nodes) -> Nodes:
-    """Ties what draws from torch's generator to what draws before it.
+    """Makes each kernel that draws from torch's generator depend on the one before it.
 
-    Inductor ties them by their results (as of 2.13), and drops each part of a result that nothing reads, with the tie.
-    A draw of which nothing reads any part was then tied to nothing that comes after it.
+    Inductor ties them by their results (since 2.13), but drops each part of a result that nothing reads, together with
+    the tie. A draw without any reader was then tied to nothing after it.
     """
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
@@ -134,14 +132,14 @@ def tie_draws(nodes: Nodes) -> Nodes:
 
 
 def _is_draw(node: Any) -> bool:
-    """Whether a kernel, before fusion, runs an operator that draws. What takes its result apart has the same origin,
-    and draws not.
-    """
+    """Whether a kernel, before fusion, runs a random operator. Kernels that unpack its result share its origin, but do
+    not draw."""
     return torch.Tag.nondeterministic_seeded in getattr(getattr(node.node, "op_overload", None), "tags", ())
 
 
 def tie(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:
-    """Ties each kernel of which that is true to the one before it, and to nothing else that Inductor tied it to."""
+    """Makes each kernel that satisfies `is_tied` depend on the one before it, instead of on Inductor's own fake
+    dependencies."""
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
@@ -150,7 +148,7 @@ def tie(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:
     for before, node in itertools.pairwise(starts):
         own = next(iter(node.get_buffer_names()))
         if any(buffer.get_name() == own and buffer.get_mutations() for buffer in node.get_outputs()):
-            continue  # the same kind of dependency says what it writes over
+            continue  # its fake dependencies also express what it overwrites
         kept = OrderedSet(
             dep
             for dep in node.read_writes.reads
@@ -164,7 +162,7 @@ def tie(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:
 
 
 def orders_kernels() -> bool:
-    """Whether this torch lets us put kernels in order."""
+    """Whether the installed torch supports reordering of kernels."""
     return ORDER.works()
 
 
@@ -183,7 +181,7 @@ def waits_for_collective(node: Any) -> bool:
 
 
 def is_called() -> bool:
-    """Whether the graph that Inductor compiles is one that another graph calls."""
+    """Whether Inductor is compiling a subgraph that another graph calls."""
     from torch._inductor.graph import SubgraphLowering
     from torch._inductor.virtualized import V
 
@@ -191,22 +189,24 @@ def is_called() -> bool:
 
 
 def names_of_results() -> set[str]:
-    """The buffers that the graph returns."""
+    """Names of the buffers that the graph returns."""
     from torch._inductor.virtualized import V
 
     return set(V.graph.get_output_names())
 
 
 def is_item(node: Any) -> bool:
-    """Whether a kernel takes an item of a list, and computes nothing."""
+    """Whether a kernel only takes an item of a list."""
     from torch._inductor.ir import MultiOutput
 
     return all(isinstance(part.node, MultiOutput) for part in node.get_nodes())
 
 
 def order_for_memory(nodes: Nodes) -> tuple[Nodes, Mapping[str, Any]]:
-    """Inductor's own last pass, which would otherwise run after ours, and what it found out about inputs that can be
-    freed.
+    """Runs Inductor's own last pass, which would otherwise run after ours.
+
+    Returns:
+        The nodes in the new order, and what the pass knows about inputs that can be freed.
     """
     from torch._inductor import memory
     from torch._inductor.virtualized import V

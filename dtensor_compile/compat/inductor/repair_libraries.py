@@ -1,7 +1,7 @@
-"""Libraries that Inductor keeps in its cache: those that a process left unfinished when it was killed are built again.
+"""Rebuilds libraries in Inductor's cache that a killed process left incomplete.
 
-The compiler writes a library under the name by which others find it. Torch takes the file for finished as soon as it is
-there, and a later process fails with an ImportError ("file too short"), or dies where it reads what was never written.
+The compiler writes a library under its final name. torch takes the file for complete as soon as it exists, and a later
+process fails with an ImportError ("file too short"), or crashes when it reads a part that was never written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROBE = patch("torch._inductor.cpu_vec_isa:VecISA._probe_load", "self output_pa
 
 
 @needs(
-    "damaged libraries in Inductor's cache built again",
+    "rebuilt libraries in Inductor's cache",
     _LOAD,
     _LOAD_LIBRARY,
     _CHECK,
@@ -36,10 +36,10 @@ _PROBE = patch("torch._inductor.cpu_vec_isa:VecISA._probe_load", "self output_pa
 )
 @contextlib.contextmanager
 def rebuild_damaged_libraries() -> Iterator[None]:
-    """While it is entered, what this thread loads from Inductor's cache is built again where it is no whole library.
+    """While active, incomplete libraries that this thread loads from Inductor's cache are rebuilt.
 
-    That holds for kernels, and for the small library by which Inductor finds out whether vector instructions can be
-    used."""
+    This covers kernels, and the small library by which Inductor tests for vector instructions.
+    """
 
     def check(path: str) -> None:
         if not is_whole_library(path):
@@ -70,11 +70,11 @@ def rebuild_damaged_libraries() -> Iterator[None]:
 
 
 class _Damaged(OSError):
-    """The library was not whole and is gone now."""
+    """The library was incomplete, and has been removed."""
 
 
 def _twice(build_and_load: Callable[[], Any]) -> Callable[[], Any]:
-    """Runs it again where the library was not whole; what is not there is built."""
+    """Retries once after an incomplete library was removed; a missing one is built."""
 
     def run() -> Any:
         try:
@@ -86,10 +86,10 @@ def _twice(build_and_load: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def is_whole_library(path: str) -> bool:
-    """Whether a file has all of the library that its first bytes announce; files that are no 64-bit ELF count as whole.
+    """Whether a file has the length that its ELF header implies; files that are not 64-bit ELF count as complete.
 
-    The table of sections is the last part of a library. Offsets are those of the ELF header: its place at byte 40 (8
-    bytes), size and number of its entries at byte 58 (2 bytes each).
+    The section table is the last part of a library. Its offset is at byte 40 of the ELF header (8 bytes), size and
+    number of its entries at byte 58 (2 bytes each).
     """
     size = os.path.getsize(path)
     with open(path, "rb") as file:

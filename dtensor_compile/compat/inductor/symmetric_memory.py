@@ -1,6 +1,4 @@
-"""Torch's operators for groups with symmetric memory, in which a rank reads what another one computes while it computes
-it.
-"""
+"""Support for symmetric memory, by which a rank reads the results of another one while they are computed."""
 
 from __future__ import annotations
 
@@ -13,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def has_symmetric_memory(group_name: str) -> bool:
-    """Whether the program has enabled symmetric memory for a group, and this torch has the operators for it."""
+    """Whether the program has enabled symmetric memory for a group, and the installed torch has the fused operators for
+    it."""
     try:
         from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
     except ImportError:

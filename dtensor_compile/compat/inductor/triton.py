@@ -1,4 +1,4 @@
-"""Triton without a device: a driver that answers with a target, and kernels compiled to PTX and cubin for it."""
+"""Triton without a device: a driver that reports a target, and kernels compiled to PTX and cubin for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def triton_version() -> str | None:
-    """The version of Triton that is installed; None where there is none."""
+    """The installed version of Triton; None if it is not installed."""
     try:
         import triton
     except ImportError:
@@ -30,11 +30,11 @@ class Binary:
     """A kernel compiled for a target.
 
     Attributes:
-        config: what Inductor chose: block sizes by name, warps and stages.
+        config: Inductor's choice: block sizes by name, warps and stages.
         ptx, cubin: the assembly and the machine code.
-        registers: of a thread.
-        shared: bytes of shared memory of a block.
-        spills: bytes of a thread that are in memory instead of registers.
+        registers: per thread.
+        shared: bytes of shared memory per block.
+        spills: bytes of local memory per thread.
     """
 
     config: str
@@ -53,7 +53,7 @@ def _target(gpu: Gpu) -> Any:
 
 @contextlib.contextmanager
 def driver_for(gpu: Gpu) -> Iterator[None]:
-    """While it is entered, Triton's driver is one of a device of that kind, which compiles and runs nothing.
+    """While active, Triton's driver reports a device of that kind; it compiles, but runs nothing.
 
     Raises:
         OfflineError: Triton is not installed.
@@ -95,7 +95,7 @@ def driver_for(gpu: Gpu) -> Iterator[None]:
 
 
 def load_kernel(name: str, source: str) -> Any:
-    """Inductor's object for a kernel that it wrote, with the configurations that it chose."""
+    """Inductor's object for a kernel that it generated, with the configurations that it chose."""
     from torch._inductor.codecache import _load_triton_kernel_from_source
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
@@ -104,11 +104,10 @@ def load_kernel(name: str, source: str) -> Any:
 
 
 def compile_kernel(kernel: Any, gpu: Gpu) -> Binary:
-    """What its first configuration compiles to that the GPU can run: without autotuning the one that it does run.
+    """Compiles the first configuration that fits the GPU, which is the one that runs without autotuning.
 
     Raises:
-        Exception: whatever Triton or the assembler raise; Inductor's error where no configuration fits into shared
-            memory.
+        Exception: from Triton or the assembler; Inductor's error if no configuration fits into shared memory.
     """
     from torch._inductor import config as settings
     from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
@@ -117,7 +116,7 @@ def compile_kernel(kernel: Any, gpu: Gpu) -> Binary:
     reason: Exception | None = None
     for config in kernel.configs:
         try:
-            with settings.patch(use_static_triton_launcher=False):  # whose form of a kernel has no code
+            with settings.patch(use_static_triton_launcher=False):  # its kernels have no code
                 compiled = kernel._precompile_config(config).kernel
         except (OutOfResources, PTXASError) as error:
             reason = error
@@ -134,7 +133,8 @@ def compile_kernel(kernel: Any, gpu: Gpu) -> Binary:
 
 @functools.lru_cache(maxsize=1024)
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread, read by NVIDIA's ``cuobjdump``, which comes with Triton."""
+    """Registers, and bytes of stack and local memory, per thread; read by NVIDIA's ``cuobjdump``, which comes with
+    Triton."""
     import tempfile
 
     from triton import knobs

@@ -1,8 +1,8 @@
-"""Inductor: where a kernel does not compile, the graph runs operator by operator.
+"""Runs a graph operator by operator if one of its Inductor kernels does not compile.
 
-What compilers raise is told apart from errors in passes and in Inductor itself, which end the compilation: it is C++'s
-error, one of Triton's, or one that went through Triton. The graph that runs instead is the one after our lowering,
-before Inductor changes it: what ``kernels="aten"`` runs. Its collectives are those that the ranks agreed on.
+Errors of compilers are told apart from errors in passes and in Inductor itself, which abort the compilation: they are
+C++ compile errors, Triton's errors, or raised through Triton. The graph that runs instead is our lowered one, before
+Inductor changes it: what ``kernels="aten"`` runs. Its collectives are those that the ranks agreed on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._inductor.output_code import OutputCode
 
 from dtensor_compile.compat.aot.fx import run_boxed
 
-#: Lines at the end of what a compiler said that are told.
+#: Number of lines at the end of a compiler's message that are reported.
 LAST_LINES = 3
 
 
@@ -57,11 +57,11 @@ class _Operators(OutputCode):
 def run_uncompiled(
     compile_graph: Callable[..., Any], lowered: LoweredGraph, told: Callable[[str, str], None]
 ) -> Callable[..., Any]:
-    """`compile_graph` (Inductor's), whose result runs operator by operator where a kernel does not compile.
+    """`compile_graph` (Inductor's), whose result runs operator by operator if a kernel does not compile.
 
     Args:
         lowered: keeps each graph once it is lowered.
-        told: is told which graph (``"forward"``, ``"backward"``) and the last lines of what the compiler said.
+        told: called with the graph (``"forward"``, ``"backward"``) and the last lines of the compiler's message.
     """
 
     def compile_or_run(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def run_uncompiled(
             told("backward" if kwargs.get("is_backward") else "forward", said)
             context = TracingContext.try_get()
             if context is not None and context.output_strides:
-                context.output_strides.clear()  # those of the kernels; operators have the strides of the graph
+                context.output_strides.clear()  # these belong to the kernels; operators have the strides of the graph
             return _Operators(run=run_boxed(lowered.module))
         finally:
             lowered.module = None
@@ -84,7 +84,7 @@ def run_uncompiled(
 
 
 def compiler_said(error: BaseException) -> str | None:
-    """The last lines of what a compiler of kernels said; None where the error is not one of theirs."""
+    """The last lines of a compiler's message; None if the error is not a compiler's."""
     from torch._inductor.compile_worker.subproc_pool import SubprocException
     from torch._inductor.exc import CppCompileError
     from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
@@ -96,7 +96,7 @@ def compiler_said(error: BaseException) -> str | None:
     else:
         return None
     lines = [" ".join(line.split()) for line in text.splitlines() if any(c.isalnum() for c in line)]
-    return " / ".join(lines[-LAST_LINES:]) or "the compiler ended without a word"
+    return " / ".join(lines[-LAST_LINES:]) or "the compiler failed without a message"
 
 
 def _went_through_triton(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-// Unwrap: the arguments of a compiled call as inputs of its graph, local tensors and meshes in place of DTensors.
+// Unwrap: turns the arguments of a compiled call into inputs of its graph, local tensors and meshes instead of DTensors.
 #pragma once
 
 #include "tensors.h"
@@ -13,17 +13,17 @@ struct Input {
   struct Dims {
     Integers sizes, strides;  // dims whose size, whose stride is an input of the graph
   };
-  std::unique_ptr<Dims> free;  // where there are some
+  std::unique_ptr<Dims> free;  // null without any
 };
 
 struct Unwrap {
   PyObject_HEAD
   vectorcallfunc call;
   std::vector<Input>* inputs;
-  Py_ssize_t results;  // how many inputs of the graph they become
+  Py_ssize_t results;  // number of the resulting inputs of the graph
 };
 
-// Writes what stands for `value` in the graph from `place` of `list` on; false with an error set.
+// Writes the graph inputs for `value` into `list`, from `place` on; false with an error set.
 bool put_input(PyObject* list, Py_ssize_t& place, Input& input, PyObject* value) {
   if (Py_TYPE(value) != dtensor.type) {
     PyErr_Format(PyExc_AssertionError, "expected a DTensor, got %R", Py_TYPE(value));
@@ -36,7 +36,7 @@ bool put_input(PyObject* list, Py_ssize_t& place, Input& input, PyObject* value)
       PyErr_SetString(PyExc_AssertionError, "a DTensor without a mesh");
       return false;
     }
-    std::swap(input.spec, found), std::swap(input.mesh, mesh);  // those before are released once both are there
+    std::swap(input.spec, found), std::swap(input.mesh, mesh);  // the previous ones are released once both are set
   }
   PyList_SET_ITEM(list, place++, Ref::copy(slot(value, dtensor.local)).release());
   PyList_SET_ITEM(list, place++, Ref::copy(input.mesh.get()).release());
@@ -53,7 +53,7 @@ bool put_input(PyObject* list, Py_ssize_t& place, Input& input, PyObject* value)
   return true;
 }
 
-// Takes a list of arguments, and empties it.
+// Takes a list of arguments and empties it; returns the list of graph inputs.
 PyObject* unwrap_call(PyObject* self, PyObject* const* args, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
   if (PyVectorcall_NARGS(nargs) != 1 || !PyList_CheckExact(args[0])) {
@@ -83,7 +83,7 @@ PyObject* unwrap_call(PyObject* self, PyObject* const* args, size_t nargs, PyObj
   END_HANDLE_TH_ERRORS
 }
 
-// Unwrap(plan): see native.py.
+// Unwrap(plan): see loader.py.
 PyObject* unwrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* plan;

@@ -1,4 +1,4 @@
-// What a call keeps of its arguments and its results, in one walk over them.
+// Arguments and results that a call keeps for its backward, each handled in one pass.
 #pragma once
 
 #include "tensors.h"
@@ -9,7 +9,7 @@ bool is_tensor(PyObject* value) {
   return Py_TYPE(value) == dtensor.type || THPVariable_Check(value);
 }
 
-// without_wrappers(arguments): whether no tensor of a tuple is one that torch.func wraps, alive or dead.
+// without_wrappers(arguments): whether no tensor of a tuple is a torch.func wrapper, alive or dead.
 PyObject* without_wrappers(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   if (!PyTuple_CheckExact(arguments)) {
@@ -55,9 +55,9 @@ PyObject* detached_views(PyObject*, PyObject* tensors) {
 
 using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// One argument of a call: a tensor, which may go, and how often it was written to; or something else, which stays.
+// One argument of a call: a weak reference to a tensor and its version; or another object, which is kept alive.
 struct Argument {
-  Weak tensor;  // undefined where it is something else
+  Weak tensor;  // undefined for other objects
   uint32_t version;
   Ref other;
 };
@@ -66,18 +66,18 @@ struct Arguments {
   PyObject_HEAD
   vectorcallfunc call;
   std::vector<Argument>* values;
-  PyObject* held;  // where tensors stay too: the tuple of all arguments
+  PyObject* held;  // the tuple of all arguments if tensors are kept alive, too; else null
 };
 
 uint32_t version_of(c10::TensorImpl& tensor) {
   return tensor.is_inference() ? 0 : tensor.version_counter().current_version();
 }
 
-// Gives a list of them; None where one is gone, or was written to since.
+// Returns a list of them; None if one was freed, or mutated since.
 PyObject* arguments_call(PyObject* self, PyObject* const*, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
   if (PyVectorcall_NARGS(nargs) != 0) {
-    PyErr_SetString(PyExc_TypeError, "arguments are asked for without any");
+    PyErr_SetString(PyExc_TypeError, "takes no arguments");
     return nullptr;
   }
   auto& values = *reinterpret_cast<Arguments*>(self)->values;
@@ -100,7 +100,7 @@ PyObject* arguments_call(PyObject* self, PyObject* const*, size_t nargs, PyObjec
   END_HANDLE_TH_ERRORS
 }
 
-// Arguments(values, hold): see native.py.
+// Arguments(values, hold): see loader.py.
 PyObject* arguments_new(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* given;

@@ -1,6 +1,6 @@
-// A walk: what is read from a few objects, attributes, items and gradients, each once.
+// A walk: reads attributes, items and gradients, starting from a few objects, each once.
 //
-// Fetch: the inputs of a graph by one walk. GuardAll: whether what one walk finds is what a graph was compiled for.
+// Fetch: reads the inputs of a graph in one walk. GuardAll: checks everything that one walk finds.
 #pragma once
 
 #include "guard.h"
@@ -9,12 +9,12 @@ namespace {
 
 enum class Step : int { attribute, item, gradient, value_at, key_at };
 
-// One read. `from` is a root (-1 is the first one, -2 the second) or the place of an earlier read.
+// One read. `from` is a root (-1 is the first one, -2 the second) or the index of an earlier read.
 struct Read {
   Py_ssize_t from;
   Step step;
-  Ref key;           // the name of an attribute, or what an item is asked for with
-  Py_ssize_t index;  // of an item by an integer, or a position in a dict; else -1
+  Ref key;           // the name of an attribute, or the key of an item
+  Py_ssize_t index;  // of an item with an integer key, or position in a dict; else -1
   bool wanted;
 };
 
@@ -23,13 +23,13 @@ struct Plan {
   std::vector<Read> reads;
 };
 
-// Where the reads of a dict are.
+// The current position of reads in a dict.
 struct Cursor {
-  Py_ssize_t place = 0, position = -1;  // of what comes next, as PyDict_Next has it; of what is here
+  Py_ssize_t place = 0, position = -1;  // state of PyDict_Next; index of the current item
   Ref key, value;
 };
 
-// Moves to a position of a dict; false with an error set. It is one walk where positions are asked for in order.
+// Moves to a position of a dict; false with an error set. One pass over the dict if positions ascend.
 bool move_to(PyObject* dict, Py_ssize_t position, Cursor& cursor) {
   if (dict == nullptr || !PyDict_Check(dict)) {
     PyErr_SetString(PyExc_TypeError, "expected a dict");
@@ -73,7 +73,7 @@ Ref read(const Read& read, PyObject* object, Cursor& cursor) {
   return Ref::steal(PyObject_GetItem(object, read.key.get()));
 }
 
-// What each read of a plan finds; shorter, with an error set, where one fails.
+// The result of each read of a plan; shorter, with an error set, if one fails.
 std::vector<Ref> walk(const Plan& plan, PyObject* const* roots) {
   std::vector<Ref> found;
   found.reserve(plan.reads.size());
@@ -95,7 +95,7 @@ std::vector<Ref> walk(const Plan& plan, PyObject* const* roots) {
   return found;
 }
 
-// A plan as native.py has it, for so many roots.
+// Parses a plan as described in loader.py.
 Plan parse_plan(Py_ssize_t roots, PyObject* list) {
   Plan plan;
   plan.roots = roots;
@@ -106,7 +106,7 @@ Plan parse_plan(Py_ssize_t roots, PyObject* list) {
     if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "niOp", &from, &step, &key, &wanted)) {
       throw python_error();
     }
-    TORCH_CHECK_VALUE(from >= -roots && from < i && step >= 0 && step <= int(Step::key_at), "read ", i, " of a plan is none");
+    TORCH_CHECK_VALUE(from >= -roots && from < i && step >= 0 && step <= int(Step::key_at), "read ", i, " of a plan is invalid");
     bool indexed = Step(step) >= Step::value_at || (Step(step) == Step::item && PyLong_CheckExact(key));
     Py_ssize_t index = indexed ? PyLong_AsSsize_t(key) : -1;
     if (PyErr_Occurred()) {
@@ -132,7 +132,7 @@ bool are_roots_of(const Plan& plan, size_t nargs) {
   return true;
 }
 
-// Takes the roots; gives a tuple of what is wanted.
+// Takes the roots; returns a tuple of the wanted reads.
 PyObject* fetch_call(PyObject* self, PyObject* const* args, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
   const Plan& plan = *reinterpret_cast<Fetch*>(self)->plan;
@@ -151,7 +151,7 @@ PyObject* fetch_call(PyObject* self, PyObject* const* args, size_t nargs, PyObje
   END_HANDLE_TH_ERRORS
 }
 
-// Fetch(roots, plan): see native.py.
+// Fetch(roots, plan): see loader.py.
 PyObject* fetch_new(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* list;
@@ -174,7 +174,7 @@ void fetch_dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-// What a read has to find: what `guard` (a Guard or a type) says, or what another read finds.
+// A check of a read: `guard` (a Guard or a type) accepts it, or it is the same object as another read.
 struct Check {
   Py_ssize_t read;
   Ref guard;
@@ -199,14 +199,14 @@ bool holds(const Check& check, const std::vector<Ref>& found) {
   return reinterpret_cast<Guard*>(check.guard.get())->match(object);
 }
 
-// Takes the roots; whether all checks hold. What cannot be read does not.
+// Takes the roots; whether all reads succeed and all checks hold.
 PyObject* guard_all_call(PyObject* self, PyObject* const* args, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
   auto& all = *reinterpret_cast<GuardAll*>(self);
   if (!are_roots_of(*all.plan, nargs)) {
     return nullptr;
   }
-  Ref alive = Ref::copy(self);  // Python code that compares specs may let a thread run that ends this guard
+  Ref alive = Ref::copy(self);  // comparing specs runs Python, which may let another thread free this guard
   std::vector<Ref> found = walk(*all.plan, args);
   bool equal = found.size() == all.plan->reads.size();
   for (size_t i = 0; equal && i < all.checks->size(); ++i) {
@@ -217,7 +217,7 @@ PyObject* guard_all_call(PyObject* self, PyObject* const* args, size_t nargs, Py
   END_HANDLE_TH_ERRORS
 }
 
-// GuardAll(roots, plan, checks): see native.py.
+// GuardAll(roots, plan, checks): see loader.py.
 PyObject* guard_all_new(PyTypeObject* type, PyObject* args, PyObject*);
 
 void guard_all_dealloc(PyObject* self) {

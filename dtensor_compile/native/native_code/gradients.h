@@ -1,11 +1,11 @@
-// Wrap with `accumulate`: gradients of a backward graph, which go to .grad of their parameters right away.
+// Wrap with `accumulate`: accumulates gradients of a backward graph directly into .grad of their parameters.
 //
 // The gradient of a leaf normally goes to its AccumulateGrad node, which detaches it, or adds it to .grad: two operators on
-// DTensors, by way of Python. Where that node would do nothing else, the same happens here with local tensors, and the node gets
-// nothing.
+// DTensors, dispatched in Python. If that node would do nothing else, the same is done here on local tensors, and the node gets
+// no gradient.
 //
-// Another thread may run that very node: it then holds the node's lock and waits for the GIL. So the lock is only tried here, and
-// a gradient that cannot have it goes to autograd.
+// Another thread may run the same node: it then holds the node's lock and waits for the GIL. So the lock is only tried here, and
+// the gradient goes to autograd if that fails.
 #pragma once
 
 #include "results.h"
@@ -26,7 +26,7 @@ struct Lock : Node {
   static std::mutex& of(Node& node) { return node.*(&Lock::mutex_); }
 };
 
-// Whether the engine runs for plain .backward(), and nobody looks at what comes out of `node`.
+// Whether the engine runs for plain .backward(), and `node` has no post hooks.
 bool accumulates(const Node& node) {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   return wanted != nullptr && wanted->empty() && !at::GradMode::is_enabled() && node.post_hooks().empty();
@@ -40,13 +40,13 @@ AccumulateGrad* plain_accumulation(Node* node) {
   return plain ? accumulate : nullptr;
 }
 
-// Whether the gradient of a leaf is of the dtype that the program wants it in, and the leaf still one that gets a gradient.
+// Whether `dtype` is the gradient dtype of a leaf, and the leaf still gets a gradient.
 bool takes(const AccumulateGrad& accumulate, c10::ScalarType dtype) {
   std::optional<c10::ScalarType> wanted = accumulate.input_metadata(0).grad_dtype();
   return wanted.value_or(dtype) == dtype && accumulate.variable.requires_grad() && accumulate.variable.is_leaf();
 }
 
-// The DTensor that `tensor` is for Python; null where it is none.
+// The Python object of `tensor` if it is a DTensor; else null.
 Ref python_dtensor(const at::Tensor& tensor) {
   PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
   return object != nullptr && Py_TYPE(object) == dtensor.type ? Ref::copy(object) : Ref();
@@ -73,9 +73,9 @@ bool equal(const std::vector<Extent>& extents, c10::IntArrayRef found) {
   return true;
 }
 
-// Takes the local tensor at `index` out of `results`, which gives up its reference. Where something else shows that tensor or its
-// memory (another gradient, the gradient that came in), it is a copy, as AccumulateGrad makes one. With `like`, its strides are
-// those that the gradient of `like` should have.
+// Takes the local tensor at `index` out of `results`. If something else refers to that tensor or its memory (another gradient,
+// the tangent), returns a copy, as AccumulateGrad makes one. With `like`, its strides are those that the gradient of `like`
+// should have.
 Ref take(PyObject* results, Py_ssize_t index, const at::Tensor* like) {
   Ref found = Ref::steal(PyList_GET_ITEM(results, index));
   PyList_SET_ITEM(results, index, Ref::copy(Py_None).release());
@@ -90,7 +90,7 @@ Ref take(PyObject* results, Py_ssize_t index, const at::Tensor* like) {
 
 enum class Done { no, yes, failed };
 
-// Accumulates the local tensor at output.index of `results`, or leaves everything as it is.
+// Accumulates the local tensor at output.index of `results`, or changes nothing.
 Done accumulate_local(Output& output, PyObject* results, Node* node) {
   AccumulateGrad* accumulation = plain_accumulation(node);
   PyObject* found = PyList_GET_ITEM(results, output.index);
@@ -116,7 +116,7 @@ Done accumulate_local(Output& output, PyObject* results, Node* node) {
   if (!lock.owns_lock()) {
     return Done::no;
   }
-  // Python code below may let a thread run that writes to .grad without the lock.
+  // Python code below may let another thread run, which may write to .grad without the lock.
   at::Tensor gradient = variable.grad();
   if (gradient.defined()) {
     Ref sum = python_dtensor(gradient);
@@ -142,7 +142,7 @@ Done accumulate_local(Output& output, PyObject* results, Node* node) {
   return Done::yes;
 }
 
-// The gradient for autograd to deal with.
+// The gradient to pass to autograd.
 Ref wrapped_gradient(Output& output, PyObject* results) {
   if (!output.is_dtensor || !is_exactly_tensor(PyList_GET_ITEM(results, output.index))) {
     return wrapped(output, results);
@@ -152,7 +152,7 @@ Ref wrapped_gradient(Output& output, PyObject* results) {
   return own ? make_dtensor(own.get(), *made, output.requires_grad) : Ref();
 }
 
-// Takes the list of gradients of a backward graph; gives a tuple with None for what was accumulated already.
+// Takes the list of gradients of a backward graph; returns a tuple with None for those accumulated already.
 PyObject* accumulate_call(PyObject* self, PyObject* const* args, size_t nargs, PyObject* keywords) {
   HANDLE_TH_ERRORS
   auto& wrap = *reinterpret_cast<Wrap*>(self);

@@ -1,9 +1,9 @@
 // Guard: whether a tensor is what a graph was compiled for.
 //
-// It compares what torch's guard of a plain tensor compares; of a DTensor also that of its local tensor, and the spec, its identity
-// first.
-// What costs time is memory that is not in the cache. So what a guard needs each time lies in one piece, sizes and strides at its
-// end, and each guard asks for what the next one will read.
+// It compares what torch's guard of a plain tensor compares; for a DTensor also that of its local tensor, and the spec, first by
+// identity.
+// The cost is dominated by cache misses. So all that a guard always needs is contiguous, with sizes and strides at the end, and
+// each guard prefetches what the next one will read.
 #pragma once
 
 #include "tensors.h"
@@ -12,7 +12,7 @@
 
 namespace {
 
-// What the guard of a plain tensor compares, but for sizes and strides.
+// What the guard of a plain tensor compares, except sizes and strides.
 struct TensorFacts {
   uint64_t keys;
   c10::ScalarType dtype;
@@ -31,7 +31,7 @@ struct TensorFacts {
     return ((tensor.key_set() | thread.included_) - thread.excluded_).raw_repr();
   }
 
-  // With sizes and strides, one after the other; -1 stands for one that is free.
+  // Compares sizes and strides as well (`extents`: sizes, then strides); -1 matches anything.
   bool match(const at::Tensor& tensor, const c10::impl::LocalDispatchKeySet& thread, const int64_t* extents) const {
     return tensor.defined() && keys_of(tensor, thread) == keys && tensor.scalar_type() == dtype && tensor.device() == device &&
         tensor.requires_grad() == requires_grad && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
@@ -52,13 +52,13 @@ struct TensorFacts {
   }
 };
 
-// The dict of attributes of an object; null where there is none.
+// The attribute dict of an object; null if there is none.
 PyObject* attributes_of(PyObject* object) {
   PyObject** place = _PyObject_GetDictPtr(object);
   return place == nullptr ? nullptr : *place;
 }
 
-// The attributes by which a program marks sizes as dynamic or static; a graph was compiled for tensors without.
+// Checks that a tensor has none of the attributes by which a program marks sizes as dynamic or static.
 class Unmarked {
  public:
   bool match(PyObject* tensor) {
@@ -67,7 +67,7 @@ class Unmarked {
       return true;
     }
 #if PY_VERSION_HEX < 0x030C0000
-    // No two dicts, and no two states of one, have the same version.
+    // The version is unique among all dicts and all their states.
     uint64_t version = reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
     if (version == version_) {
       return true;
@@ -86,12 +86,12 @@ class Unmarked {
   }
 
  private:
-  uint64_t version_ = 0;  // of an attribute dict that was found to have none of them
+  uint64_t version_ = 0;  // of the last attribute dict without any of them
 };
 
 struct SpecFacts {
   Ref mesh, placements, shard_order, tensor_meta;
-  bool any_size;  // sizes and strides are free
+  bool any_size;  // sizes and strides are not compared
 
   static SpecFacts of(PyObject* spec, bool any_size) {
     auto field = [&](PyObject* name) {
@@ -128,7 +128,7 @@ struct SpecFacts {
   }
 };
 
-// Addresses of what a guard reads. They are never followed, and may be those of objects that are gone.
+// Addresses that a guard reads. They are only prefetched, and may belong to freed objects.
 struct Footprint {
   const void *object, *attributes, *impl, *autograd, *local, *local_impl;
 
@@ -152,11 +152,11 @@ struct Guard {
   PyObject_VAR_HEAD
   vectorcallfunc call;
   PyTypeObject *type, *local_type;  // kept alive by the modules that define them; no local type: a plain tensor
-  PyObject* spec;                   // owned; as what follows of the local tensor and the spec, of a DTensor alone
+  PyObject* spec;                   // owned; this and the local and spec fields below are used for DTensors only
   TensorFacts outer, local;
   Unmarked marks, local_marks;
   SpecFacts* facts;
-  Footprint next;  // of the guard that was called after this one the last time
+  Footprint next;  // of the guard that was called after this one last time
   int64_t extents[1];  // sizes and strides of the DTensor, sizes and strides of its local tensor
 
   bool match(PyObject* object) {
@@ -177,7 +177,7 @@ struct Guard {
         marks.match(object) && local_marks.match(inner) && match_spec(slot(object, dtensor.spec));
   }
 
-  // The guard that was called last; a tree of guards calls them in the same order each time.
+  // The guard that was called last; a guard tree calls them in the same order each time.
   static inline Guard* last = nullptr;
 
  private:
@@ -190,8 +190,8 @@ struct Guard {
     last = this;
   }
 
-  // A spec that was found equal is recognized by its identity from then on: nobody writes to the spec of a tensor.
-  // This guard may be gone afterwards.
+  // A spec that compared equal is recognized by identity from then on: specs of tensors are immutable.
+  // This guard may be freed afterwards.
   bool match_spec(PyObject* found) {
     if (found == spec) {
       return true;
@@ -199,7 +199,7 @@ struct Guard {
     if (found == nullptr || Py_TYPE(found) != Py_TYPE(spec)) {
       return false;
     }
-    // Python code compares, and another thread may run meanwhile: it may end this guard, or give the tensor another spec.
+    // The comparison runs Python, so another thread may free this guard meanwhile, or give the tensor another spec.
     Ref alive = Ref::copy(reinterpret_cast<PyObject*>(this)), kept = Ref::copy(found);
     if (!facts->match(found)) {
       return false;

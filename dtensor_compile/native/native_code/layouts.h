@@ -1,4 +1,4 @@
-// Layouts: sizes and strides that the inputs of a graph have to have.
+// Layouts: checks sizes and strides of the inputs of a graph.
 #pragma once
 
 #include "tensors.h"
@@ -10,7 +10,7 @@ struct Layouts {
   vectorcallfunc call;
   struct Fields {
     std::vector<Integers> extents;  // sizes, then strides, of each
-    Ref expected, complain;         // a tuple of (sizes, strides); what is asked about a tensor that does not fit
+    Ref expected, complain;         // a tuple of (sizes, strides); the function called for a mismatch
   }* fields;
 };
 
@@ -20,7 +20,7 @@ bool fits(const Integers& extents, const c10::TensorImpl& tensor) {
       std::equal(strides.begin(), strides.end(), extents.begin() + sizes.size());
 }
 
-// Takes a tuple of tensors; what `complain` raises where one does not fit.
+// Takes a tuple of tensors; raises what `complain` raises for a mismatch.
 PyObject* layouts_call(PyObject* self, PyObject* const* args, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
   auto& fields = *reinterpret_cast<Layouts*>(self)->fields;
@@ -44,7 +44,7 @@ PyObject* layouts_call(PyObject* self, PyObject* const* args, size_t nargs, PyOb
   END_HANDLE_TH_ERRORS
 }
 
-// Layouts(expected, complain): see native.py.
+// Layouts(expected, complain): see loader.py.
 PyObject* layouts_new(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject *expected, *complain;

@@ -1,4 +1,4 @@
-// The C++ part of a compiled call, one extension: see ../native.py for what each type is for.
+// The C++ part of a compiled call, one extension; ../loader.py describes each type.
 
 #include "tensors.h"  // before all others
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Wrap(plan, accumulate): see native.py.
+// Wrap(plan, accumulate): see loader.py.
 PyObject* wrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject* plan;
@@ -59,7 +59,7 @@ PyObject* wrap_new(PyTypeObject* type, PyObject* args, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// The class that owns gradients holds what wraps them: a cycle, which the garbage collector ends.
+// `owner` refers to the Wrap that refers to it: a cycle for the garbage collector.
 int wrap_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(reinterpret_cast<Wrap*>(self)->owner);
   return 0;
@@ -103,8 +103,8 @@ PyObject* guard_all_new(PyTypeObject* type, PyObject* args, PyObject*) {
     if (is_place) {
       same = PyLong_AsSsize_t(expected);
     }
-    TORCH_CHECK_VALUE(0 <= read && read < reads && 0 <= same && same < reads, "check ", i, " is of no read");
-    TORCH_CHECK_TYPE(is_place || PyType_Check(expected) || Py_TYPE(expected) == &guards, "check ", i, " is none");
+    TORCH_CHECK_VALUE(0 <= read && read < reads && 0 <= same && same < reads, "check ", i, " has an invalid index");
+    TORCH_CHECK_TYPE(is_place || PyType_Check(expected) || Py_TYPE(expected) == &guards, "check ", i, " is invalid");
     checks->push_back({read, is_place ? Ref() : Ref::copy(expected), same});
   }
   auto* self = reinterpret_cast<GuardAll*>(type->tp_alloc(type, 0));

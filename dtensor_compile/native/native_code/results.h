@@ -1,4 +1,4 @@
-// Wrap: the results of a graph as those of the compiled call, with DTensors made of local tensors.
+// Wrap: turns the results of a graph into those of the compiled call, with DTensors made of local tensors.
 #pragma once
 
 #include "tensors.h"
@@ -10,20 +10,20 @@
 
 namespace {
 
-// A size or stride: a number, or where in the graph's results it is.
+// A size or stride: an integer, or its index in the graph's results.
 struct Extent {
   bool is_result;
   int64_t value;
 };
 
-// A spec, and what it was made of. It is shared: another thread may make another one wherever Python code runs.
+// A spec, and what it was made of. Shared, because another thread may replace it wherever Python code runs.
 struct Made {
   Ref spec, mesh, shape, stride;
   Integers sizes, strides;  // shape and stride
 };
 
 struct Output {
-  Py_ssize_t index;  // of the value, or of the local tensor; the mesh is the next one
+  Py_ssize_t index;  // of the value, or of the local tensor, which is followed by the mesh
   bool is_dtensor = false, requires_grad = false;
   std::vector<Extent> sizes, strides;
   Ref make_spec;  // (mesh, shape, stride) -> spec
@@ -35,14 +35,14 @@ struct Wrap {
   PyObject_HEAD
   vectorcallfunc call;
   std::vector<Output>* outputs;
-  Py_ssize_t results;  // how many are read
-  PyObject* owner;  // of gradients: the class of the autograd node that they come from
+  Py_ssize_t results;  // number of results of the graph that are read
+  PyObject* owner;  // of gradients: the class of the autograd node that computes them
 };
 
-// Whether they are as many as the plan reads; false with an error set.
+// Whether there are as many results as the plan reads; false with an error set.
 bool are_results_of(const Wrap& wrap, PyObject* results) {
   if (PySequence_Fast_GET_SIZE(results) < wrap.results) {
-    PyErr_Format(PyExc_AssertionError, "the graph returned %zd values, and %zd were planned for",
+    PyErr_Format(PyExc_AssertionError, "the graph returned %zd values, but the plan needs %zd",
                  PySequence_Fast_GET_SIZE(results), wrap.results);
     return false;
   }
@@ -59,7 +59,7 @@ Ref tuple_of(const std::vector<Extent>& extents, PyObject* results) {
   return tuple;
 }
 
-// What the DTensor of an output is made with: that of the last call where mesh and sizes are the same; null with an error set.
+// The spec of the DTensor of an output, reused from the last call if mesh and sizes are the same; null with an error set.
 std::shared_ptr<const Made> made_for(Output& output, PyObject* results) {
   std::shared_ptr<const Made> last = output.last;
   PyObject* mesh = PySequence_Fast_GET_ITEM(results, output.index + 1);
@@ -82,8 +82,8 @@ std::shared_ptr<const Made> made_for(Output& output, PyObject* results) {
   return output.last = std::make_shared<const Made>(std::move(made));
 }
 
-// What torch.Tensor._dtensor__new__ makes: a tensor of the global sizes without memory, on whose slots the local tensor and the
-// spec are. It is left to that where the local tensor is an unusual one.
+// Equivalent to torch.Tensor._dtensor__new__: a tensor of the global sizes without memory, with the local tensor and the spec in
+// its slots. Calls the original for unusual local tensors.
 Ref make_dtensor(PyObject* local, const Made& made, bool requires_grad) {
   const at::Tensor& shard = THPVariable_Unpack(local);
   if (shard.layout() != at::kStrided || (shard.requires_grad() && !requires_grad)) {
@@ -122,7 +122,7 @@ Ref wrapped(Output& output, PyObject* results) {
   return made ? make_dtensor(value, *made, output.requires_grad) : Ref();
 }
 
-// Takes the results of a graph, a list or a tuple; gives a tuple.
+// Takes the results of a graph, a list or a tuple; returns a tuple.
 PyObject* wrap_call(PyObject* self, PyObject* const* args, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
   auto& wrap = *reinterpret_cast<Wrap*>(self);

@@ -1,4 +1,4 @@
-// Of all tensors that go into a call: whether no two share memory, and that they are written to.
+// Functions of all tensors that go into a call: whether they have distinct storages, and recording their mutation.
 #pragma once
 
 #include "tensors.h"
@@ -9,7 +9,7 @@
 
 namespace {
 
-// A set of addresses, of which it is only asked whether they are all new.
+// A set of addresses that only supports insertion.
 class Addresses {
  public:
   explicit Addresses(size_t count) : shift_(64 - std::bit_width(2 * count)), table_(size_t(1) << (64 - shift_)) {}
@@ -30,7 +30,7 @@ class Addresses {
   std::vector<const void*> table_;
 };
 
-// own_storages(values): whether surely no two tensors of a tuple, or local tensors of DTensors, have one storage.
+// own_storages(values): whether all tensors of a tuple, or local tensors of DTensors, are known to have distinct storages.
 PyObject* own_storages(PyObject*, PyObject* values) {
   HANDLE_TH_ERRORS
   if (!PyTuple_CheckExact(values)) {
@@ -56,7 +56,7 @@ PyObject* own_storages(PyObject*, PyObject* values) {
   END_HANDLE_TH_ERRORS
 }
 
-// increment_versions(values): notes that the graph writes to these tensors. torch's own asks Python whether a DTensor is a tensor.
+// increment_versions(values): records that the graph mutates these tensors. torch's version runs Python for each DTensor.
 PyObject* increment_versions(PyObject*, PyObject* values) {
   HANDLE_TH_ERRORS
   for (Py_ssize_t i = 0; PyTuple_CheckExact(values) && i < PyTuple_GET_SIZE(values); ++i) {

@@ -1,6 +1,6 @@
-// Python objects and DTensors, as the other files see them.
+// Helpers for Python objects and DTensors.
 //
-// Every function here and there holds the GIL. References that an object owns are Ref; plain PyObject* are borrowed.
+// All functions of all files hold the GIL. Owned references are Ref; plain PyObject* are borrowed.
 #pragma once
 
 #include <torch/csrc/python_headers.h>  // before all others
@@ -50,7 +50,7 @@ struct Names {
   PyObject* requires_grad;  // a tuple of one keyword
 } names;
 
-// What is known of DTensor: set once, by configure().
+// DTensor's layout: set once, by configure().
 struct {
   PyTypeObject* type = nullptr;
   PyObject* construct = nullptr;  // torch.Tensor._dtensor__new__
@@ -61,7 +61,7 @@ PyObject* slot(PyObject* object, Py_ssize_t offset) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
 }
 
-// Of an object on whose slot there is nothing yet.
+// Sets a slot that is still empty.
 void put_slot(PyObject* object, Py_ssize_t offset, Ref value) {
   *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset) = value.release();
 }
@@ -76,7 +76,7 @@ std::optional<Py_ssize_t> offset_of_slot(PyObject* type, const char* name) {
 
 using Integers = c10::SmallVector<int64_t, 4>;
 
-// -1 where an item is None.
+// The integers of a sequence; -1 for None.
 Integers integers(PyObject* sequence) {
   Integers result;
   Ref fast = Ref::steal(PySequence_Fast(sequence, "expected a sequence of integers"));
@@ -97,7 +97,7 @@ bool same(PyObject* a, PyObject* b) {
   return a == b || PyObject_RichCompareBool(a, b, Py_EQ) == 1;
 }
 
-// A type whose objects are called, and otherwise opaque. T has a `vectorcallfunc call`.
+// A type of callable, otherwise opaque objects. T has a `vectorcallfunc call`.
 template <typename T>
 PyTypeObject callable_type(const char* name, newfunc construct, destructor destroy) {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
