@@ -63,7 +63,7 @@ class Hook:
     takes: tuple[str, ...] = ()
 
     def problem(self) -> str | None:
-        """What is wrong with the hook in the installed release, as the end of a sentence; None if nothing is."""
+        """The problem with the hook in the installed release, as the end of a sentence; None if there is none."""
         module, _, path = self.place.partition(":")
         try:
             found: Any = importlib.import_module(module)
@@ -189,7 +189,7 @@ class Feature:
         return function
 
     def problems(self) -> list[str]:
-        """What is wrong with the hooks in the installed release; empty if nothing is."""
+        """The problems with the hooks in the installed release; empty if there are none."""
         for hook in self.hooks:
             if hook not in self._known:
                 self._known[hook] = hook.problem()

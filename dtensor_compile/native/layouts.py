@@ -12,11 +12,11 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def layouts(expected: Sequence[Layout], complain: Callable[..., None]) -> Callable[[tuple[torch.Tensor, ...]], None]:
-    """A function that checks a tuple of tensors; it calls `complain` for each whose layout differs.
+    """A function that checks a tuple of tensors; raises what `complain` raises for a mismatch.
 
     Args:
         expected: sizes and strides of each tensor, in elements.
-        complain: ``complain(tensor, sizes, strides, "input")`` raises if the layout really differs.
+        complain: ``complain(tensor, sizes, strides, "input")`` raises if the tensor has another layout.
     """
     if native() is not None:
         return native().Layouts(tuple(expected), complain)

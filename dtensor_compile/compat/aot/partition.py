@@ -1,4 +1,4 @@
-"""What AOTAutograd saves for the backward: here, symbols of shard sizes and states of random generators."""
+"""Values that AOTAutograd saves for the backward: symbols of shard sizes, states of random generators."""
 
 from __future__ import annotations
 

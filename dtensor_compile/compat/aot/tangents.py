@@ -93,7 +93,7 @@ class Otherwise:
 
 @dataclass
 class Tangents:
-    """What is known about the tangents of one compiled graph.
+    """State about the tangents of one compiled graph.
 
     Attributes:
         code: the code object of its frame.

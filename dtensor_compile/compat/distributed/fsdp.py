@@ -211,8 +211,7 @@ def put_to_rest(state: Callable[[], FSDPState | None]) -> None:
 
 
 class HeldGradient(NamedTuple):
-    """What happens to a gradient at two points: as it arrives, and after the reduction over shards but before that over
-    replicas.
+    """Handling of a gradient at two points: on arrival, and between the reductions over shards and over replicas.
 
     At each point: "hold" keeps it for a later pass; "release" adds what is held to it before it is reduced further; ""
     does neither.

@@ -115,7 +115,7 @@ def inductor_keys() -> frozenset[str]:
 
 
 def inductor_config_error(key: str, value: Any) -> str | None:
-    """What is wrong with a value for a key of Inductor's configuration; None if nothing is."""
+    """The reason why a value for a key of Inductor's configuration is invalid; None if it is valid."""
     from torch._inductor import config
 
     expected = cast("ConfigModule", config).get_type(key)
