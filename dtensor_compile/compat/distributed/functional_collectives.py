@@ -72,6 +72,10 @@ def functional(name: str) -> torch._ops.OpOverload:
 
 
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+#: Waits for several results of one collective; None before 2.15.
+wait_tensors: torch._ops.OpOverload | None = (
+    torch.ops._c10d_functional.wait_tensors.default if hasattr(torch.ops._c10d_functional, "wait_tensors") else None
+)
 
 
 def wait_later(tensor: torch.Tensor, work: dist.Work | None) -> None:
