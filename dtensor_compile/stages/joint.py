@@ -11,6 +11,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.fixups.effect_tokens import make_tokens_real
 from dtensor_compile.fixups.empty_masks import make_masks_boolean
+from dtensor_compile.fixups.joined_waits import separate_waits
 from dtensor_compile.fixups.spread_by_mask import spread_by_mask
 from dtensor_compile.fixups.unread_collectives import drop_unread_collectives
 from dtensor_compile.fixups.view_again import view_again
@@ -72,6 +73,7 @@ def repeatable(graph: torch.fx.Graph, this: Compilation) -> None:
 #: Redistributions.
 PLAN = (
     GraphStep(check_hooks, required=True, reads=True),
+    GraphStep(separate_waits, required=True),
     GraphStep(bind_meshes_to_primals, required=True),
     GraphStep(make_tokens_real, required=True),
     GraphStep(make_masks_boolean, required=True),

@@ -111,7 +111,7 @@ def real_value(tx: Translator, variable: VariableTracker) -> Any:
 
 def function_of(variable: UserFunctionVariable) -> Any:
     """The function that is called, unbound."""
-    return variable.fn
+    return variable.get_function()
 
 
 def tuple_of(*items: VariableTracker) -> VariableTracker:
