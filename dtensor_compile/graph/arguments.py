@@ -19,7 +19,8 @@ T = TypeVar("T")
 def node_arg(node: torch.fx.Node, place: int) -> torch.fx.Node:
     """The argument of `node` at `place`, which is a node.
 
-    Raises: TypeError: it is not a node, or there is none.
+    Raises:
+        TypeError: it is not a node, or there is none.
     """
     return const_arg(node, place, torch.fx.Node)
 
@@ -71,7 +72,8 @@ def function_of(node: torch.fx.Node) -> Callable[..., Any]:
 def operator_of(node: torch.fx.Node) -> torch._ops.OpOverload:
     """The operator that `node` calls.
 
-    Raises: TypeError: it calls something else: a Python function, a module.
+    Raises:
+        TypeError: it calls something else: a Python function, a module.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         raise TypeError(f"{node.name} calls {node.target}, which is no operator of torch's")
@@ -81,7 +83,8 @@ def operator_of(node: torch.fx.Node) -> torch._ops.OpOverload:
 def value_of(node: torch.fx.Node) -> torch.Tensor:
     """The fake tensor that `node` returns.
 
-    Raises: TypeError: it returns something else, or it was not traced.
+    Raises:
+        TypeError: it returns something else, or it was not traced.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -108,7 +111,9 @@ def fake_arguments(node: torch.fx.Node) -> tuple[Any, Any]:
 def fake_result(node: torch.fx.Node) -> Any:
     """The result of `node` on the fake values of its arguments.
 
-    Raises: KeyError: an argument has none. Exception: any exception that the operator raises on them.
+    Raises:
+        KeyError: an argument has none.
+        Exception: any exception that the operator raises on them.
     """
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     return function_of(node)(*args, **kwargs)

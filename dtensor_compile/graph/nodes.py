@@ -151,7 +151,8 @@ OVER_BUDGET = Cost(1 << 40, 1 << 60)
 def cost(this: RedistributeNode, itemsize: int) -> Cost:
     """Cost of a redistribution of elements of `itemsize` bytes; symbolic sizes count with their hints.
 
-    Raises: PlanError: no plan leads from the source to the target spec.
+    Raises:
+        PlanError: no plan leads from the source to the target spec.
     """
     try:
         steps = plan_of(this.source, this.target, parse_mesh(this.mesh), this.sizes, itemsize)

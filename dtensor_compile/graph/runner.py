@@ -86,7 +86,8 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
     Ranks must make the same decisions; `sizes_differ` says what these may depend on if shards are uneven, for all steps
     as the graph was before the first.
 
-    Raises: Exception: raised by a required step, or by any step if the options are strict.
+    Raises:
+        Exception: raised by a required step, or by any step if the options are strict.
     """
     graph = subject.graph if isinstance(subject, torch.fx.GraphModule) else subject
     saved: SavedGraph | None = None

@@ -48,7 +48,7 @@ def judge_ranks(graph: torch.fx.Graph, this: Compilation) -> None:
 
 
 def check_hooks(graph: torch.fx.Graph) -> None:
-    """Adds checks that gradients changed by hooks are as the graph was traced."""
+    """Checks that gradients changed by hooks are those for which the graph was traced."""
     check_gradients_of_hooks()
 
 
