@@ -8,9 +8,9 @@ gloo's own exchange and its gathers between two ranks take turns instead, which 
 that carries both directions.
 
     exchanges    always: with 2 and 4 ranks, 16 KiB to 8 MiB to each, at 1 Gbit/s they took 0.32 to 1.02 of gloo's time
-    gathers      of two ranks, from `LEAST` on, below which messages cost the compute thread more than they save. gloo's
-    gathers of more ranks go around a ring, in which no connection is used both ways but each
-                 rank waits for the one before it: they become messages where the user names a topology that has no
+    gathers      of two ranks, from `LEAST` on, below which messages cost the compute thread more than they
+                 save. gloo's gathers of more ranks go around a ring, in which no connection is used both ways but each
+                 rank waits for the one before it: they become messages if the user names a topology that has no
                  link between hosts twice on the way, one rank a host or one host (4 ranks: 0.17 to 0.91 of gloo's
                  time)
 

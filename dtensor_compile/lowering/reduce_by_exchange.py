@@ -36,7 +36,7 @@ _reduce_scatter = functional("reduce_scatter_tensor")
 _reduce_scatters = functional("reduce_scatter_tensor_coalesced")
 _all_to_all = functional("all_to_all_single")
 
-#: With more ranks than this, parts are added pairwise, each by one torch kernel.
+#: With more ranks than this, one torch kernel adds the parts pairwise.
 UNROLLED = 8
 
 

@@ -64,8 +64,8 @@ def hoist_gathers(graph: torch.fx.Graph) -> int:
 
 
 def _sink_gathers(graph: torch.fx.Graph) -> int:
-    """Moves each gather behind those that are used before it, unless another start is in between; returns the number of
-    moved gathers.
+    """Moves each gather behind those that are used before it, but not past a fixed node; returns the number of moved
+    gathers.
 
     A wrapper gathers all parameters of its module at its beginning, including those that are used last.
     """
