@@ -4,8 +4,8 @@
     after    h = x * 2; return h.view(-1), h.t(), h        # the caller gets the first two
 
 In: Dynamo's graph over DTensors. Autograd has to know that such outputs share memory, so AOTAutograd regenerates each
-    from their base after the graph has run. For DTensors it does so if the base is an output itself, and fails if it
-    would have to add it.
+from their base after the graph has run. For DTensors it does so if the base is an output itself, and fails if it would
+have to add it.
 
 Upstream: https://github.com/pytorch/pytorch/issues/184002 ([DTensor][Compile] Compile fails when DTensor function
     returns an aliased output); https://github.com/pytorch/pytorch/issues/172549 (AOTAutograd error when compiled graph

@@ -5,9 +5,10 @@ their operand comes from outside of generated code (a matmul, a collective, an i
 anyway, and their readers are outside of it too (or outputs). A copy beside an elementwise operator or a reduction is
 fused into that operator's kernel and costs nothing more.
 
-    wait_tensor -> permute -> clone -> mm      a kernel of its own wait_tensor -> permute -> clone -> mul     part of
-    the multiplication mul -> permute -> clone -> all_gather      the same mul -> mm, mul -> permute -> clone -> mm   a
-    kernel of its own: the result of mul is in memory in another order
+    wait_tensor -> permute -> clone -> mm      a kernel of its own
+    wait_tensor -> permute -> clone -> mul     part of the multiplication
+    mul -> permute -> clone -> all_gather      the same
+    mul -> mm, mul -> permute -> clone -> mm   a kernel of its own: its result is in memory in another order
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 partitioned.
 
 In: the joint graph after the passes, since these may replace redistributions. Out: nothing, or a `PlanError` that names
-    the tensor, its module and the user's line, the memory needed, and an alternative within the bound. The result is
-    the same on every rank of the mesh: plans depend on specs and global sizes alone.
+the tensor, its module and the user's line, the memory needed, and an alternative within the bound. The result is the
+same on every rank of the mesh: plans depend on specs and global sizes alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Recomputes nodes of a graph from rows in the order of the chunks of a collective.
 
 In: a graph, the order of its rows, and some nodes in that order (`ChunkOrder.in_order`). Out: new nodes for readers
-    that act row by row: matmuls, elementwise operators, views, redistributions of dims behind the rows.
-    ``order_rows.py`` decides where the order begins and ends.
+that act row by row: matmuls, elementwise operators, views, redistributions of dims behind the rows. ``order_rows.py``
+decides where the order begins and ends.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Exchanges: one all-to-all in which every rank receives exactly the elements that it lacks.
 
 In: the specs before and after. Out: an `ExchangeTable`: for each pair of ranks of a group, whether the first sends to
-    the second. It sends the intersection of what it holds and what the other needs, so no rank receives an element
-    twice, or one that it has:
+the second. It sends the intersection of what it holds and what the other needs, so no rank receives an element twice,
+or one that it has:
 
-    S(0)S(1) -> S(1)S(0) on a 2x2 mesh        (0,1) and (1,0) swap their blocks, (0,0) and (1,1) keep theirs RS(0) ->
-    S(0)S(0)                         each rank receives the part of its quarter that is in the other half
+    S(0)S(1) -> S(1)S(0) on a 2x2 mesh        (0,1) and (1,0) swap their blocks, (0,0) and (1,1) keep theirs
+    RS(0) -> S(0)S(0)                         each rank receives the part of its quarter that is in the other half
 
 If several ranks hold the same block, a receiver that holds it serves itself; others are served by the holder with the
 least to send, longest demand first (R. Graham: Bounds on Multiprocessing Timing Anomalies, 1969); demands are split if

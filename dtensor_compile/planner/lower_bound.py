@@ -2,8 +2,8 @@
 
 The busiest rank sends at least as much as the average rank, and all ranks together send at least
 
-    without a sum          elements that each rank needs and does not hold yet, over all ranks a sum of n terms
-    for each element n - 1 times, until the first rank has the sum of it, and once more for each
+    without a sum          elements that each rank needs and does not hold yet, over all ranks
+    a sum of n terms       for each element n - 1 times, until the first rank has the sum of it, and once more for each
                            other rank that is to hold it: a rank holds one term, and one that has the sum later receives
                            something later
 """

@@ -3,9 +3,9 @@
 In: two specs on one mesh, the global shape, the links along the mesh dims. Out: a tuple of `Step` (`planner/steps.py`
 lists the kinds): the cheapest path over the specs that a tensor can have, found with Dijkstra's algorithm.
 
-    S(0)S(0) -> RR on dp=2,tp=4     all_gather[dp,tp] S(0)S(0)->RR         one collective over both mesh dims P(sum)S(0)
-    -> S(0)S(1)          exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all S(0)R ->
-    RS(0)                  exchange[0,1] S(0)R->RS(0)             every rank receives the shard that it lacks
+    S(0)S(0) -> RR on dp=2,tp=4     all_gather[dp,tp] S(0)S(0)->RR         one collective over both mesh dims
+    P(sum)S(0) -> S(0)S(1)          exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
+    S(0)R -> RS(0)                  exchange[0,1] S(0)R->RS(0)             every rank receives the shard that it lacks
 
 Cheapest means: if all mesh dims are alike (no topology was named), the fewest bytes, then the fewest seconds; if a
 topology distinguishes them, the fewest seconds, then the fewest bytes (`planner/step_costs.py`).

@@ -3,9 +3,11 @@
 Elements that one rank sends, with n ranks and a local input of L elements (ring algorithms, the counts of NCCL's
 documentation of its performance figures; unit: elements of the tensor):
 
-    all_reduce       2 (n-1)/n L reduce_scatter     (n-1)/n L       n times the largest shard: uneven ones are padded
-    all_gather         (n-1)   L       L the largest shard all_to_all         (n-1)/n L       padded likewise exchange
-    elements that the busiest rank sends to others (`planner/exchange.py`)
+    all_reduce       2 (n-1)/n L
+    reduce_scatter     (n-1)/n L       n times the largest shard: uneven ones are padded
+    all_gather         (n-1)   L       L the largest shard
+    all_to_all         (n-1)/n L       padded likewise
+    exchange         elements that the busiest rank sends to others (`planner/exchange.py`)
 
 Seconds: `dtensor_compile.topology.links`, over the slowest link of the mesh dims that take part, plus a copy of the
 local tensor at `COPY` bytes per second.

@@ -3,12 +3,14 @@
 In: placements per mesh dim, a goal, sizes. Out: `Step`. A step is legal if every state on the way is a spec of the same
 global tensor:
 
-    P -> R       all_reduce       over one mesh dim, or over several of one kind at once P -> S       reduce_scatter the
-    same; elements that the goal slices away on other mesh dims are not reduced S -> R       all_gather       the same,
-    also of different tensor dims S -> S'      all_to_all       one mesh dim, one tensor dim to another any -> any
-    exchange         any shards to any others, including partial sums: every rank gets what it lacks R -> S       slice
-    nothing is sent, nor by the next two R -> P       partition        every rank holds v/n of a sum, or v of the rest S
-    -> P(sum)  spread           every rank holds its shard, and zeros elsewhere
+    P -> R       all_reduce       over one mesh dim, or over several of one kind at once
+    P -> S       reduce_scatter   the same; elements that the goal slices away on other mesh dims are not reduced
+    S -> R       all_gather       the same, also of different tensor dims
+    S -> S'      all_to_all       one mesh dim, one tensor dim to another
+    any -> any   exchange         any shards to any others, including partial sums: every rank gets what it lacks
+    R -> S       slice            nothing is sent, nor by the next two
+    R -> P       partition        every rank holds v/n of a sum, or v of the rest
+    S -> P(sum)  spread           every rank holds its shard, and zeros elsewhere
 
 If several mesh dims shard one tensor dim they nest, so that a step adds or removes the innermost shard, or a suffix of
 shards at once; an exchange, and a shard that nests differently, are checked by counting elements, which needs integer

@@ -1,7 +1,7 @@
 """torch's own greedy plan, which bounds the plans of this package.
 
 In: specs on one mesh. Out: the steps that torch takes, mesh dim by mesh dim. They include all_to_all, which torch
-    replaces by an all_gather on CPU.
+replaces by an all_gather on CPU.
 """
 
 from __future__ import annotations

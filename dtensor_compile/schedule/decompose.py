@@ -7,9 +7,9 @@
     after    s0 = reduce_scatter(mm(h0, w)); s1 = reduce_scatter(mm(h1, w)); z = joined(wait(s0), wait(s1))
 
 In: a lowered graph and a cluster. Out: the same values, and a decision for each collective that feeds or is fed by
-    matmuls. Part i has the i-th rows of the shard of every rank, so that all ranks run the same program: x0 = x[:R/k],
-    and h0 has the rows of h that become those. If something reads a result whole, the parts are joined, which is a copy
-    unless it is fused into another kernel.
+matmuls. Part i has the i-th rows of the shard of every rank, so that all ranks run the same program: x0 = x[:R/k], and
+h0 has the rows of h that become those. If something reads a result whole, the parts are joined, which is a copy unless
+it is fused into another kernel.
 
 The number of parts is chosen by cost. With T_k the seconds of a part on its link and P_k those of the matmuls of a
 part, a collective of which e of T seconds are exposed (by the simulation of `schedule_graph.py`) exposes in k parts

@@ -8,8 +8,8 @@ one is sent.
     after    z = fused_matmul_reduce_scatter(h, w)
 
 In: a lowered graph in its final order, in which `decompose.py` has marked starts. Out: the same values, with those
-    collectives and their matmuls as one operator at the place of the first matmul. It runs after everything that reads
-    collectives from the graph (the report, the agreement between ranks).
+collectives and their matmuls as one operator at the place of the first matmul. It runs after everything that reads
+collectives from the graph (the report, the agreement between ranks).
 """
 
 from __future__ import annotations
