@@ -279,8 +279,9 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
     (`store.rendezvous`): if some run other code, plans of the others do without such groups, and no rank waits for
     long.
 
-    Returns: whether all groups that plans may use exist; False if a mesh has so many dims that groups are made when a
-        plan first needs them.
+    Returns:
+        whether all groups that plans may use exist; False if a mesh has so many dims that groups are made when a plan
+            first needs them.
     """
     complete = True
     for mesh in meshes:
