@@ -89,7 +89,8 @@ def _dims(node: torch.fx.Node, place: int, otherwise: Any) -> list[int]:
     """The dims among the arguments of a node at `place`, or `otherwise` if there is no such argument: one, several, or
     None.
 
-    Raises: TypeError: they are not numbers.
+    Raises:
+        TypeError: they are not numbers.
     """
     found = node.args[place] if len(node.args) > place else otherwise
     listed = list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
