@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.inductor.compile import compile_as_stock
+from dtensor_compile.compat.patches import warn_of_untried_release
 from dtensor_compile.graph.runner import run_steps
 from dtensor_compile.options import Options
 from dtensor_compile.recording.recorder import GraphLog
@@ -65,3 +66,5 @@ def dtensor_aten(
 
 for _backend in (dtensor, dtensor_aten):
     install_trackers(_backend, of_annotations.OBJECTS, of_annotations.CONTEXTS)
+
+warn_of_untried_release()

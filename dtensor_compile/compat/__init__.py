@@ -4,6 +4,7 @@ The rest of the package imports functions and classes from here under names of i
 release is added in one place:
 
 - ``release``: the supported releases.
+- ``missing_names``: stand-ins for names that torch no longer has.
 - ``patches``: the table of torch functions that are replaced or called, and the feature that depends on each.
 - ``apply_patches``: applies rows of the table; nothing else assigns to torch.
 - ``dynamo/``: trackers, and the scope in which Dynamo traces for our backend.
@@ -14,6 +15,10 @@ release is added in one place:
 - ``emulation/``: an emulated GPU.
 """
 
+import torch._dynamo  # noqa: F401 - the first of torch's private modules: those of AOTAutograd import it, and it them
+
+from dtensor_compile.compat.missing_names import tolerate_missing_names
 from dtensor_compile.compat.release import check_release
 
 check_release()
+tolerate_missing_names()

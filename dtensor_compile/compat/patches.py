@@ -35,6 +35,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch.utils._config_module import ConfigModule
 
+from dtensor_compile.compat.missing_names import MISSING
+from dtensor_compile.compat.release import SUPPORTED, is_untried
 from dtensor_compile.errors import UnsupportedTorchError
 
 P = ParamSpec("P")
@@ -92,10 +94,13 @@ def _matches(parameters: list[str], known: list[str]) -> bool:
 def if_there(place: str) -> Any:
     """The object at ``module:name``; None if the installed release has no such thing."""
     module, _, name = place.partition(":")
-    with contextlib.suppress(ImportError):
+    try:
         found = getattr(importlib.import_module(module), name, None)
         return found if found is not None else importlib.import_module(f"{module}.{name}")
-    return None
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{module}.{name}".startswith(missing.name):
+            raise  # the module is there, and lacks something of its own
+        return None
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,7 @@ class Feature:
         upstream: the issue or pull request in torch's repository, or ``not reported: `` and why.
         remove_when: what torch has to do itself for the patches to go.
         scope: the function that does it, ``module:function``, and the first paragraph of its docstring.
+        module: the module that declares it, whose imports from torch it needs, too.
     """
 
     name: str
@@ -161,6 +167,7 @@ class Feature:
     upstream: str = ""
     remove_when: str = ""
     scope: tuple[str, str] = ("", "")
+    module: str = ""
     _known: dict[Hook, str | None] = field(default_factory=dict)
     _told: bool = False
 
@@ -186,7 +193,8 @@ class Feature:
         for hook in self.hooks:
             if hook not in self._known:
                 self._known[hook] = hook.problem()
-        return [problem for hook in self.hooks if (problem := self._known[hook]) is not None]
+        problems = [problem for hook in self.hooks if (problem := self._known[hook]) is not None]
+        return problems + [f"has no {place}" for place in MISSING.get(self.module, ())]
 
     def works(self) -> bool:
         """Whether the installed release has all hooks; warns the first time if not.
@@ -216,8 +224,31 @@ def feature(
     name: str, *hooks: Hook, without: str, essential: bool = False, upstream: str = "", remove_when: str = ""
 ) -> Feature:
     """Creates a `Feature` and registers it in `FEATURES`."""
-    FEATURES[name] = made = Feature(name, hooks, without, essential, upstream, remove_when)
+    caller = sys._getframe(1)
+    while caller.f_back is not None and caller.f_globals is globals():  # `needs`
+        caller = caller.f_back
+    module = caller.f_globals["__name__"]
+    FEATURES[name] = made = Feature(name, hooks, without, essential, upstream, remove_when, module=module)
     return made
+
+
+def warn_of_untried_release() -> None:
+    """Warns, where the installed release is none of the supported ones: names it, and the features that are off.
+
+    Called once everything that declares features is imported.
+    """
+    if not is_untried():
+        return
+    off = {of.name: problems for of in FEATURES.values() if (problems := of.problems())}
+    text = "; ".join(f"{name} ({', '.join(problems)})" for name, problems in off.items()) or "none"
+    warnings.warn(
+        f"dtensor_compile was not tried with torch {torch.__version__}; it was with {', '.join(SUPPORTED)}. Features "
+        f"that are off because torch has changed: {text}. DTENSOR_COMPILE_TORCH=known makes an error of this.",
+        MissingHookWarning,
+        stacklevel=2,
+    )
+    for name in off:
+        FEATURES[name]._told = True
 
 
 @contextlib.contextmanager

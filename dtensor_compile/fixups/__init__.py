@@ -1,3 +1,3 @@
-"""Mends of torch's graphs, one symptom each. The docstring of each says what is known of it upstream, which releases of
-torch need it, and when it can go.
+"""Fixups of torch's graphs, one symptom each. Their docstrings give the upstream status, the releases of torch that
+need them, and when to remove them.
 """

@@ -1,14 +1,14 @@
-"""Inputs that share memory through a DTensor: programs that write to them run operator by operator.
+"""Programs that write to inputs which share memory through a DTensor run operator by operator.
 
-AOTAutograd finds out which inputs share memory by their storages, and a DTensor does not show that of its local tensor
-(nor does an AsyncCollectiveTensor that of its own). Two DTensors over one local tensor, or a DTensor and its local
-tensor, then count as two values, and a write to one does not reach the other:
+AOTAutograd finds aliased inputs by their storages, and a DTensor does not expose the storage of its local tensor (nor
+does an AsyncCollectiveTensor). Two DTensors over one local tensor, or a DTensor and its local tensor, then count as two
+values, and a write to one does not reach the other:
 
     x, y over one local tensor: x.add_(1); return x + y      # compiled alone: y is still what it was
 
-Whether inputs share memory may change from call to call, so the compiled code of a program that writes asks each time,
-and hands over to the traced program itself where it is so; the first such call is a decision. Programs that write to
-nothing are not asked.
+Whether inputs share memory may change from call to call, so the compiled code of a program that writes checks at each
+call, and runs the traced program itself if they do; the first such call is a decision. Programs without writes are not
+checked.
 
 Upstream: https://github.com/pytorch/pytorch/issues/114415 (AOTAutograd should detect aliasing of inputs that happens
     *below* subclasses); https://github.com/pytorch/pytorch/pull/186517 (Detect aliased subclass inputs after
@@ -48,7 +48,9 @@ _WRITING = {
 
 
 def may_write(gm: torch.fx.GraphModule) -> bool:
-    """Whether some node of a Dynamo graph may write to a tensor in place: by its name, its schema or its arguments."""
+    """Whether some node of a Dynamo graph may write to a tensor in place: judged by its name, its schema or its
+    arguments.
+    """
     return any(
         writes_in_place(node)
         for module in gm.modules()
@@ -84,17 +86,17 @@ def _place_of_inplace(function: Callable[..., Any]) -> int | None:
 
 
 def shares_memory(values: tuple[Any, ...], asynchronous: bool = False) -> bool:
-    """Whether two of `values` are one tensor, or share memory that at least one of them holds in another tensor, as a
+    """Whether two of `values` are one tensor, or share memory that at least one of them holds in an inner tensor, as a
     DTensor does.
 
     Args:
-        asynchronous: AsyncCollectiveTensors are among them, which do not show the storage of the tensor that they hold.
+        asynchronous: whether AsyncCollectiveTensors, which hide the storage of their inner tensor, are among them.
     """
     if not asynchronous and in_storages_of_their_own(values):
         return False
     tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
     if len(set(tensors)) < len(tensors):
-        return True  # torch hands over each tensor once; one of an optimizer's state may have become another one since
+        return True  # torch passes each tensor once; one of an optimizer's state may have become another one since
     spans: dict[int, list[tuple[int, int, bool]]] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -105,9 +107,7 @@ def shares_memory(values: tuple[Any, ...], asynchronous: bool = False) -> bool:
 
 
 def _overlap(spans: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether two of these spans (in order of where they start) overlap, one of them of a tensor that another one
-    holds.
-    """
+    """Whether two of these spans, sorted by start, overlap, at least one of them of an inner tensor."""
     return any(
         a_held or b_held
         for i, (_, a_end, a_held) in enumerate(spans)
@@ -126,7 +126,7 @@ def heed_aliases(
 
     Args:
         decided: receives a decision at the first call of `gm`.
-        communication: gives the estimated seconds of the collectives of a step, all of which eager waits for.
+        communication: returns the estimated seconds of the collectives of a step, all of them exposed in eager.
     """
     if not may_write(gm):
         return compiled

@@ -1,11 +1,11 @@
-"""Meshes that the forward returns are taken from its own inputs.
+"""Takes meshes that the forward returns from its own inputs.
 
-The joint graph takes the meshes of its inputs (primals) and those of the gradients that come in (tangents). Equal
-meshes may be different objects: a deep copy of a parameter carries a copy of its mesh, and torch's caches of sharding
-decisions answer with the first equal one. A forward output can then be bound to the mesh of a tangent, which the
-forward graph does not have, and the partitioner refuses the graph. Or it is one that the tracer makes anew from another
-mesh of the graph, by an operator that Inductor does not take. Equal meshes mean the same thing, so every use of such a
-mesh becomes one of the first equal primal.
+The joint graph takes the meshes of its inputs (primals) and those of the tangents. Equal meshes may be different
+objects: a deep copy of a parameter carries a copy of its mesh, and torch's caches of sharding decisions answer with the
+first equal one. A forward output can then be bound to the mesh of a tangent, which the forward graph does not have, and
+the partitioner refuses the graph. Or the tracer makes the mesh from another mesh of the graph, by an operator that
+Inductor does not support. Equal meshes are interchangeable, so every use of such a mesh is replaced by the first equal
+primal.
 
     before   def joint(x, mesh, tangent, tangent_mesh): return (relu(x), tangent_mesh), ...
     after    def joint(x, mesh, tangent, tangent_mesh): return (relu(x), mesh), ...

@@ -1,12 +1,11 @@
-"""A ``bincount`` whose length the program took for known checks it.
+"""Adds a check to a ``bincount`` whose length the program assumes to be known.
 
-    before   n: "i64[4]" = torch.bincount(ids, minlength=4)              the program read the counts as a list of 4
-    after    n: "i64[4]" = dtensor_compile.bincount(ids, None, 4)        raises where an id is 4 or more
+    before   n: "i64[4]" = torch.bincount(ids, minlength=4)              the program reads the counts as a list of 4
+    after    n: "i64[4]" = dtensor_compile.bincount(ids, None, 4)        raises if an id is 4 or more
 
-The same for ids below the length. For others eager's result is longer, and the program that was traced would leave
-counts out: an error says so. (While it is traced, a length that the program asks for is ``minlength``, see
-``compat/dynamo/data_dependent_scalars.py``; torch's own check of that is folded away as soon as the length is a
-number.)
+Results are the same for ids below the length. For others eager's result is longer, and the traced program would leave
+counts out, which is an error. (While tracing, the length is assumed to be ``minlength``, see
+``compat/dynamo/data_dependent_scalars.py``; torch's own check of that is folded away once the length is a number.)
 
 Upstream: not reported: follows from this package's own assumption on the length; the data-dependent length is the
     matter of https://github.com/pytorch/pytorch/issues/192343 (`torch.bincount` causes `D2H` and potentially breaks
@@ -48,9 +47,9 @@ keep_in_place(counts_op)
 
 
 def check_counts(gm: torch.fx.GraphModule) -> None:
-    """Replaces, in a graph as Dynamo hands it over, every ``bincount`` whose length was taken for its ``minlength``.
+    """Replaces every ``bincount`` in a Dynamo graph whose length was assumed to be its ``minlength``.
 
-    Here, because later a count that nobody reads is gone, and the length that was taken is a number.
+    It runs on this graph because later unused counts are removed, and the assumed length is a number.
     """
     for node in gm.graph.nodes:
         if node.target not in (torch.bincount, "bincount"):

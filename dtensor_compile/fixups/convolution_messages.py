@@ -1,8 +1,8 @@
-"""The scope in which messages of convolutions over sharded images are nodes that are waited for
+"""The scope in which messages of convolutions over sharded images become nodes with waits
 (`compat.dtensor.convolution`).
 
-Symptom: The messages of a convolution over an image that is sharded in width are traced as calls that nobody waits for,
-    so that the columns at the shard edges are wrong.
+Symptom: The messages of a convolution over an image that is sharded in width are traced as calls without waits, so that
+    the columns at the shard edges are wrong.
 Upstream: not reported: needs a compiled convolution whose image is sharded in width; point-to-point in Dynamo is
     https://github.com/pytorch/pytorch/pull/161213 ([dynamo ] Enabling batch_isend_irecv to compile; closed).
 Releases: 2.11 to 2.14.
@@ -31,7 +31,5 @@ def _exchange(
 
 
 def edges_of_convolutions() -> AbstractContextManager[None]:
-    """While it is entered, compiled convolutions over sharded images exchange the columns at the edges as eager
-    does.
-    """
+    """While active, compiled convolutions over sharded images exchange the columns at the edges as eager does."""
     return messages_of_convolutions(_exchange)

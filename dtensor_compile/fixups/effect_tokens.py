@@ -1,7 +1,7 @@
-"""Tokens of operators with effects (``linalg.inv`` checks its result) start as real tensors.
+"""Makes the first tokens of operators with effects (``linalg.inv`` checks its result) real tensors.
 
-AOTAutograd orders such operators by passing a token from one to the next. Inside a DTensor operator it meets them too
-late to make the first token an input of the graph, and leaves a fake tensor in it as a constant, with which the graph
+AOTAutograd orders such operators by passing a token from one to the next. Inside a DTensor operator it finds them too
+late to make the first token an input of the graph, and leaves a fake tensor in the graph as a constant, with which it
 cannot run.
 
     before   with_effects(_tensor_constant0: FakeTensor, aten._linalg_check_errors, info, "linalg.inv", is_matrix=False)

@@ -1,8 +1,8 @@
-"""Masks of dropout where a rank has no elements.
+"""Makes dropout masks boolean on ranks without elements.
 
-torch's ``native_dropout`` on a CPU gives a mask of booleans, but for a tensor without elements one of the tensor's own
-dtype (2.13, ``aten/src/ATen/native/Dropout.cpp``). Where shards of some ranks are empty, a mask that is redistributed
-for a gradient would be sent as one dtype and received as another: bytes that nobody wrote, or the end of the job.
+torch's ``native_dropout`` on a CPU returns a boolean mask, but for a tensor without elements a mask of the tensor's own
+dtype (2.13, ``aten/src/ATen/native/Dropout.cpp``). If shards of some ranks are empty, a mask that is redistributed for
+a gradient would be sent as one dtype and received as another, which reads uninitialized bytes or crashes the job.
 
 Upstream: not reported: shows only where a mask of an empty shard is sent to another rank; the dtype of an empty mask is
     worth a report.
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def make_masks_boolean(graph: torch.fx.Graph) -> None:
-    """On the joint graph: masks of dropout are booleans on every rank."""
+    """Makes dropout masks of the joint graph boolean on every rank."""
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         for mask in [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]:
             if 0 not in [size for size in value_of(mask).shape if type(size) is int]:

@@ -1,13 +1,13 @@
 """Programs whose backward pass raises: the forward compiles, and the error comes when the backward runs, as in eager.
 
 AOTAutograd traces forward and backward at once, so that an operator without a gradient formula, or without a sharding
-rule for its gradient, would refuse a program that only runs forward. The error becomes a node that every gradient goes
-through:
+rule for its gradient, would refuse a program that only runs forward. The error becomes a node through which every
+gradient passes:
 
     before   autograd raises "aten.cat.default got mixed torch.Tensor and DTensor" while it is traced
     after    return y, raise_error(x, tangent, "RuntimeError: aten.cat.default got mixed torch.Tensor and DTensor")
 
-The node takes a tangent, so that it is part of the backward graph; errors of our own still end the compilation.
+The node takes a tangent, so that it is part of the backward graph; errors of this package still end the compilation.
 
 Upstream: https://github.com/pytorch/pytorch/issues/104943 ([torch.compile] RuntimeError during Gradient Computation in
     torch.compile(); closed as the consequence of tracing the backward ahead of time);
@@ -43,7 +43,7 @@ def error_text(error: BaseException) -> str:
 
 
 def raise_text(text: str) -> NoReturn:
-    """Raises the error that `error_text` wrote; a ``RuntimeError`` where its class is not one of Python's own."""
+    """Raises the error that `error_text` wrote; a ``RuntimeError`` if its class is not built in."""
     name, _, message = text.partition(": ")
     cls = getattr(builtins, name, None)
     raise (cls if isinstance(cls, type) and issubclass(cls, Exception) else RuntimeError)(message)
@@ -63,10 +63,10 @@ _library._register_fake("raise_error", _fake)
 
 @contextlib.contextmanager
 def defer_backward_errors(decided: Callable[[list[Decision]], None]) -> Iterator[None]:
-    """While it is entered, a backward pass that raises when this thread traces it becomes one that raises when it runs.
+    """While active, a backward that raises when this thread traces it becomes one that raises when it runs.
 
     Args:
-        decided: told of each such backward pass.
+        decided: receives a decision about each such backward pass.
     """
 
     def stand_in(

@@ -1,9 +1,9 @@
-"""Results whose autograd graph was used up by a ``backward()`` inside the region: ``loss.backward(); return loss``.
+"""Results whose autograd graph was freed by a ``backward()`` inside the region: ``loss.backward(); return loss``.
 
 Eager returns such a loss with a graph whose saved tensors are gone: it requires a gradient, and a second ``backward()``
-raises. A compiled graph has nothing to give back for it, so the value leaves the graph detached
-(`compat.dynamo.backward` marks its node), and gets here, outside of it, a graph of one node that raises what eager
-raises. (Eager lets a graph that saved no tensors, a plain sum, be used twice; this one raises.)
+raises. A compiled graph has no equivalent, so the value leaves the graph detached (`compat.dynamo.backward` marks its
+node), and gets here, outside of it, an autograd graph of one node that raises eager's error. (Eager allows a second
+backward through a graph that saved no tensors, a plain sum; this one raises.)
 
 Upstream: https://github.com/pytorch/pytorch/issues/138217 ([PT2] Don't graph break on loss.backward());
     https://github.com/pytorch/pytorch/pull/169415 (Support tensor.backward in dynamo; closed, breaks the graph for such
@@ -41,9 +41,7 @@ class _Spent(torch.autograd.Function):
 
 
 def restore_spent_graphs(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, the code of `gm`, with results that require a gradient again where `gm` says that their graph is used
-    up.
-    """
+    """`compiled`, the code of `gm`, with results that require a gradient again if `gm` marks their graph as freed."""
     results = list_arg(gm.graph.output_node(), 0)
     spent = [i for i, node in enumerate(results) if isinstance(node, torch.fx.Node) and USED_UP in node.meta]
     if not spent:

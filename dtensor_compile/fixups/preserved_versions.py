@@ -1,10 +1,9 @@
-"""Inputs that a program writes to in ``torch.autograd._unsafe_preserve_version_counter`` and nowhere else keep their
-versions.
+"""Keeps versions of inputs that are written to only in ``torch.autograd._unsafe_preserve_version_counter``.
 
     with torch.autograd._unsafe_preserve_version_counter(x):
         x.mul_(2)                                             # eager: x._version is what it was
 
-A compiled call writes the new values into `x` once, when its graph has run, which counts as one more version.
+A compiled call copies the new values into `x` once, after its graph has run, which increments the version.
 
 Upstream: not reported: _unsafe_preserve_version_counter is private, and FSDP is its one user; Dynamo's support is
     https://github.com/pytorch/pytorch/pull/121086 ([dynamo] Support _unsafe_set_version_counter; closed).
@@ -25,7 +24,7 @@ from dtensor_compile.fixups.aliased_inputs import writes_in_place
 
 
 def keep_versions(gm: torch.fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, the code of `gm`, which leaves versions of inputs as they were where all writes of `gm` do."""
+    """`compiled`, the code of `gm`, which preserves versions of inputs if all writes of `gm` do."""
     preserved: set[int | None] = set()
     counted: set[int | None] = {None}
     for node in filter(writes_in_place, gm.graph.nodes):

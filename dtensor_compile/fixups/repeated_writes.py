@@ -1,11 +1,11 @@
-"""Operators over lists that write to one tensor twice, or read one that they have written to, become several.
+"""Splits operators over lists that write to one tensor twice, or read one that they have written to.
 
     # step is one more after it: a write is lost
     before   torch._foreach_add_([a, step, b, step], 1)
     after    torch._foreach_add_([a, step, b], 1); torch._foreach_add_([step], 1)      # two more, as in eager
 
-eager goes through the lists in order. AOTAutograd computes all results from what was there before, and writes them
-back. It takes an optimizer two of whose parameters count their steps in one tensor to meet this.
+Eager goes through the lists in order. AOTAutograd computes all results from the old values, and writes them back. This
+happens with an optimizer two of whose parameters count their steps in one tensor.
 
 Upstream: not reported: takes two parameters whose step is one tensor; nearest:
     https://github.com/pytorch/pytorch/issues/198033 ([inductor] torch._foreach_add_([x], [x.flip(0)]) reads x while
@@ -24,7 +24,7 @@ from dtensor_compile.graph.arguments import function_of, list_arg
 
 
 def write_once(gm: torch.fx.GraphModule) -> None:
-    """Splits operators over lists in a Dynamo graph where what they do to one tensor of a list bears on another one."""
+    """Splits operators over lists in a Dynamo graph if a write to one tensor of a list affects another item."""
     for module in gm.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue

@@ -1,11 +1,11 @@
-"""Results that are views of one value: the value becomes a result beside them.
+"""Adds the common base of outputs that are views of one value to the outputs.
 
     before   h = x * 2; return h.view(-1), h.t()
     after    h = x * 2; return h.view(-1), h.t(), h        # the caller gets the first two
 
-In: Dynamo's graph over DTensors. Autograd has to know that such results share memory, so AOTAutograd makes each anew
-from their base when the graph has run. It does so for DTensors where the base is a result itself, and refuses them
-where it would have to make it one.
+In: Dynamo's graph over DTensors. Autograd has to know that such outputs share memory, so AOTAutograd regenerates each
+from their base after the graph has run. For DTensors it does so if the base is an output itself, and fails if it would
+have to add it.
 
 Upstream: https://github.com/pytorch/pytorch/issues/184002 ([DTensor][Compile] Compile fails when DTensor function
     returns an aliased output); https://github.com/pytorch/pytorch/issues/172549 (AOTAutograd error when compiled graph
@@ -29,7 +29,7 @@ from dtensor_compile.graph.arguments import list_arg
 
 
 def return_bases(gm: torch.fx.GraphModule) -> int:
-    """Adds to the results of `gm` the bases of those that share one; how many these are."""
+    """Appends the common bases of aliased outputs to the outputs of `gm`; returns their number."""
     output = gm.graph.output_node()
     results = list_arg(output, 0)
     made = {
@@ -62,7 +62,7 @@ def _memory(x: DTensor) -> int:
 
 
 def without_bases(compiled: Callable[..., Any], bases: int) -> Callable[..., Any]:
-    """`compiled`, whose last results are bases that the caller did not ask for."""
+    """`compiled` without its last outputs, the bases that were added."""
     if not bases:
         return compiled
 

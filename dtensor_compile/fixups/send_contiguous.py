@@ -1,12 +1,12 @@
-"""What is reduced over ranks is contiguous before it is sent, and so is what comes back.
+"""Makes inputs of reductions over ranks contiguous before they are sent, and so their results.
 
     before   m = div(grad, n); s = all_reduce(m)                 m has the layout of the kernel that made it
     after    m = div(grad, n); c = contiguous(m); s = all_reduce(c)
 
 Inductor computes convolutions, and their gradients, in channels-last, whatever the layout in which they were traced,
-and the copy that the trace left out as needless is needed again: made before a reduction it is part of the kernel that
-divides; made after it, each result is copied once more, and what is in flight holds two copies. Only what the wrappers
-of data parallelism reduce (`REDISTRIBUTES`): what the program itself sends keeps its layout.
+and the copy that tracing dropped as a no-op is needed again: before a reduction it is fused into the kernel that
+divides; after it, each result is copied once more, and a collective in flight holds two copies. Only reductions of data
+parallelism's wrappers change (`REDISTRIBUTES`): collectives of the program itself keep their layout.
 
 Upstream: not reported: a cost of Inductor's layout optimization, which shows only where gradients are reduced inside of
     the graph.
@@ -28,9 +28,7 @@ _ALL_REDUCE = functional("all_reduce")
 
 
 def send_contiguous(graph: torch.fx.Graph) -> None:
-    """Puts the copies into a lowered graph for a compiler that fuses them, before each reduction whose input is not
-    contiguous.
-    """
+    """Inserts copies, which Inductor fuses, before each reduction of a lowered graph whose input is not contiguous."""
     for node in graph.find_nodes(op="call_function", target=_ALL_REDUCE):
         sent = node_arg(node, 0)
         value = sent.meta.get("val")

@@ -1,12 +1,11 @@
-"""Where no element equals the extreme, its gradient goes nowhere: the gradient of ``x.max()`` as eager computes it on a
-CPU.
+"""Computes the gradient of ``x.max()`` as eager does on a CPU: zero if no element equals the extreme.
 
     before   q = g / mask.sum(); grad = mask * q
     after    q = g / mask.sum(); grad = where(mask, q, 0)
 
-The same for every mask with a true element. Eager fills by the mask on a CPU; what is traced multiplies by it, and 0 *
-inf is nan. No element equals the extreme where the latter was changed in place, for instance to the largest of all
-ranks.
+Results are the same for every mask with a true element. Eager fills by the mask on a CPU; the traced graph multiplies
+by it, and 0 * inf is nan. No element equals the extreme if the latter was changed in place, for instance to the maximum
+over ranks.
 
 Upstream: not reported: needs a maximum that was changed in place, for instance to the largest of all ranks; eager's
     formula is https://github.com/pytorch/pytorch/pull/45280 (Fixed handling of nan for evenly_distribute_backward;
@@ -23,7 +22,7 @@ aten = torch.ops.aten
 
 
 def spread_by_mask(graph: torch.fx.Graph) -> None:
-    """On a joint graph: products of a mask and of a quotient by the number of its true elements become selections."""
+    """Replaces products of a mask and a quotient by the number of its true elements in a joint graph by selections."""
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         mask, quotient = node.args
         if not _is_mask(mask) or node.meta["val"].device.type != "cpu" or not _divides_by_count(quotient, mask):

@@ -1,4 +1,4 @@
-"""A graph with a kernel that does not compile, as a decision.
+"""The decision about a graph with a kernel that does not compile.
 
 Symptom: A graph with a kernel that does not compile runs operator by operator, with a warning, instead of ending the
     program.
@@ -17,11 +17,11 @@ from dtensor_compile.decisions import Decision
 
 
 def runs_uncompiled(graph: str, said: str) -> Decision:
-    """Warns that a graph runs operator by operator because a kernel of it does not compile; the decision that says so.
+    """Warns that a graph runs operator by operator because a kernel does not compile; returns the decision.
 
     Args:
         graph: ``"forward"`` or ``"backward"``.
-        said: the last lines of the compiler.
+        said: the last lines of the compiler's output.
     """
     reason = f"a kernel of the {graph} graph does not compile, so that its operators run one by one: {said}"
     warnings.warn(f'dtensor_compile: {reason}; options={{"strict": True}} raises instead', stacklevel=2)

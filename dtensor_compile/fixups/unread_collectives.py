@@ -1,8 +1,8 @@
-"""Collectives of DTensor's own that nobody reads are dropped from a joint graph.
+"""Drops unused collectives of DTensor itself from a joint graph.
 
-DTensor's operators redistribute their arguments with collectives that are no redistribute nodes: a norm that is summed
-where it is next read, once for every reader, and once more where only its shape is asked for. The results of some are
-read by nothing, and torch drops no wait for a collective.
+DTensor's operators redistribute their arguments with collectives that are not redistribute nodes: a norm is summed
+again for every reader, and once more if only its shape is needed. The results of some are unused, and torch never drops
+a wait for a collective.
 
     before   n = pow(sum(x * x), 0.5); a = wait(reduce_scatter(n * n)); b = wait(reduce_scatter(n * n)); return b
     after    n = pow(sum(x * x), 0.5); b = wait(reduce_scatter(n * n)); return b
@@ -37,8 +37,8 @@ def _is_packet(node: torch.fx.Node) -> bool:
 
 
 def drop_unread_collectives(graph: torch.fx.Graph) -> None:
-    """Erases waits that nobody reads, their collectives, and what those alone read, from the joint graph of a program
-    without its own.
+    """Erases unused waits, their collectives, and operands that only those read, from the joint graph of a program
+    without collectives of its own.
     """
     for wait in reversed(list(filter(is_wait, graph.nodes))):
         start = wait.args[0]

@@ -1,10 +1,10 @@
-"""Fake values of views say whose memory they are views of, whatever was put in the place of what they were made from.
+"""Updates fake values of views after their bases were replaced.
 
     before   y = redistribute(x); v = view(y)            v is a view of y
     between  g = all_gather(x); y' = wait(g); v = view(y')     the fake value of v is still a view of that of y
     after    v is a view of y'
 
-Inductor drops a copy where fake values say that copy and original are not both outputs: two outputs would be one.
+Inductor uses fake values to keep copies if both copy and original are outputs: two outputs would alias.
 
 Upstream: not reported: a consequence of passes that put nodes in the place of others, which torch's own passes fix by
     FakeTensorUpdater.
@@ -25,7 +25,7 @@ from dtensor_compile.graph.operator_traits import VIEWS
 
 
 def view_again(graph: torch.fx.Graph) -> None:
-    """Makes the fake values of views in `graph` again that are none of their first argument's."""
+    """Recomputes fake values of views in `graph` that do not alias the fake value of their first argument."""
     for node in graph.nodes:
         if node.target not in VIEWS or not isinstance(source := node.args[0], torch.fx.Node):
             continue
@@ -38,6 +38,6 @@ def view_again(graph: torch.fx.Graph) -> None:
 
 
 def _memory(value: object) -> int | None:
-    """What names the memory of a tensor, or of the first of several views."""
+    """Identity of the memory of a tensor, or of the first of several views."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return storage_of(first) if isinstance(first, torch.Tensor) else None

@@ -1,1 +1,1 @@
-"""Reading and changing graphs: nodes, what is known of them, what they cost, copies, graphs within graphs."""
+"""Reading and changing graphs: nodes, facts about them, their costs, copies, subgraphs."""

@@ -1,7 +1,8 @@
 """Typed access to arguments and fake values of nodes.
 
 ``node.args[i]`` may be a node, a number, a text, a list or nothing, as far as a type checker knows; a pass that has
-matched the operator knows which. These functions say so, and name node, argument and what was found where it is not.
+matched the operator knows which. These functions assert the type; their errors name the node, the argument and what was
+found.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ T = TypeVar("T")
 
 
 def node_arg(node: torch.fx.Node, place: int) -> torch.fx.Node:
-    """The argument of `node` at `place` that another node makes.
+    """The argument of `node` at `place`, which is a node.
 
     Raises:
-        TypeError: it is no node, or there is none.
+        TypeError: it is not a node, or there is none.
     """
     return const_arg(node, place, torch.fx.Node)
 
@@ -29,7 +30,7 @@ def const_arg(node: torch.fx.Node, place: int, kind: type[T]) -> T:
 
     Args:
         node: whose argument it is.
-        place: among the positional ones; negative ones count from the end.
+        place: its position; negative ones count from the end.
         kind: its type: ``int``, ``str``, ``list``.
 
     Returns:
@@ -58,7 +59,7 @@ def list_arg(node: torch.fx.Node, place: int) -> list[Any]:
 
 
 def function_of(node: torch.fx.Node) -> Callable[..., Any]:
-    """What `node` calls.
+    """The function that `node` calls.
 
     Raises:
         TypeError: it calls a method or a module, by name, or nothing.
@@ -72,7 +73,7 @@ def operator_of(node: torch.fx.Node) -> torch._ops.OpOverload:
     """The operator that `node` calls.
 
     Raises:
-        TypeError: it calls something else: a function of Python, a module.
+        TypeError: it calls something else: a Python function, a module.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         raise TypeError(f"{node.name} calls {node.target}, which is no operator of torch's")
@@ -80,10 +81,10 @@ def operator_of(node: torch.fx.Node) -> torch._ops.OpOverload:
 
 
 def value_of(node: torch.fx.Node) -> torch.Tensor:
-    """The fake tensor that `node` gives.
+    """The fake tensor that `node` returns.
 
     Raises:
-        TypeError: it gives something else, or it was not traced.
+        TypeError: it returns something else, or it was not traced.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -92,13 +93,13 @@ def value_of(node: torch.fx.Node) -> torch.Tensor:
 
 
 def values_of(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The fake values that `node` gives: one, or those of a list."""
+    """The fake values that `node` returns: one, or those of a list."""
     value = node.meta["val"]
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def sizes_of(shape: Iterable[Any]) -> list[Any]:
-    """Sizes as numbers and symbols: those of a node are its fake value."""
+    """Sizes as numbers and symbols; for a size that is a node, its fake value."""
     return [size.meta["val"] if isinstance(size, torch.fx.Node) else size for size in shape]
 
 
@@ -108,11 +109,11 @@ def fake_arguments(node: torch.fx.Node) -> tuple[Any, Any]:
 
 
 def fake_result(node: torch.fx.Node) -> Any:
-    """What `node` gives on the fake values of its arguments.
+    """The result of `node` on the fake values of its arguments.
 
     Raises:
         KeyError: an argument has none.
-        Exception: what the operator raises on them.
+        Exception: any exception that the operator raises on them.
     """
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     return function_of(node)(*args, **kwargs)

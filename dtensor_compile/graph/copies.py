@@ -1,8 +1,8 @@
-"""Copies in place of nodes that go away.
+"""Copies in place of removed nodes.
 
-A redistribution gives a new tensor. Where its reader gets another node of the graph instead, it gets a copy of that, or
-an output of the graph would be an input or another output, and a change of the one would change the other. Inductor
-drops the copies that nobody can tell from the original.
+A redistribution returns a new tensor. If its reader gets another node of the graph instead, it gets a copy; otherwise
+an output of the graph could be an input or another output, and a change of the one would change the other. Inductor
+drops the copies that are indistinguishable from the original.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_same_view(node: Any) -> bool:
 
 
 def _wide(value: torch.Tensor) -> list[Any]:
-    """The strides that say where elements lie: those of dims of more than one."""
+    """The strides that matter for the layout: those of dims with more than one element."""
     return [stride for size, stride in zip(value.shape, value.stride()) if not statically_known_true(size == 1)]
 
 
@@ -58,7 +58,7 @@ def is_view(node: torch.fx.Node) -> bool:
 def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
     """Whether a copy of `original` can have the strides of `node`, for which its readers were traced.
 
-    Strides of dims of size 1 can be any, so that a rank that holds a single row decides as the others do.
+    Strides of dims of size 1 are ignored, so that a rank with a single row decides as the others do.
     """
     was, now = node.meta.get("val"), original.meta.get("val")
     return (
@@ -67,7 +67,7 @@ def can_copy(original: torch.fx.Node, node: torch.fx.Node) -> bool:
 
 
 def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
-    """Readers of `node` read a copy of `original` with the strides of `node`; `node` goes away."""
+    """Replaces `node` by a copy of `original` with the strides of `node`, and erases `node`."""
     was, now = node.meta.get("val"), original.meta.get("val")
     meta = inherited(node, (MARK,))
 
@@ -99,7 +99,7 @@ def replace_by_copy(node: torch.fx.Node, original: torch.fx.Node) -> None:
 
 
 def _order_of_dims(value: torch.Tensor) -> list[int] | None:
-    """The order of dims in which a tensor is dense; None where there is none.
+    """The order of dims in which a tensor is dense; None if there is none.
 
     Dims of size 1 fit anywhere; without elements, all do.
     """
@@ -121,13 +121,13 @@ def _order_of_dims(value: torch.Tensor) -> list[int] | None:
 
 
 def replace(node: torch.fx.Node, new: torch.fx.Node, *, shared: bool = False) -> bool:
-    """Readers of `node` read `new`, in the strides of `node` or in others that make no difference to them; what nobody
-    reads then goes away.
+    """Replaces `node` by `new`, in the strides of `node` or in others that its readers do not notice; erases unused
+    nodes.
 
     Args:
-        shared: `new`, or what it is a view of, has other readers.
+        shared: whether `new`, or its view base, has other readers.
 
-    Returns False where the strides cannot be had; then `new` goes away.
+    Returns False, and erases `new`, if a copy cannot have the strides.
     """
     was, now = node.meta["val"], new.meta["val"]
     assert was.dtype == now.dtype and was.dim() == now.dim(), f"{new} does not stand for {node}"
@@ -159,9 +159,7 @@ def can_be_dense(node: torch.fx.Node) -> bool:
 
 
 def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.fx.Node, Any] | None:
-    """Fake values of `node` and of views of it where it has the strides of `value`; None where a reader would
-    notice.
-    """
+    """Fake values of `node` and its views if it has the strides of `value`; None if a reader would notice."""
     changed: dict[torch.fx.Node, Any] = {node: value}
     pending = [node]
     while pending:
@@ -172,7 +170,7 @@ def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.
             try:
                 now = function_of(user)(*args, **kwargs)
             except RuntimeError:
-                return None  # a view that there is not in other strides
+                return None  # a view that does not exist in other strides
             if _is_laid_out_as(user.meta["val"], now):
                 continue
             if not is_view(user) and user.target is not operator.getitem and user.target not in SPLITS:
@@ -182,12 +180,12 @@ def _with_other_strides(node: torch.fx.Node, value: torch.Tensor) -> dict[torch.
     return changed
 
 
-#: What a fake run of an operator would change, or cannot know.
+#: Operators whose fake run has side effects, or does not determine the result.
 _ONCE = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 def _may_run_again(node: torch.fx.Node) -> bool:
-    """Whether a fake run of a node says what its result looks like, whatever the strides of what it reads."""
+    """Whether a fake run of a node determines its result for any strides of its operands."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
     return node.target is not torch.ops.aten.as_strided.default and not any(tag in node.target.tags for tag in _ONCE)
@@ -200,9 +198,7 @@ def _is_laid_out_as(a: Any, b: Any) -> bool:
 
 
 def erase_dead(node: torch.fx.Node) -> None:
-    """Erases a node that nobody reads and those that it alone was made of; not inputs, nor what acts on more than its
-    result.
-    """
+    """Erases an unused node and operands that only it reads; keeps inputs and nodes with side effects."""
     pending = [node]
     while pending:
         node = pending.pop()

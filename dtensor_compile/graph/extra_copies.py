@@ -1,14 +1,14 @@
-"""Copies that are a kernel of their own: bytes that are written only to have another layout.
+"""Copies that are kernels of their own: bytes that are written only to change a layout.
 
-In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot make
-part of another kernel: what they read comes from outside of generated code (a matrix product, a collective, an input)
-or is written for such a reader anyway, and what reads them is outside of it too (or an output). A copy beside an
-elementwise operator or a reduction is part of that operator's kernel and costs nothing more.
+In: a lowered graph. Out: the nodes that copy (``clone``, ``cat``, ``constant_pad_nd``) and that a compiler cannot fuse:
+their operand comes from outside of generated code (a matmul, a collective, an input) or is written for such a reader
+anyway, and their readers are outside of it too (or outputs). A copy beside an elementwise operator or a reduction is
+fused into that operator's kernel and costs nothing more.
 
     wait_tensor -> permute -> clone -> mm      a kernel of its own
     wait_tensor -> permute -> clone -> mul     part of the multiplication
     mul -> permute -> clone -> all_gather      the same
-    mul -> mm, mul -> permute -> clone -> mm   a kernel of its own: the product is in memory in another order
+    mul -> mm, mul -> permute -> clone -> mm   a kernel of its own: its result is in memory in another order
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def is_outside(node: torch.fx.Node) -> bool:
-    """Whether what the node gives, or reads, is not part of a kernel that a compiler writes."""
+    """Whether a node runs outside of generated kernels."""
     if node.op != "call_function":
         return True
     if node.target in VIEWS or not isinstance(node.target, torch._ops.OpOverload):
@@ -47,7 +47,7 @@ def sends(node: torch.fx.Node) -> bool:
 
 
 def sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """What the memory that a node reads was written by, behind views, and behind clones that only it reads: they are
+    """The nodes that wrote the memory that a node reads, behind views, and behind clones that only it reads: they are
     one copy.
     """
     for source in node.all_input_nodes:
@@ -58,12 +58,12 @@ def sources(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def _is_read_outside(node: torch.fx.Node, but: torch.fx.Node) -> bool:
-    """Whether what the node writes is in memory for a reader that a compiler does not write, other than `but`."""
+    """Whether a reader other than `but`, outside of generated kernels, needs the node's result in memory."""
     return any(reader is not but and is_outside(reader) for reader in readers(node))
 
 
 def readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """What reads the memory that a node writes, behind views."""
+    """The readers of the memory that a node writes, behind views."""
     for user in node.users:
         if user.target in VIEWS:
             yield from readers(user)
@@ -84,7 +84,7 @@ def standalone_copies(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def touches_collective(node: torch.fx.Node) -> bool:
-    """Whether a copy is one of what a collective takes or gives."""
+    """Whether a node copies an input or an output of a collective."""
     return any(communicates(other.target) for other in (*sources(node), *readers(node)))
 
 

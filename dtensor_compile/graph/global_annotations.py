@@ -1,19 +1,19 @@
-"""What a local tensor is globally, noted in its node while torch traces: the spec, the mesh and the global shape.
+"""Marks of local tensors, noted in their nodes while torch traces: spec, mesh and global shape.
 
     mm: [4, 16]   of   S(1) of [4, 64] on cpu[tp=4:1]@4
 
-A redistribute node says so of itself. Of what lies between two of them a graph of local tensors says nothing: whether
-an operand is the same on every rank, or what a view is where ranks hold other sizes. DTensor knows, and says it of the
-tensors that it hands to an operator, the first time for equal ones. Marks are text and plain integers, the same on
-every rank, so that passes may decide by them.
+A redistribute node has these as arguments. For nodes between two of them, a graph of local tensors does not say whether
+an operand is the same on every rank, or what a view is if sizes differ between ranks. DTensor knows; it marks the
+tensors that it passes to an operator, the first time for equal ones. Marks are text and plain integers, the same on
+every rank, so that decisions of passes may depend on them.
 
 A mark means what the spec of a DTensor means: that the local tensors of all ranks are those of one global tensor. A
-program that says so of what is not (`DTensor.from_local` of other values on each rank as `Replicate`) gets what torch's
-own shortcuts would give it.
+program for which that is wrong (`DTensor.from_local` of different values on each rank as `Replicate`) gets the results
+of torch's own shortcuts.
 
-Without a mark are plain tensors, nodes between those of one operator that was
-decomposed, symbolic shapes, tensors for which the program names two specs, and local tensors of another shape than
-their spec says."""
+Without a mark are plain tensors, nodes inside of a decomposed operator, symbolic shapes, tensors for which the program
+names two specs, and local tensors of another shape than their spec says.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from dtensor_compile.ir.mesh import mesh_text, parse_mesh
 from dtensor_compile.ir.spec import spec_text
 from dtensor_compile.ops.redistribute import check_local
 
-#: Key of a node's ``meta``: its `Mark`; None where the program says two things of it, or what there is no mark for.
+#: Key of a node's ``meta``: its `Mark`; None if the program says contradictory things, or things without a mark.
 MARK = "dtensor_compile_mark"
 
 
 class Mark(NamedTuple):
-    """What a local tensor is globally: texts of a spec and a mesh, and a shape of plain integers."""
+    """The global form of a local tensor: texts of a spec and a mesh, and a shape of plain integers."""
 
     spec: str
     mesh: str
     shape: tuple[int, ...]
 
 
-#: While this thread traces for our backend: marks that were made, by the spec and the shape of the local tensor.
+#: Marks made while this thread traces for our backend, by the spec and the shape of the local tensor.
 _marks: ContextVar[dict[Any, Mark | None] | None] = ContextVar("marks", default=None)
 
 
 @contextlib.contextmanager
 def mark_local_tensors() -> Iterator[None]:
-    """While it is entered, nodes that this thread traces get marks."""
+    """While active, nodes that this thread traces get marks."""
     token = _marks.set({})
     try:
         with locals_hook(mark):
@@ -61,7 +61,7 @@ def mark_local_tensors() -> Iterator[None]:
 
 
 def mark(local: torch.Tensor, spec: Spec) -> None:
-    """Notes in the node of a local tensor what it is globally."""
+    """Notes the global form of a local tensor in its node."""
     made = _marks.get()
     node = node_of(local) if made is not None else None
     if made is None or node is None:

@@ -1,7 +1,7 @@
-"""The operators of one graph put into another: what a node is lowered to.
+"""Inlines the operators of one graph into another, such as those that a node is lowered to.
 
-Layers of a model repeat what they are lowered to, and tracing it takes milliseconds, so that a traced graph is put in
-many times."""
+Layers of a model repeat, and tracing takes milliseconds, so that a traced graph is inlined many times.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dtensor_compile.graph.node_builder import inherited
 def splice(
     graph: torch.fx.Graph, part: torch.fx.Graph, inputs: Sequence[Any], meta: Mapping[str, Any], *, again: bool
 ) -> Any:
-    """Puts the operators of `part` where `graph` inserts; what its result is there.
+    """Inlines the operators of `part` at the insertion point of `graph`; returns its result there.
 
     Args:
         inputs: nodes and numbers for the placeholders of `part`.
         meta: goes to every new node.
-        again: `part` was put in before. Two values of a graph never share a fake tensor, as passes read from it which
-            ones share memory: fake values are made again.
+        again: whether `part` was inlined before. Fake values are then made again: two values of a graph never share a
+            fake tensor, as passes find aliases by them.
     """
     values = dict(zip(part.find_nodes(op="placeholder"), inputs))
     for inner in part.nodes:
@@ -41,7 +41,7 @@ def splice(
 
 
 def cut_out(result: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Graph:
-    """The graph of what `result` is made of, as one that is traced on the placeholder `source` alone: `splice` it."""
+    """The graph that computes `result` from the placeholder `source` alone, for `splice`."""
     needed, pending = {source, result}, [result]
     while pending:
         more = [node for node in pending.pop().all_input_nodes if node not in needed]
@@ -57,9 +57,7 @@ def cut_out(result: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Graph:
 
 
 def without_values(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy to keep for other traces, whose nodes have no fake values (and so keep no tracer alive): `splice` it
-    `again`.
-    """
+    """A copy without fake values (which would keep a tracer alive), to keep for other traces: `splice` it `again`."""
     copy = torch.fx.Graph()
     values: dict[torch.fx.Node, Any] = {}
     output = copy.graph_copy(graph, values)

@@ -1,13 +1,13 @@
-"""Seconds of operators as the device at hand takes them, for ``options={"kernel_costs": "measured"}``.
+"""Seconds of operators measured on the device at hand, for ``options={"kernel_costs": "measured"}``.
 
-In: a node. Out: seconds, or None where the estimate of `dtensor_compile.topology.links.compute_seconds` has to do: for
-all but the operators that torch has a formula of floating-point operations for (products, convolutions, attention),
-since loops that a compiler fuses are bound by memory and are estimated well; for those that draw random numbers, which
-are not to be drawn twice; and where the device is not there or has no memory left.
+In: a node. Out: seconds, or None if the estimate of `dtensor_compile.topology.links.compute_seconds` is used: for
+operators without a formula of floating-point operations in torch (all but matmuls, convolutions, attention), since
+fused loops are bound by memory and are estimated well; for those that draw random numbers, which must not be drawn
+twice; and if the device is missing or has no memory left.
 
-An operator runs on tensors of the sizes, strides and dtypes that it will see, a few hundredths of a second for each
-different one. Ranks may measure differently: seconds decide what runs between two starts of collectives, never their
-order."""
+An operator runs on tensors with its actual sizes, strides and dtypes; each distinct one takes a few hundredths of a
+second. Ranks may measure differently: seconds decide what runs between two starts of collectives, never their order.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _measured: dict[str, float | None] = {}
 
 
 def measured_seconds(node: torch.fx.Node) -> float | None:
-    """Seconds of the operator of `node`, measured once in a process; None where it is not measured."""
+    """Seconds of the operator of `node`, measured once in a process; None if it is not measured."""
     if not flops_of(node) or _draws(node):
         return None
     target = node.target
@@ -42,7 +42,7 @@ def measured_seconds(node: torch.fx.Node) -> float | None:
 
 
 def not_measured() -> list[str]:
-    """The operators of this process whose kernels could not be run, with their arguments: estimates stand for them."""
+    """The operators of this process whose kernels could not be run, with their arguments; they are estimated."""
     return [key for key, seconds in _measured.items() if seconds is None]
 
 

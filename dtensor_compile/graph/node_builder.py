@@ -1,4 +1,4 @@
-"""New nodes: a call, what the node takes over from the one that it stands for, and its fake value.
+"""New nodes: a call, metadata inherited from the replaced node, and a fake value.
 
 `dtensor_compile.graph.nodes.call` is the one for passes over redistribute nodes, which also says in which graph of the
 two a node runs.
@@ -13,10 +13,10 @@ import torch
 
 from dtensor_compile.graph.arguments import fake_result
 
-#: Keys of a node's ``meta`` that are of its own value.
+#: Keys of a node's ``meta`` that describe its own value.
 _OF_ITS_VALUE = ("val", "tensor_meta")
 
-#: Stands for the value that an operator gives on the fake values of its arguments.
+#: Placeholder for the value that an operator returns on the fake values of its arguments.
 _COMPUTED = object()
 
 
@@ -35,13 +35,13 @@ def add_call(
     meta: Mapping[str, Any],
     value: Any = _COMPUTED,
 ) -> torch.fx.Node:
-    """A new node where `graph` inserts.
+    """Adds a new node at the insertion point of `graph`.
 
     Args:
         target: the operator or function that it calls.
-        args, kwargs: nodes and numbers that it is given.
-        meta: what is noted on it besides its value (`inherited`).
-        value: its fake value; where none is given, what `target` gives on those of its arguments.
+        args, kwargs: its arguments, nodes and numbers.
+        meta: its metadata besides its value (`inherited`).
+        value: its fake value; by default the result of `target` on those of its arguments.
 
     Returns:
         The node.

@@ -1,10 +1,9 @@
-"""What a lowered graph sends and computes: its collectives and operators in order, with sizes, lines and modules.
+"""Collectives and operators of a lowered graph in order, with sizes, lines and modules.
 
-In: a forward or backward graph after lowering, of this backend or of another. Out: plain records, so that nothing of
-torch is held.
-Works are counted from the fake values of the nodes: floating-point operations by torch's own formulas, bytes read and
-written from shapes. A compiler makes one kernel of an elementwise operator and what feeds it, so that such an operator
-only writes its result.
+In: a forward or backward graph after lowering, of this backend or of another. Out: plain records that hold no torch
+objects. Work is counted from the fake values of the nodes: floating-point operations by torch's own formulas, bytes
+read and written from shapes. A compiler fuses an elementwise operator with its producers, so that such an operator only
+writes its result.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ class SentCollective:
     """One functional collective of a graph.
 
     Attributes:
-        kind: as in `dtensor_compile.planner.search`; the operator's name where that has no kind of its own.
-        bytes: bytes that this rank sends (0 for a kind whose cost is not known).
+        kind: as in `dtensor_compile.planner.search`; the operator's name if it has no kind there.
+        bytes: bytes that this rank sends (0 for a kind of unknown cost).
         where: the user's line, ``file:line: code``.
         module: path of the module.
         mesh_dim: name of the mesh dim that the group belongs to, or the name of the group.
         ranks: global ranks of the group.
         shape, dtype: of the local input; symbolic sizes by their hints.
-        carries: of each `CapturedRedistribution` that it carries, the number, and the bytes that it sends of it;
-            several where collectives were merged.
+        carries: number of each `CapturedRedistribution` that it carries, and the bytes that it sends for it; several if
+            collectives were merged.
     """
 
     kind: str
@@ -77,7 +76,7 @@ class Operation:
     """One node that takes time, or that starts or waits for a collective.
 
     Attributes:
-        name: of the operator (``aten.mm``).
+        name: name of the operator (``aten.mm``).
         where, module: the user's line, the path of the module.
         flops: floating-point operations.
         bytes: bytes read and written.
@@ -121,7 +120,7 @@ def operations_of(graph: torch.fx.Graph) -> tuple[list[SentCollective], list[Ope
             collectives.append(_collective(node, name))
             started[node] = len(collectives) - 1
             operations.append(replace(here, starts=len(collectives) - 1))
-            if not starts_collective(node) and name != "c10d_exchange":  # runs to its end where it stands
+            if not starts_collective(node) and name != "c10d_exchange":  # blocks until it has ended
                 operations.append(replace(here, waits_for=len(collectives) - 1))
         elif (work := work_of(node, computed)) is not None:
             operations.append(replace(here, **work._asdict()))
@@ -129,7 +128,7 @@ def operations_of(graph: torch.fx.Graph) -> tuple[list[SentCollective], list[Ope
 
 
 class OperatorWork(NamedTuple):
-    """What an operator does; as in `Operation`."""
+    """The work of an operator; fields as in `Operation`."""
 
     flops: int
     bytes: int
@@ -138,10 +137,10 @@ class OperatorWork(NamedTuple):
 
 
 def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> OperatorWork | None:
-    """What an operator does; None for one that takes no time (a view, a size).
+    """The work of an operator; None for one that takes no time (a view, a size).
 
     Args:
-        computed: the operators before it that take time; it is added to them.
+        computed: the operators before it that take time; this one is added.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or is_view(node.target):
         return None
@@ -161,7 +160,7 @@ def result_bytes(node: torch.fx.Node) -> int:
 
 
 def device_of(graph: torch.fx.Graph) -> str:
-    """Type of the device that a graph computes on: an accelerator's where it has a tensor there."""
+    """Type of the device that a graph computes on: an accelerator if any tensor is on one."""
     types = [value.device.type for node in graph.nodes for value in _values(node.meta.get("val"))]
     return next((device for device in types if device not in ("cpu", "meta")), "cpu")
 
@@ -182,11 +181,11 @@ def _bytes(value: torch.Tensor) -> int:
 
 
 def itemsize_of(node: torch.fx.Node) -> int:
-    """Bytes of an element of what a node returns."""
+    """Bytes of an element of a node's result."""
     return next((value.element_size() for value in _values(node.meta.get("val"))), 4)
 
 
-#: Operators without a formula in torch, and those with the same arguments that have one.
+#: Operators without a formula in torch, mapped to operators with the same arguments that have one.
 _COUNTED_AS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -194,7 +193,7 @@ _COUNTED_AS = {
 
 
 def flops_of(node: torch.fx.Node) -> int:
-    """Floating-point operations of a node, by torch's formulas; 0 where it has none."""
+    """Floating-point operations of a node, by torch's formulas; 0 without one."""
     packet = getattr(node.target, "overloadpacket", None)  # operators of higher order have none
     formula = None if packet is None else flop_registry.get(_COUNTED_AS.get(packet, packet))
     if formula is None:
@@ -240,7 +239,7 @@ GROUP_ARGUMENTS = ("group", "group_name", "groups")
 
 
 def group_of(node: torch.fx.Node) -> dist.ProcessGroup | None:
-    """The process group of a collective: the argument that its schema calls so."""
+    """The process group of a collective: the argument of its schema with such a name."""
     for argument, value in zip(operator_of(node)._schema.arguments, node.args):
         if argument.name in GROUP_ARGUMENTS:
             return compat_mesh.group_named(str(value[0] if isinstance(value, (list, tuple)) else value))
@@ -248,7 +247,7 @@ def group_of(node: torch.fx.Node) -> dist.ProcessGroup | None:
 
 
 _ROOT = re.compile(r"^[LG](?:\[['\"](?P<name>\w+)['\"]\]|__self___?)\.?")
-#: What Dynamo calls the module that is compiled: in a method of it, and in torch's own call of it.
+#: Dynamo's names of the compiled module: in a method of it, and in torch's own call of it.
 _SELF = ("self", "fn", None)
 
 

@@ -1,4 +1,4 @@
-"""Reading and making redistribute nodes: the one place that knows the order of their arguments and what they send."""
+"""Reading and making redistribute nodes: the only module that knows the order of their arguments and their cost."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from dtensor_compile.ops.redistribute_across import redistribute_across_op
 from dtensor_compile.planner.search import bytes_sent, collectives
 from dtensor_compile.planner.shard_intervals import cuts_evenly
 
-#: Key of a node's ``meta``: under which number a recording knows the redistribution, also when it has become
-#: collectives. Of a collective that was merged of several: pairs of the number and the bytes that are sent for it.
+#: Key of a node's ``meta``: the number of the redistribution in a recording, also on the collectives that it becomes.
+#: For a merged collective: pairs of the number and the bytes that are sent for it.
 RECORDED_AS = "dtensor_compile_recorded_as"
 
-#: Key of a node's ``meta``: the operator whose sharding rule asked for the redistribution, empty where the program did.
+#: Key of a node's ``meta``: the operator whose sharding rule asked for the redistribution, empty if the program did.
 FORCED_BY = "dtensor_compile_forced_by"
 
 #: Key of the ``meta`` of nodes that torch's own code made of a redistribution: a
 #: `dtensor_compile.capture.trace.HandedBack`.
 HANDED_BACK = "dtensor_compile_handed_back"
 
-#: Key of a node's ``meta``: it starts a part of what was one collective, and stays by itself.
+#: Key of a node's ``meta``: it starts a part of a decomposed collective, and is not merged.
 PART = "dtensor_compile_part"
 
-#: Key of a node's ``meta``: it and the products beside it become one operator, and it stays by itself.
+#: Key of a node's ``meta``: it is fused with the matmuls beside it, and is not merged.
 FUSED = "dtensor_compile_fused"
 
-#: Key of a node's ``meta``: it is part of a redistribution from one mesh to another, and of which.
+#: Key of a node's ``meta``: the redistribution between meshes that it is part of.
 ACROSS = "dtensor_compile_across"
 
 
@@ -95,7 +95,7 @@ def is_start(node: torch.fx.Node) -> bool:
 
 
 def starts_collective(node: torch.fx.Node) -> bool:
-    """The same, also of a collective that Inductor has made one that writes over its input."""
+    """The same, including a collective that Inductor made in-place."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target is wait_tensor:
         return False
@@ -107,8 +107,8 @@ def is_wait(node: torch.fx.Node) -> bool:
 
 
 def is_fixed(node: torch.fx.Node) -> bool:
-    """Whether a node of a lowered graph stays where it is: it writes to memory, has effects, or communicates where it
-    stands.
+    """Whether a node of a lowered graph must not move: it writes to memory, has effects, or communicates
+    synchronously.
     """
     if node.op != "call_function" or is_start(node) or is_wait(node) or node.target in HOLDS:
         return False
@@ -116,8 +116,8 @@ def is_fixed(node: torch.fx.Node) -> bool:
 
 
 def communicates(target: Any) -> bool:
-    """Whether an operator sends, or waits for what is sent. What holds gradients has an effect on those of one
-    parameter alone.
+    """Whether an operator sends, or waits for a collective. Operators that hold gradients only affect those of one
+    parameter.
     """
     return getattr(target, "namespace", None) in COMMUNICATES and target not in HOLDS
 
@@ -129,7 +129,7 @@ def read(node: torch.fx.Node) -> RedistributeNode:
 
 
 class Cost(NamedTuple):
-    """What one rank sends: number of collectives, bytes."""
+    """The cost of one rank: number of collectives, bytes sent."""
 
     collectives: int
     bytes: int
@@ -140,19 +140,19 @@ class Cost(NamedTuple):
         return f"{self.bytes:,} bytes in {self.collectives}"
 
     def is_less(self, other: Cost) -> bool:
-        """Whether this is at most as many bytes in at most as many collectives, and not both the same."""
+        """Whether this has no more bytes and no more collectives than `other`, and is not equal to it."""
         return self.collectives <= other.collectives and self.bytes <= other.bytes and self != other
 
 
-#: Of what no plan within the bound of memory leads to: more than anything else.
+#: Cost of a redistribution without a plan within the memory bound: more than any other.
 OVER_BUDGET = Cost(1 << 40, 1 << 60)
 
 
 def cost(this: RedistributeNode, itemsize: int) -> Cost:
-    """What a redistribution of elements of `itemsize` bytes sends; symbolic sizes count with their hints.
+    """Cost of a redistribution of elements of `itemsize` bytes; symbolic sizes count with their hints.
 
     Raises:
-        PlanError: nothing leads from the one spec to the other.
+        PlanError: no plan leads from the source to the target spec.
     """
     try:
         steps = plan_of(this.source, this.target, parse_mesh(this.mesh), this.sizes, itemsize)
@@ -162,7 +162,7 @@ def cost(this: RedistributeNode, itemsize: int) -> Cost:
 
 
 def cost_of(nodes: Iterable[torch.fx.Node]) -> Cost:
-    """What redistribute nodes send together."""
+    """Total cost of redistribute nodes."""
     each = [cost(read(node), value_of(node).element_size()) for node in nodes]
     return Cost(sum(c.collectives for c in each), sum(c.bytes for c in each))
 
@@ -171,19 +171,19 @@ def has_even_shards(node: torch.fx.Node) -> bool:
     """Whether the local tensors of a redistribute node, before and after, have the same sizes on every rank of the
     mesh.
 
-    A symbolic size counts with its hint: that is what a rank sees of it while it compiles.
+    A symbolic size counts with its hint, which is all that a rank knows of it while it compiles.
     """
     this = read(node)
     shape, mesh_shape = size_hints(this.sizes), parse_mesh(this.mesh).shape
     return all(cuts_evenly(parse_spec(spec), mesh_shape, shape) for spec in (this.source, this.target))
 
 
-#: Keys of a node's ``meta`` that say in which graph of the two it runs, and whether it runs again.
+#: Keys of a node's ``meta`` that say in which of the two graphs it runs, and whether it is recomputed.
 _WHEN = ("partitioner_tag", "recompute", "ac_graph_id")
 
 
 def when(node: torch.fx.Node) -> tuple[Any, ...]:
-    """In which graph a node runs, and whether it runs again: nodes that become one have to agree about it."""
+    """The graph in which a node runs, and whether it is recomputed: nodes that are merged have to agree."""
     return tuple(node.meta.get(key) for key in _WHEN)
 
 
@@ -196,11 +196,11 @@ def call(
     before: torch.fx.Node,
     mark: Mark | None = None,
 ) -> torch.fx.Node:
-    """A new node in front of `before`, with the origin of `like`, in the graph of `before`, and the fake value of its
+    """A new node in front of `before`, with the origin of `like`, in the graph of `before`, and a fake value of its
     own.
 
     Args:
-        mark: what it is globally.
+        mark: its global form.
     """
     meta = {**inherited(like, _WHEN), MARK: mark, **{key: before.meta[key] for key in _WHEN if key in before.meta}}
     with before.graph.inserting_before(before), as_fake_as(like.meta["val"]):
@@ -214,7 +214,7 @@ def zeros(shape: list[int], value: torch.Tensor, *, like: torch.fx.Node, before:
 
 
 def redistribute(this: RedistributeNode, *, like: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
-    """A new redistribute node in front of `before`, that stands for `like`."""
+    """A new redistribute node in front of `before`, which inherits from `like`."""
     return call(redistribute_op, (this.local, *this[1:4], list(this.shape)), like=like, before=before)
 
 

@@ -1,15 +1,15 @@
-"""What operators promise, as sets of overloads and questions about one; passes keep no lists of their own.
+"""Properties of operators, as sets of overloads and predicates; passes keep no lists of their own.
 
-Views, from the narrowest promise to the widest:
+Views, from the narrowest set to the widest:
 
     SIZED_VIEWS        the sizes of the result are an argument
     SHAPE_VIEWS        ... or the shape stays: a view of one contiguous tensor as another
     RESHAPES           ... or a copy where no view has that shape; rows stay rows
     ORDERED_VIEWS      ... or dims of size 1 come and go; elements stay in their order
 
-`VIEWS` are those that name memory anew without a kernel, pieces of it and items of lists included.
+`VIEWS` alias memory, or part of it, without a kernel; items of lists are included.
 
-Rules that need more than a set (which dims an operator acts on, what a sum of it is) stand with the algebra,
+Rules that need more than a set (the dims on which an operator acts, its partial sums) are part of the algebra,
 ``passes/spec_rules.py``.
 """
 
@@ -27,52 +27,52 @@ aten = torch.ops.aten
 #: Views whose arguments are the tensor and the sizes of the result.
 SIZED_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 
-#: Views of a tensor as it lies, in the same shape or another one.
+#: Views of a tensor as it is in memory, in the same shape or another one.
 SHAPE_VIEWS = SIZED_VIEWS | {aten.detach.default, aten.alias.default}
 
-#: The same, also of tensors of which it takes a copy.
+#: The same, including operators that copy if they have to.
 RESHAPES = SHAPE_VIEWS | {aten.reshape.default}
 
-#: What leaves elements in their order.
+#: Operators that keep the order of elements.
 ORDERED_VIEWS = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
 
-#: What gives several views of one tensor.
+#: Operators that return several views of one tensor.
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
 
-#: What renames dims.
+#: Operators that permute dims.
 PERMUTATIONS = frozenset({aten.transpose.int, aten.t.default, aten.permute.default})
 
-#: What runs no kernel: its result is the memory of its argument, or part of it. Items of lists count, whatever made the
-#: list. Not the same as a schema that says so (`is_view`): ``reshape`` is here, since traced ones view, and
-#: ``squeeze.dims`` is not, so that it counts as a kernel.
+#: Operators that run no kernel: the result aliases the argument. Items of any list count. This differs from the schema
+#: (`is_view`): ``reshape`` is here, since traced ones are views, and ``squeeze.dims`` is not, so that it counts as a
+#: kernel.
 VIEWS = SPLITS | PERMUTATIONS | RESHAPES | {
     aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.expand.default, aten.view_as_real.default, aten.view_as_complex.default, operator.getitem,
 }  # fmt: skip
 
-#: What gives the values that it gets, in the same shape, so that its result is globally what its argument is.
+#: Operators that return the values of their argument in the same shape, so that the result has its global form.
 IDENTITIES = frozenset({aten.clone.default, aten.detach.default, aten.alias.default})
 
-#: What writes its argument to memory again, to have it laid out in another way.
+#: Operators that copy their argument to another layout.
 LAYOUT_COPIES = frozenset({aten.clone.default, aten.cat.default, aten.constant_pad_nd.default})
 
-#: What gives the values that it gets in another dtype (or on another device).
+#: Operators that return the values of their argument in another dtype (or on another device).
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
 #: Sums of two terms.
 TWO_TERM_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
-#: What commutes with a sum over ranks where all its operands are such sums.
+#: Operators that commute with a sum over ranks if all operands are such sums.
 SUMS = TWO_TERM_SUMS | {aten.neg.default}
 
-#: What gives, for operands of the same sizes on every rank, a result of the same sizes on every rank; elementwise
-#: operators do so too (`is_pointwise`).
+#: Operators that, for operands of the same sizes on every rank, return a result of the same sizes on every rank;
+#: elementwise operators do so too (`is_pointwise`).
 SIZES_FOLLOW = IDENTITIES | CASTS | PERMUTATIONS | RESHAPES | {aten.mm.default, aten.unsqueeze.default}
 
-#: Matrix products, by the names that reports have.
+#: Matmuls, by their names in reports.
 MATMULS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
 
-#: Operators of kernels that a compiler does not write, by the beginning of their names.
+#: Prefixes of names of operators whose kernels are not generated.
 LIBRARY_KERNELS = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_scaled_mm", "_grouped_mm", "sort", "topk",
 )  # fmt: skip
@@ -84,7 +84,7 @@ def is_pointwise(target: Any) -> bool:
 
 
 def draws(target: Any) -> bool:
-    """Whether an operator takes numbers from torch's generator."""
+    """Whether an operator draws random numbers from torch's generator."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 

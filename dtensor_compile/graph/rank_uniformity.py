@@ -1,9 +1,9 @@
-"""What ranks know alike of a node.
+"""Facts about nodes that are the same on all ranks.
 
-Every rank runs the passes on a graph of its own and has to come to the same end, or ranks would call other collectives.
-Where all shards are even, ranks see the same sizes. Where some are not, a size of 1 on the one rank looks like what is
-broadcast, and a view like none; there a pass asks for marks (``graph/global_annotations.py``), and what has none stays
-where it is."""
+Every rank runs the passes on its own graph and must make the same decisions, or ranks would call different collectives.
+If all shards are even, ranks see the same sizes. If some are not, a size of 1 on one rank looks like a broadcast, and a
+view like a no-op; a pass then uses marks (``graph/global_annotations.py``), and leaves nodes without one alone.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _uneven: ContextVar[bool] = ContextVar("uneven", default=False)
 
 @contextlib.contextmanager
 def sizes_differ(differ: bool) -> Iterator[None]:
-    """While it is entered, sizes of local tensors differ between ranks, or do not."""
+    """While active, sizes of local tensors are taken to differ between ranks, or not to differ."""
     token = _uneven.set(differ)
     try:
         yield
@@ -38,13 +38,13 @@ def sizes_differ(differ: bool) -> Iterator[None]:
 
 
 def may_use_sizes() -> bool:
-    """Whether a rank may decide by the sizes of its local tensors: all ranks have the same."""
+    """Whether decisions may depend on the sizes of local tensors: all ranks have the same."""
     return not _uneven.get()
 
 
 def nodes_of_equal_sizes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """The nodes of `graph` whose local tensors have the same sizes on every rank: all, or where shards are uneven those
-    of which a mark says so, and what is computed of such ones alone.
+    """The nodes of `graph` whose local tensors have the same sizes on every rank: all, or if shards are uneven, those
+    whose mark says so and those computed from such nodes alone.
     """
     if may_use_sizes():
         return set(graph.nodes)
@@ -67,7 +67,7 @@ def equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def mark_of(node: Any) -> Mark | None:
-    """What a node is globally; None where nothing says."""
+    """The global form of a node; None if unknown."""
     if is_redistribution(node):
         this = read(node)
         return Mark(this.target, this.mesh, this.shape) if all(type(size) is int for size in this.shape) else None
@@ -75,11 +75,11 @@ def mark_of(node: Any) -> Mark | None:
 
 
 def spread_marks(graph: torch.fx.Graph) -> None:
-    """Marks what is made as something marked was: by the same operators from arguments with the same marks.
+    """Marks nodes that are computed like a marked node: by the same operators from arguments with the same marks.
 
     Tracing marks the arguments of an operator the first time only (`compat.aot.dtensor_observer`); later layers of a
-    model repeat the first. Sums and copies of what is marked are marked too: a program may add local tensors that it
-    took out of DTensors."""
+    model repeat the first. Sums and copies of marked nodes are marked too: a program may add local tensors of DTensors.
+    """
     made: dict[str, Mark | None] = {}
     names: dict[torch.fx.Node, str] = {}
     numbers: dict[Mark | str, int] = {}
@@ -98,7 +98,7 @@ def spread_marks(graph: torch.fx.Graph) -> None:
 
 
 def _repeats(node: torch.fx.Node) -> bool:
-    """Whether what a node gives is globally what its arguments are, if these are the same."""
+    """Whether a node's result has the global form of its arguments, if these have the same."""
     return node.target in IDENTITIES or node.target in SUMS and all(isinstance(x, torch.fx.Node) for x in node.args)
 
 

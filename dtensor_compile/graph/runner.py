@@ -1,9 +1,8 @@
-"""Steps on a graph, one after the other, all under one guard: what each takes, whether it may fail, what it took and
-decided.
+"""Runs steps on a graph in order, all under one guard, and records their decisions and seconds.
 
-A `GraphStep` is data: a function on a graph, what it is given besides, when it applies, and whether numbers depend on
-it. Where a step raises that they do not depend on, its change is taken back, a warning and a decision say so, and the
-next one runs. Where they do, its exception goes on, with a note that names the step.
+A `GraphStep` is data: a function on a graph, its other arguments, when it applies, and whether it is required for
+correct results. If an optional step raises, its change is undone, a warning and a decision report it, and the next one
+runs. The exception of a required step propagates, with a note that names the step.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ T = TypeVar("T")
 
 
 class Policy(Protocol):
-    """What `run_steps` has to know of a compilation; `dtensor_compile.options.Options` has the first three.
+    """The options of a compilation that `run_steps` needs; `dtensor_compile.options.Options` has the first three.
 
     Attributes:
-        disable_passes, enable_passes: names of steps that do not run, and of those that run only where they are asked
-            for.
-        strict: what raises ends the compilation.
+        disable_passes, enable_passes: names of steps that do not run, and of opt-in steps that run.
+        strict: whether any exception ends the compilation.
     """
 
     @property
@@ -45,7 +43,7 @@ class Policy(Protocol):
 
 
 class StepContext(Protocol):
-    """What steps are given besides the graph. It receives what they decide, and the seconds that each took."""
+    """The context of steps besides the graph. It receives their decisions, and the seconds that each took."""
 
     @property
     def options(self) -> Policy: ...
@@ -60,13 +58,13 @@ class GraphStep:
     """One step on a graph.
 
     Attributes:
-        run: changes a graph in place. Returns what it decided: a step that decides nothing changes nothing. A required
-            one may return None.
-        takes: the arguments of `run` after the graph, given the compilation.
+        run: changes a graph in place and returns decisions; a step without decisions changes nothing. A required one
+            may return None.
+        takes: maps the compilation to the arguments of `run` after the graph.
         when: whether the step applies to a compilation.
-        required: numbers depend on it.
-        asked: it runs only where the user asks for it.
-        reads: it changes no node, at most what is noted on nodes, so that nothing has to be taken back.
+        required: whether results are wrong without it.
+        asked: whether it is opt-in.
+        reads: it changes at most metadata of nodes, so that nothing has to be undone.
     """
 
     run: Callable[..., list[Decision] | None]
@@ -78,18 +76,18 @@ class GraphStep:
 
     @property
     def name(self) -> str:
-        """Under which it can be left out, and which its decisions have."""
+        """Name by which it can be disabled, and which its decisions have."""
         return self.run.__name__
 
 
 def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[GraphStep], this: StepContext) -> None:
     """Runs steps in order on a graph, or on the module of one.
 
-    Ranks have to come to the same end; what steps may decide by where shards are uneven is said by `sizes_differ`, for
-    all of them as the graph was before the first.
+    Ranks must make the same decisions; `sizes_differ` says what these may depend on if shards are uneven, for all steps
+    as the graph was before the first.
 
     Raises:
-        Exception: what a required step raised, or any one where the options are strict.
+        Exception: raised by a required step, or by any step if the options are strict.
     """
     graph = subject.graph if isinstance(subject, torch.fx.GraphModule) else subject
     saved: SavedGraph | None = None
@@ -123,7 +121,7 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
 def _result(
     step: GraphStep, subject: torch.fx.Graph | torch.fx.GraphModule, this: StepContext, uneven: bool
 ) -> list[Decision] | None:
-    """What a step decided; the graph that it has changed is one."""
+    """The decisions of a step, after it ran and changed the graph."""
     with sizes_differ(uneven):
         made = step.run(subject, *step.takes(this))
     if not step.reads and (made or not step.required):
@@ -144,7 +142,7 @@ def applies(step: GraphStep, this: StepContext) -> bool:
 
 
 def attempt(name: str, this: StepContext, run: Callable[[], T], otherwise: T) -> T:
-    """What `run` returns; `otherwise`, a warning and a decision where it raises and the options are not strict."""
+    """The result of `run`; if it raises and the options are not strict, `otherwise`, with a warning and a decision."""
     began = time.perf_counter()
     try:
         return run()
@@ -158,7 +156,7 @@ def attempt(name: str, this: StepContext, run: Callable[[], T], otherwise: T) ->
 
 
 def dropped(name: str, error: Exception) -> Decision:
-    """Warns that a step raised and was dropped; the decision that says so."""
+    """Warns that a step raised and was dropped; returns the decision that says so."""
     reason = f"pass dropped: {type(error).__name__}: {error}"
     warnings.warn(f'dtensor_compile: {name}: {reason}; options={{"strict": True}} raises instead', stacklevel=3)
     return Decision(name, "", reason, left_alone=True)

@@ -1,1 +1,1 @@
-"""Specs and meshes as text that parses back: pure data."""
+"""Specs and meshes as text that can be parsed: pure data."""

@@ -1,4 +1,4 @@
-"""The text form of a mesh, and what follows from it by plain integers.
+"""The text form of a mesh, and coordinates and groups derived from it in plain integers.
 
     cpu[dp=2:2,tp=2:1]@4        2x2 over ranks 0..3: dp has size 2 and stride 2, tp size 2 and stride 1
     cpu[tp=2:1]@4               the tp dim of that mesh: the same text on every rank
@@ -75,7 +75,7 @@ class MeshLayout:
         return tuple(dim.size for dim in self.dims)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Coordinate of a global rank, or None where it is not part of the mesh."""
+        """Coordinate of a global rank, or None if it is not part of the mesh."""
         if rank not in self.ranks:
             return None
         position = self.ranks.index(rank)
@@ -98,18 +98,17 @@ class MeshLayout:
 
     @functools.cached_property
     def in_rank_order(self) -> bool:
-        """Whether coordinates grow with ranks in every group. torch makes process groups in rank order, so that of a
-        mesh which is not (a permuted list of ranks) exchanges shards in another order than that of the mesh; see
-        `mesh_in_its_order`."""
-        if all(
-            before < after for before, after in itertools.pairwise(self.ranks)
-        ):  # then positions in a group say it all
+        """Whether coordinates grow with ranks in every group. torch makes process groups in rank order, so that groups
+        of other meshes (a permuted list of ranks) exchange shards in another order than that of the mesh; see
+        `mesh_in_its_order`.
+        """
+        if all(before < after for before, after in itertools.pairwise(self.ranks)):  # then positions in a group suffice
             return all(before < after for dim in self.dims for before, after in itertools.pairwise(dim.offsets()))
         groups = [self.group(rank, dim) for rank in self.ranks for dim in range(len(self.dims))]
         return all(tuple(sorted(group)) == group for group in groups)
 
     def dim_name(self, mesh_dim: int) -> str:
-        """Name of the mesh dim, or its index where the mesh has no names."""
+        """Name of the mesh dim, or its index if the mesh has no names."""
         return self.dims[mesh_dim].name or str(mesh_dim)
 
     def __str__(self) -> str:
@@ -126,7 +125,7 @@ class MeshLayout:
 
 @functools.lru_cache(maxsize=4096)
 def parse_mesh(text: str) -> MeshLayout:
-    """The layout that the text describes. Raises `SpecTextError` where it does not parse."""
+    """The layout that the text describes. Raises `SpecTextError` if it does not parse."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise SpecTextError(f"mesh {text!r} does not parse; a mesh looks like 'cpu[dp=2:2,tp=2:1]@4'")
@@ -163,8 +162,9 @@ _ordered_groups: set[str] = set()
 def mesh_text(mesh: DeviceMesh) -> str:
     """Text of a mesh; remembers the mesh, so that `group_name` finds its process groups by the text.
 
-    Of two meshes of one text the newer one is remembered, but none that torch ordered in place of one with groups in
-    its own order."""
+    Of two meshes with the same text the newer one is remembered, but a mesh with groups in its own order is never
+    replaced by one ordered by torch.
+    """
     mesh = compat_mesh.real_mesh(mesh)
     layout = mesh_layout(mesh)
     text, known = str(layout), _meshes.get(str(layout))
@@ -176,9 +176,10 @@ def mesh_text(mesh: DeviceMesh) -> str:
 def mesh_in_its_order(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """A mesh over all ranks of the job, in any order, whose process groups have their ranks in that order.
 
-    torch's own, ``DeviceMesh(device_type, ranks)``, sorts the ranks of each group: where they do not ascend along a
-    mesh dim, it scatters and gathers shards by rank, and computes by the coordinate which shard a rank has. All ranks
-    have to call this."""
+    torch's own, ``DeviceMesh(device_type, ranks)``, sorts the ranks of each group: if they do not ascend along a mesh
+    dim, it scatters and gathers shards by rank, but computes the shard of a rank by its coordinate. All ranks have to
+    call this.
+    """
     groups = []
     for dim, name in enumerate(names):
         for line in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
@@ -190,8 +191,8 @@ def mesh_in_its_order(device_type: str, ranks: torch.Tensor, names: tuple[str, .
 
 
 def groups_in_mesh_order(mesh: DeviceMesh, layout: MeshLayout) -> bool:
-    """Whether shards that process groups of the mesh (of that layout) exchange are in the order of the mesh; the same
-    on all ranks.
+    """Whether process groups of the mesh (of that layout) exchange shards in the order of the mesh; the same on all
+    ranks.
     """
     if layout.in_rank_order or not compat_mesh.is_member(mesh):
         return True
@@ -204,8 +205,9 @@ _guard_mesh_order = fact_guard(
 
 
 def guard_mesh_order(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> None:
-    """The code that is being compiled holds for inputs whose meshes have their groups in this order: torch calls meshes
-    equal that differ in nothing else."""
+    """Guards the compiled code on the group order of its inputs' meshes: meshes that differ in nothing else are equal
+    to torch.
+    """
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
         if not isinstance(value, DTensor) or "grapharg" not in node.meta:
             continue
@@ -214,7 +216,7 @@ def guard_mesh_order(gm: torch.fx.GraphModule, example_inputs: Sequence[object])
 
 
 def forget_meshes() -> None:
-    """Forgets the meshes that were seen: their process groups are gone, and new ones may get the same names."""
+    """Forgets the remembered meshes: their process groups are destroyed, and new ones may get the same names."""
     _meshes.clear()
     _merged.clear()
     _ordered_groups.clear()
@@ -234,7 +236,7 @@ def group_name(text: str, mesh_dim: int, rank: int) -> str:
     """Name of the process group of `rank` along a dim of the mesh with that text.
 
     Raises:
-        NoProcessGroupError: this process made no such group.
+        NoProcessGroupError: this process has no such group.
     """
     mesh = _meshes.get(text)
     if mesh is not None:
@@ -245,9 +247,9 @@ def group_name(text: str, mesh_dim: int, rank: int) -> str:
 
 
 def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
-    """Name of the process group of `rank` along several dims of a mesh at once; it is made where there is none.
+    """Name of the process group of `rank` along several dims of a mesh at once; makes the group if there is none.
 
-    Its ranks ascend. Making it is a collective call of the ranks of that group alone (`merge_groups` says when).
+    Its ranks ascend. Making it is a collective call of the ranks of that group only (see `merge_groups`).
     """
     if len(mesh_dims) == 1:
         return group_name(text, mesh_dims[0], rank)
@@ -256,15 +258,15 @@ def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
     return compat_mesh.group_of_ranks(sorted(layout.group_over(rank, mesh_dims)), make=description)
 
 
-#: Mesh dims up to which every set of them gets its process group in advance: 4 groups for 3 mesh dims.
+#: Maximum number of mesh dims for which every subset gets its process group in advance: 4 groups for 3 mesh dims.
 MOST_MERGED = 3
 
-#: By the text of a mesh: whether its ranks came to make process groups over several of its dims together.
+#: By the text of a mesh: whether its ranks met to make process groups over several of its dims.
 _merged: dict[str, bool] = {}
 
 
 def merges(text: str) -> bool:
-    """Whether plans on the mesh of that text may use collectives over several of its dims at once."""
+    """Whether plans on the mesh with that text may use collectives over several of its dims at once."""
     return _merged.get(text, True)
 
 
@@ -272,14 +274,14 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
     """Makes the process groups over several mesh dims that plans over these meshes may use, before anything is
     compiled.
 
-    Made in advance, they are there as well on a rank that finds its graph in a cache while another compiles it. Ranks
-    make theirs in the same order, that of the meshes in the program, and only once all ranks of the mesh have come
-    (`store.rendezvous`): where some run other code, plans of the others do without such groups, and nobody waits for
+    Made in advance, they also exist on a rank that finds its graph in a cache while another compiles it. Ranks make
+    them in the same order, that of the meshes in the program, and only after a rendezvous of all ranks of the mesh
+    (`store.rendezvous`): if some run other code, plans of the others do without such groups, and no rank waits for
     long.
 
     Returns:
-        whether all are there that plans may use; False where a mesh has so many dims that groups are made when a plan
-        first needs them.
+        whether all groups that plans may use exist; False if a mesh has so many dims that groups are made when a plan
+            first needs them.
     """
     complete = True
     for mesh in meshes:
@@ -304,7 +306,9 @@ def merge_groups(meshes: Iterable[DeviceMesh]) -> bool:
 
 
 def without_merged_groups(meshes: Iterable[DeviceMesh]) -> list[Decision]:
-    """A decision for each of these meshes whose ranks did not all come to make groups over several mesh dims."""
+    """A decision for each of these meshes whose ranks did not all join the rendezvous for groups over several mesh
+    dims.
+    """
     texts = [mesh_text(real) for mesh in meshes if compat_mesh.is_member(real := compat_mesh.real_mesh(mesh))]
     reason = (
         "its ranks did not all come in time to make groups over several mesh dims: plans send one mesh dim after "
@@ -317,21 +321,21 @@ def without_merged_groups(meshes: Iterable[DeviceMesh]) -> list[Decision]:
     ]
 
 
-#: Seconds that a rank waits for all ranks of two meshes between which a tensor is redistributed. Nothing else leads
-#: from the one to the other, so that this is longer than ranks that run the same program are apart.
+#: Seconds that a rank waits for all ranks of two meshes between which a tensor is redistributed. There is no
+#: alternative plan, so that this is longer than the time between ranks that run the same program.
 JOIN_PATIENCE = 60.0
 
 
 def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
-    """Name of the process group over all ranks of some meshes, for one of these ranks; they make it together where
-    there is none.
+    """Name of the process group over all ranks of some meshes, for one of these ranks; they make it together if there
+    is none.
 
     Args:
-        texts: the meshes, for the message.
+        texts: texts of the meshes, for the error message.
         ranks: all their ranks.
 
     Raises:
-        NoProcessGroupError: not all of them came within `JOIN_PATIENCE`; each that did raises it.
+        NoProcessGroupError: not all ranks came within `JOIN_PATIENCE`; each that did raises it.
     """
     ranks = tuple(sorted(ranks))
     if not compat_mesh.has_group(ranks) and not all_meet(f"process group of {list(ranks)}", ranks, JOIN_PATIENCE):
@@ -345,7 +349,7 @@ def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def group_dim_name(group: ProcessGroup) -> str:
-    """Name of the mesh dim that a process group belongs to; the group's own name where no mesh is known that has it."""
+    """Name of the mesh dim that a process group belongs to; the group's own name if no known mesh has it."""
     for mesh in list(_meshes.values()):
         for dim in range(mesh.ndim) if compat_mesh.is_member(mesh) else ():
             if compat_mesh.group_name(mesh, dim) == group.group_name:

@@ -1,7 +1,7 @@
-"""The text form of a spec: one word per mesh dim, ``S(0)R``, that parses back.
+"""The text form of a spec: one word per mesh dim, ``S(0)R``, which can be parsed.
 
     R              replicate
-    S(d)           shard tensor dim d, left to right where several mesh dims shard the same tensor dim
+    S(d)           shard tensor dim d, left to right if several mesh dims shard the same tensor dim
     _S(d,f)        strided shard of tensor dim d with split factor f (another order than left to right)
     P(op)          partial, pending a reduction: sum, avg, min, max, product, band, bor, bxor
 
@@ -22,7 +22,7 @@ _WORD = re.compile(r"R|S\((?P<dim>[0-9]+)\)|_S\((?P<sdim>[0-9]+),(?P<factor>[1-9
 
 
 def placement_text(placement: Placement) -> str:
-    """``Shard(0)`` -> ``"S(0)"``. Raises `SpecTextError` for a kind of placement that the text form does not know."""
+    """``Shard(0)`` -> ``"S(0)"``. Raises `SpecTextError` for a kind of placement without a text form."""
     if isinstance(placement, StridedShard):
         return f"_S({placement.dim},{int(placement.split_factor)})"
     if type(placement) is Shard:

@@ -1,9 +1,9 @@
-"""Redistributions that no plan carries out within ``redistribution_memory`` end the compilation, before it is divided
-into graphs.
+"""Ends the compilation if a redistribution has no plan within ``redistribution_memory``, before the joint graph is
+partitioned.
 
-In: the joint graph behind the passes, since these may replace a redistribution by another. Out: nothing, or a
-`PlanError` that names the tensor, its module and the user's line, what is needed, and what would be within the bound.
-The same on every rank of the mesh: plans depend on specs and global sizes alone.
+In: the joint graph after the passes, since these may replace redistributions. Out: nothing, or a `PlanError` that names
+the tensor, its module and the user's line, the memory needed, and an alternative within the bound. The result is the
+same on every rank of the mesh: plans depend on specs and global sizes alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rows in the order of the chunks of a collective: nodes of a graph, computed again from rows in that order.
+"""Recomputes nodes of a graph from rows in the order of the chunks of a collective.
 
-In: a graph, how its rows are ordered, and some rows that were put in order (`ChunkOrder.in_order`). Out: new nodes for
-what reads them row by row: products with a matrix, elementwise operators, views, redistributions of what is behind the
-rows. ``order_rows.py`` says where the order begins and ends.
+In: a graph, the order of its rows, and some nodes in that order (`ChunkOrder.in_order`). Out: new nodes for readers
+that act row by row: matmuls, elementwise operators, views, redistributions of dims behind the rows. ``order_rows.py``
+decides where the order begins and ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Rows(NamedTuple):
-    """How rows are ordered: `lead` times `chunks` times `length` of them, in a program; chunks come first in a
+    """The order of rows: `lead` times `chunks` times `length` of them in a program; chunks come first in a
     collective.
     """
 
@@ -42,12 +42,12 @@ class ChunkOrder:
     """Rows of one graph in one order.
 
     Attributes:
-        in_order: by node, its rows in the order of the chunks, ``[rows, ...]``.
+        in_order: by node, the new node with its rows in the order of the chunks, ``[rows, ...]``.
         made: all new nodes.
-        behind: the last of the nodes that were put behind a node.
+        behind: by node, the last of the nodes that were inserted behind it.
 
     Args:
-        equal: nodes whose sizes are the same on every rank; others are no rows.
+        equal: nodes whose sizes are the same on every rank; others do not count as rows.
     """
 
     def __init__(self, graph: torch.fx.Graph, rows: Rows, equal: set[torch.fx.Node]) -> None:
@@ -57,7 +57,7 @@ class ChunkOrder:
         self.behind: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def rest(self, node: torch.fx.Node) -> list[int] | None:
-        """Sizes behind the rows; None where the node's leading dims are not the rows."""
+        """Sizes behind the rows; None if the node's leading dims are not the rows."""
         value = node.meta.get("val")
         if node not in self.equal or not isinstance(value, torch.Tensor):
             return None
@@ -69,7 +69,7 @@ class ChunkOrder:
         return None
 
     def follow(self, node: torch.fx.Node) -> bool:
-        """Computes `node` in order where its operands are; whether it is."""
+        """Computes `node` in order if its operands are; returns whether it is in order."""
         rest = self.rest(node)
         if (
             node.op != "call_function"
@@ -91,7 +91,7 @@ class ChunkOrder:
         return node in self.in_order
 
     def _redistribute(self, node: torch.fx.Node, rest: list[int]) -> None:
-        """A redistribution of what is behind the rows treats them row by row."""
+        """Computes a redistribution of dims behind the rows in order, as it acts row by row."""
         this = read(node)
         first = value_of(this.local).dim() - len(self.rest(this.local) or [])
         placements = [parse_spec(text) for text in (this.source, this.target)]
@@ -113,7 +113,7 @@ class ChunkOrder:
         return not isinstance(value, torch.Tensor) or value.dim() <= len(rest)
 
     def _from_rows(self, node: Any) -> bool:
-        """Whether a right operand is a transposed one with rows: a product of rows with rows."""
+        """Whether a right operand is a transpose of rows: a matmul of rows with rows."""
         return (
             isinstance(node, torch.fx.Node)
             and node.target in VIEWS
@@ -121,18 +121,18 @@ class ChunkOrder:
         )
 
     def _view(self, node: torch.fx.Node, place: torch.fx.Node, rest: list[int]) -> None:
-        """`node`, a view, in order: `place`, in another shape where it has another."""
+        """Puts a view `node` in order: `place`, reshaped if necessary."""
         if value_of(place).shape == torch.Size([self.rows.total, *rest]):
             self.in_order[node] = place
         else:
             self.add(node, aten.view.default, place, [self.rows.total, *rest])
 
     def add(self, node: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
-        """Puts `node` in order, as what `target` gives."""
+        """Puts `node` in order, as the result of `target`."""
         self.in_order[node] = self.call(node, node, target, *args, **kwargs)
 
     def call(self, after: torch.fx.Node, like: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        """A new node behind `after` and those that were put there before it."""
+        """A new node behind `after` and those inserted there before."""
         with self.graph.inserting_after(self.behind.get(after, after)):
             new = add_call(self.graph, target, args, kwargs, meta=inherited(like))
         self.behind[after] = new
@@ -141,7 +141,7 @@ class ChunkOrder:
 
 
 def is_elementwise(target: Any) -> bool:
-    """Whether an operator computes each element from those at its place, and draws nothing."""
+    """Whether an operator computes each element from those at its place, and draws no random numbers."""
     return is_pointwise(target) and not draws(target)
 
 

@@ -1,17 +1,18 @@
-"""Copies of what a redistribution sent go away where nobody can tell them from it.
+"""Drops redundant copies of results of redistributions.
 
-    clone(g) = g        where nobody writes to either, and the copy is not seen from outside
+    clone(g) = g        if nothing writes to either, and the copy is not an output
 
-Other passes put a copy where a redistribution goes away, so that no output of the graph becomes another one
-(`graph/copies.py`). Between two operators of the graph there is nothing to protect, and the copy would be made, and
-kept for the backward beside its original.
+Other passes replace redistributions by copies, so that no output of the graph aliases another one (`graph/copies.py`).
+Between two operators of the graph there is nothing to protect, and the copy would be made, and saved for the backward
+beside its original.
 
     before   g = redistribute(x, S(1)->R); q = mm(g, wq); k = mm(clone(g), wk)
     after    g = redistribute(x, S(1)->R); q = mm(g, wq); k = mm(g, wk)
 
-Pays always: no byte is written for it. What was sent is contiguous on every rank, whatever its sizes, so that ranks
-decide alike where shards are uneven. Left alone: copies that are outputs, and memory that an operator of the graph
-writes to."""
+It always pays: fewer bytes are written. Results of collectives are contiguous on every rank, for all sizes, so that
+ranks decide alike if shards are uneven. Left alone: copies that are outputs, and memory that an operator of the graph
+writes to.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _clone = torch.ops.aten.clone.default
 
 
 def drop_copies(graph: torch.fx.Graph) -> list[Decision]:
-    """Readers of a copy in `graph` read its original."""
+    """Replaces copies in `graph` by their originals."""
     seen = set(map(_memory, (node for output in graph.find_nodes(op="output") for node in output.all_input_nodes)))
     written = set(
         map(_memory, (argument for node in graph.nodes if is_mutable(node.target) for argument in node.all_input_nodes))
@@ -52,9 +53,7 @@ def _is_contiguous(node: torch.fx.Node) -> bool:
 
 
 def _memory(node: torch.fx.Node) -> torch.fx.Node:
-    """The node whose memory a node is a view of. (Fake values say it only where no pass has put another node in
-    front.)
-    """
+    """The view base of a node. (Fake values determine it only if no pass has replaced a node in between.)"""
     while node.target in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

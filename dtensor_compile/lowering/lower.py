@@ -4,10 +4,10 @@ plan.
     before   y = redistribute(x, "S(0)", "R", mesh, [8, 4])
     after    g = all_gather_into_tensor(x, 2, group); y = wait_tensor(g)
 
-The operator's eager kernel is traced on the fake input of the node, so what runs is what the operator means.
+The expansion is the operator's eager kernel, traced on the fake input of the node.
 
-Collectives of a `redistribute_across` are not marked as `REDISTRIBUTES`: ranks of one mesh alone have other graphs than
-those of both, so that they stay in the order of the program, as what a program sends itself does.
+Collectives of a `redistribute_across` are not marked as `REDISTRIBUTES`: ranks of only one of the meshes have other
+graphs than those of both, so that they stay in the order of the program, like collectives of the program itself.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 from dtensor_compile.ops.redistribute import carry_out, decided_by, redistribute_op
 from dtensor_compile.ops.redistribute_across import carry_out_across
 
-#: What a new node takes over from the node that it stands for, so that profiles and reports still name the user's code.
+#: Metadata that a new node inherits from the replaced node, so that profiles and reports still name the user's code.
 _INHERITED = (
     "stack_trace", "nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack", "seq_nr",
     "original_aten", RECORDED_AS, GROUP,
 )  # fmt: skip
 
 
-#: Expansions that were traced before, in this process, by what decides them, without fake values: those belong to one
-#: trace. Graphs that are compiled again, for another size or with a pass switched off, repeat most of theirs.
+#: Expansions traced before in this process, by key, without fake values, which belong to one trace. Recompiled graphs,
+#: for another size or with a pass disabled, repeat most of theirs.
 _known: BoundedCache[Any, torch.fx.Graph] = BoundedCache(1 << 13)
 
 
 class _Expansion(NamedTuple):
-    """What a redistribute node becomes.
+    """The expansion of a redistribute node.
 
     Attributes:
-        key: what decides it within one graph.
-        of_one_mesh: it redistributes on one mesh.
+        key: cache key within one graph.
+        of_one_mesh: whether it redistributes on one mesh.
         texts, shape: arguments of the operator, besides the local tensor: two specs, and one mesh or two.
-        inputs: that, and the symbolic sizes.
-        fixed: no size is symbolic.
+        inputs: the local tensor, and the symbolic sizes.
+        fixed: whether no size is symbolic.
     """
 
     key: Any
@@ -84,21 +84,19 @@ class _Expansion(NamedTuple):
             value.dtype,
             value.device,
         )
-        # A number that only the data decides may have checks in what is traced, which copies of it would not.
+        # Tracing may add checks for an unbacked SymInt, which copies of the expansion would lack.
         key = decides if all(map(has_hint, extents)) else node
         return cls(key, of_one_mesh, texts, shape, [source, *symbolic], fixed)
 
     def lasting(self) -> Any:
-        """What decides it in every graph of this process, None where nothing does; process groups that it needs are
-        made.
-        """
+        """Cache key for all graphs of this process, or None; makes process groups that the expansion needs."""
         if not (self.fixed and self.of_one_mesh):
             return None
         source, target, mesh = self.texts
         return self.key, decided_by(source, target, mesh, self.shape, value_of(self.inputs[0]).element_size())
 
     def function(self, local: torch.Tensor, *sizes: torch.SymInt) -> torch.Tensor:
-        """What is traced on the values of `inputs`."""
+        """The function to trace on the values of `inputs`."""
         remaining = iter(sizes)
         given = [next(remaining) if isinstance(size, torch.fx.Node) else size for size in self.shape]
         if self.of_one_mesh:
@@ -138,7 +136,7 @@ def lower_redistributions(graph: torch.fx.Graph, strict: bool = False) -> list[D
 
 
 def _bytes_sent(node: torch.fx.Node) -> int | None:
-    """Bytes that the eager kernel of a node sends; None where no plan says it."""
+    """Bytes that the eager kernel of a node sends; None without a plan."""
     if node.target is not redistribute_op:
         return None
     try:
@@ -148,13 +146,12 @@ def _bytes_sent(node: torch.fx.Node) -> int | None:
 
 
 def _say_sizes(node: torch.fx.Node) -> None:
-    """A local tensor of a global shape of integers has sizes that are integers, also where what it is made of says so
-    in symbols only.
+    """Gives a local tensor of an integer global shape integer sizes, even if it is computed with symbolic ones.
 
         before   g = mm(t, x): [2*(s//2), 8]; y = redistribute(g, "P", "S(0)", mesh, [4, 8])
         after    g = mm(t, x); h = reshape(g, [4, 8]); y = redistribute(h, "P", "S(0)", mesh, [4, 8])
 
-    What is sent has these sizes then, by which collectives can be merged.
+    The collective then has these sizes, by which it can be merged.
     """
     this = read(node)
     value = this.local.meta["val"]
@@ -179,9 +176,9 @@ def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: M
     """Replaces one redistribute node by the expansion of its plan.
 
     Args:
-        traced: expansions that are in the graph, by what decides them; layers of a model repeat theirs, and tracing one
-            takes milliseconds.
-        fresh: some that are not yet, in which the fake values are those of the graph.
+        traced: expansions that are in the graph, by key; layers of a model repeat theirs, and tracing one takes
+            milliseconds.
+        fresh: expansions that are not in the graph yet, with fake values of this graph.
     """
     graph, this = node.graph, _Expansion.of(node)
     again = this.key in traced
@@ -206,9 +203,10 @@ def _lower_node(node: torch.fx.Node, traced: dict[Any, torch.fx.Graph], fresh: M
 
 
 def _trace_together(nodes: Sequence[torch.fx.Node], decisions: list[Decision]) -> dict[Any, torch.fx.Graph]:
-    """Expansions that last and are not known, by key, in one trace: that takes a millisecond to begin and to end.
+    """Traces cacheable expansions that are not cached yet together, by key: each trace has a fixed cost of a
+    millisecond.
 
-    Empty where one of them cannot be had, and a decision says so: each by itself tells which.
+    Returns nothing, with a decision, if one of them fails: tracing each by itself finds which.
     """
     wanted: dict[Any, _Expansion] = {}
     try:
@@ -218,7 +216,9 @@ def _trace_together(nodes: Sequence[torch.fx.Node], decisions: list[Decision]) -
                 wanted[this.key] = this
         sources = list(dict.fromkeys(this.inputs[0] for this in wanted.values()))
         values = [source.meta["val"] for source in sources]
-        if len(wanted) < 2 or len(set(map(id, values))) < len(values):  # a trace tells arguments apart by their values
+        if len(wanted) < 2 or len(set(map(id, values))) < len(
+            values
+        ):  # a trace distinguishes arguments by their values
             return {}
 
         def function(*given: torch.Tensor) -> list[torch.Tensor]:

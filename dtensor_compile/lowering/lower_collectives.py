@@ -1,4 +1,4 @@
-"""Collectives of the program: kept and ordered in the joint graph, started early and waited for late in a lowered one.
+"""Collectives of the program: kept in order in the joint graph, started early and waited for late in a lowered graph.
 
     before   a = c10d_all_reduce(x, "sum", group, 0); b = relu(y); c = a + b
     after    s = all_reduce(x, "sum", group); b = relu(y); a = wait_tensor(s); c = a + b
@@ -6,10 +6,10 @@
     before   s = c10d_isend(x, 1, 0, group, 0); r = c10d_irecv(y, 1, 0, group, 1); b = relu(x); c = r + b
     after    e = c10d_exchange([x, y], [0, 1], ...); b = relu(x); r = wait_tensor(e[1]); c = r + b; wait_tensor(e[0])
 
-Nothing is sent in another order than that of the program, since ranks need not run the same program (stages of a
-pipeline). Waits move towards the first use, which no other rank can notice, and not beyond a write to memory that a
-message may still be read from. Messages between ranks that follow each other without a use of what arrives are started
-as one batch: were each finished before the next starts, two ranks that send to each other would wait for ever.
+Communication keeps the order of the program, since ranks need not run the same program (stages of a pipeline). Waits
+move towards the first use, which no other rank can notice, but not past a write to memory from which a message may
+still be read. Consecutive messages between ranks without a use of a received tensor between them start as one batch: if
+each ended before the next starts, two ranks that send to each other would deadlock.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from dtensor_compile.ops.held_gradients import HOLDS
 from dtensor_compile.ops.random_ops import EFFECTS
 from dtensor_compile.ops.redistribute_across import ORDERED
 
-#: Nodes that run once, in the order of the program, with their place in it as the last argument.
+#: Operators that run once, in the order of the program, with their position in it as the last argument.
 _ORDERED = ORDERED | {*EFFECTS, *HOLDS}
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
 
 
 def order_collectives(graph: torch.fx.Graph) -> None:
-    """On the joint graph: numbers all communication and what acts on torch's generator.
+    """Numbers all communication and operators on torch's generator in the joint graph.
 
-    No two nodes are equal then, and none runs again in the backward.
+    No two nodes are equal then, and none is recomputed in the backward.
     """
     place, from_gradients = 0, set[torch.fx.Node]()
     for node in graph.nodes:
@@ -60,11 +60,12 @@ def order_collectives(graph: torch.fx.Graph) -> None:
 
 
 def hold_collectives(graph: torch.fx.Graph) -> None:
-    """On the joint graph: what is sent in backward is not moved into forward, and what backward alone needs is sent
-    there.
+    """Keeps communication of the backward in the backward of the joint graph, and moves communication there that only
+    it needs.
 
-    The partitioner would choose, for what needs no gradient, where less has to be kept, by the sizes of local tensors.
-    Where shards are uneven these differ between ranks, and so would the collectives of their graphs.
+    For nodes that do not depend on tangents, the partitioner would choose the graph in which less has to be saved, by
+    the sizes of local tensors. If shards are uneven these differ between ranks, and so would the collectives of their
+    graphs.
     """
     results = next(iter(graph.find_nodes(op="output"))).all_input_nodes
     results += [wait for wait in filter(is_wait, graph.nodes) if not wait.users]  # of the program, where it was traced
@@ -84,8 +85,8 @@ def hold_collectives(graph: torch.fx.Graph) -> None:
 
 
 def _sends(node: torch.fx.Node) -> bool:
-    """Whether ranks send something, and the partitioner may choose when (`order_collectives` has placed what the
-    program sends).
+    """Whether a node communicates, and the partitioner may choose its graph (`order_collectives` has placed
+    communication of the program).
     """
     if is_redistribution(node):
         return cost_of([node]).collectives > 0
@@ -93,8 +94,8 @@ def _sends(node: torch.fx.Node) -> bool:
 
 
 def hold_draws(graph: torch.fx.Graph) -> None:
-    """On the joint graph: what draws from torch's generator draws once, where it was traced, whether its numbers are
-    used or not.
+    """Makes operators of the joint graph that draw from torch's generator run exactly once, in the graph in which they
+    were traced, even if unused.
     """
     for node in graph.nodes:
         if draws(node.target) and node.target not in _ORDERED:
@@ -102,17 +103,17 @@ def hold_draws(graph: torch.fx.Graph) -> None:
 
 
 def is_repeatable(graph: torch.fx.Graph) -> bool:
-    """Whether a graph gives the same when it runs again.
+    """Whether a graph gives the same results when it runs again.
 
-    Other ranks notice that by redistributions only, which all ranks run alike.
+    Redistributions are allowed: all ranks run them alike.
     """
     return not any(node.target in _ORDERED or draws(node.target) for node in graph.nodes)
 
 
 def lower_collectives(graph: torch.fx.Graph) -> None:
-    """On a forward or backward graph: starts and waits become nodes of their own."""
+    """Splits collectives of a forward or backward graph into starts and waits."""
     batch = _Batch()
-    for node in graph.nodes:  # also meets the waits that are put in further down
+    for node in graph.nodes:  # also visits the waits that are inserted further down
         is_message = node.target in (isend, irecv)
         if (
             is_message
@@ -143,13 +144,12 @@ def _lower_functional(node: torch.fx.Node) -> None:
 
 @dataclass
 class _Batch:
-    """Messages that may start together: none needs what another one brings, and no other communication lies between
-    them.
+    """Messages that may start together: none depends on another one, and no other communication is between them.
 
     Attributes:
         messages: in the order of the graph.
-        users: what uses, at whatever remove, what arrives.
-        early: those of `users` that stand before the last message.
+        users: all transitive users of received tensors.
+        early: those of `users` that are before the last message.
     """
 
     messages: list[torch.fx.Node] = field(default_factory=list)
@@ -164,7 +164,9 @@ class _Batch:
         self.early = list(self.users)
 
     def lower(self) -> None:
-        """One exchange in the place of the last message; what uses what arrives stands behind it."""
+        """Replaces the messages by one exchange at the place of the last one; users of received tensors move behind
+        it.
+        """
         if not self.messages:
             return
         messages, last = self.messages, self.messages[-1]
@@ -185,7 +187,7 @@ class _Batch:
 
 
 def _wait(node: torch.fx.Node, start: torch.fx.Node) -> None:
-    """Replaces `node` by a wait for `start`, as late as may be."""
+    """Replaces `node` by a wait for `start`, as late as possible."""
     limit = start.next
     while limit.op != "output" and limit not in node.users and not is_mutable(limit.target):
         limit = limit.next

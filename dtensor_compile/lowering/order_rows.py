@@ -1,25 +1,26 @@
-"""Gathered rows stay in the order of the collective: no copy stands between a gather and a matrix product.
+"""Keeps gathered rows in the order of the collective, without a copy between a gather and a matmul.
 
-In: a joint graph with redistribute nodes. Out: the same values, the permutations at other places. A gather of ``S(1)``
-leaves its chunks one after the other, (n, B, S/n, D), where its readers want (B, S, D). With X' the rows of X in the
-order of the chunks, P that permutation, f any operator that treats row by row:
+In: a joint graph with redistribute nodes. Out: the same values, with the permutations at other places. A gather of
+``S(1)`` returns its chunks one after the other, (n, B, S/n, D), whereas its readers need (B, S, D). With X' the rows of
+X in the order of the chunks, P that permutation, f any operator that acts row by row:
 
     (P X) W = P (X W)        f(P X) = P f(X)        (P X)^T (P Y) = X^T Y        P^-1 P X = X
 
-So the permutation moves behind products and elementwise operators until it is undone by that of a reduce_scatter, whose
-input has the same order, or meets a copy that is made anyway (the transposition of heads), of which it becomes part.
-Products of gradients and activations sum over rows: both sides have them in the same order. Rows keep their values to
-the bit; sums over rows have another order.
+So the permutation moves behind matmuls and elementwise operators until it is undone by that of a reduce_scatter, whose
+input has the same order, or reaches a copy that is made anyway (the transposition of heads), into which it is merged.
+Matmuls of gradients and activations sum over rows: both sides have them in the same order. Rows are bitwise the same;
+sums over rows have another order.
 
     before   g = redistribute(x, S(1)->R, [B, S, D])
              y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(1))
     after    g = redistribute(x[None], S(0)->R, [n, B, S/n, D])
              y = mm(view(g, [B S, D]), w); z = redistribute(view(y), P(sum)->S(0))
 
-It pays where fewer bytes are written by copies of their own afterwards (`graph/extra_copies.py`); else nothing changes.
-Left alone: symbolic and uneven sizes, with a decision each, dims that another mesh dim cuts too, and gathers of the
-last dim. Where other tensors of the graph are cut unevenly, rows and copies count of which all ranks know that they
-have the same sizes (`nodes_of_equal_sizes`)."""
+It pays if standalone copies write fewer bytes afterwards (`graph/extra_copies.py`); else nothing changes. Left alone:
+symbolic and uneven sizes, with a decision each, dims that another mesh dim shards too, and gathers of the last dim. If
+other tensors of the graph are sharded unevenly, only rows and copies count whose sizes all ranks know to be the same
+(`nodes_of_equal_sizes`).
+"""
 
 from __future__ import annotations
 
@@ -63,10 +64,10 @@ def order_rows(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def rows_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
-    """A decision for each gather and scatter of rows that stays out, with the bytes that are copied for it.
+    """A decision for each gather and scatter of rows that is left alone, with the bytes that are copied for it.
 
     Args:
-        because: why all of them stay out; empty where those of uneven or symbolic sizes do.
+        because: the reason to leave all of them alone; empty if only those of uneven or symbolic sizes are.
     """
     for node in redistributions(graph):
         this = read(node)
@@ -78,7 +79,7 @@ def rows_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
 
 
 def why_sizes_do_not_fit(node: torch.fx.Node) -> str:
-    """Why the layout of what a redistribution sends does not change; empty where its sizes are no reason."""
+    """The reason why the sizes of a redistribution prevent another layout; empty if they do not."""
     shape = [str(size) if isinstance(size, torch.fx.Node) else size for size in read(node).shape]
     if not all(isinstance(size, int) for size in (*shape, *value_of(node).shape)):
         return "sizes are symbolic"
@@ -104,7 +105,9 @@ def _gathers(source: str, mesh_dim: int) -> bool:
 
 
 def moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Mesh dim and tensor dim of a gather ``S(d) -> R`` or a reduce_scatter ``P -> S(d)`` that nothing else touches."""
+    """Mesh dim and tensor dim of a redistribution that is only a gather ``S(d) -> R`` or a reduce_scatter ``P ->
+    S(d)``.
+    """
     before, after = parse_spec(source), parse_spec(target)
     changed = [i for i, (a, b) in enumerate(zip(before, after)) if a != b and mesh_shape[i] > 1]
     if len(changed) != 1:
@@ -124,9 +127,7 @@ def moved(source: str, target: str, mesh_shape: tuple[int, ...]) -> tuple[int, i
 
 
 def _copied(graph: torch.fx.Graph, counts: Callable[[torch.fx.Node], bool]) -> int:
-    """Bytes of copies of their own, with those that gathers and reduce_scatters turn into when they are lowered; of the
-    nodes that count.
-    """
+    """Bytes of standalone copies, including those of lowered gathers and reduce_scatters, for the nodes that count."""
     total = 0
     for node in filter(counts, graph.nodes):
         if is_standalone(node):
@@ -137,7 +138,7 @@ def _copied(graph: torch.fx.Graph, counts: Callable[[torch.fx.Node], bool]) -> i
 
 
 def _copied_for(node: torch.fx.Node) -> int:
-    """Bytes of the copy of its own that a gather or a reduce_scatter turns into."""
+    """Bytes of the standalone copy in the lowered form of a gather or a reduce_scatter."""
     local = read(node).local
     gathers = bytes_of(node) > bytes_of(local)
     if gathers and any(map(is_outside, readers(node))):
@@ -146,7 +147,7 @@ def _copied_for(node: torch.fx.Node) -> int:
 
 
 def _sends_in_order(node: torch.fx.Node) -> bool:
-    """Whether what a redistribution sends or receives lies as the program has it: chunk after chunk, or it is no
+    """Whether a redistribution sends or receives in the layout of the program: chunk after chunk, or it is not a
     gather.
     """
     this, value = read(node), node.meta["val"]
@@ -155,19 +156,19 @@ def _sends_in_order(node: torch.fx.Node) -> bool:
 
 
 def _written_by(node: torch.fx.Node) -> torch.fx.Node:
-    """What wrote the memory of a node, behind views."""
+    """The node that wrote the memory of a node, behind views."""
     while node.target in VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 class _Order(ChunkOrder):
-    """One order of rows in one graph: where it begins, where it ends, and what goes away."""
+    """One order of rows in one graph: where it begins and ends, and the nodes that it removes."""
 
     def __init__(self, graph: torch.fx.Graph, rows: Rows, equal: set[torch.fx.Node]) -> None:
         super().__init__(graph, rows, equal)
         self.natural: dict[torch.fx.Node, torch.fx.Node] = {}
-        #: Nodes that are in the order of the program anyway, and copied into the other one.
+        #: Nodes that stay in the order of the program, and are copied into the other one.
         self.freely: set[torch.fx.Node] = set()
         self.old: set[torch.fx.Node] = set()
 
@@ -195,7 +196,7 @@ class _Order(ChunkOrder):
         return decisions
 
     def _read_natural(self, nodes: list[torch.fx.Node]) -> None:
-        """Readers that stay in the order of the program read what is in that order."""
+        """Makes readers that stay in the order of the program read nodes in that order."""
         for node in nodes:
             if node in self.in_order and node not in self.freely:
                 for user in [user for user in node.users if user not in self.in_order and user not in self.old]:
@@ -215,7 +216,7 @@ class _Order(ChunkOrder):
         return found[0]
 
     def _over_chunks(self, node: torch.fx.Node) -> tuple[str, str, list[int]]:
-        """Specs and shape of the redistribution over a new first dim, that of the chunks."""
+        """Specs and shape of the redistribution over a new first dim, the dim of the chunks."""
         this = read(node)
         found = moved(this.source, this.target, parse_mesh(this.mesh).shape)
         assert found is not None
@@ -252,7 +253,7 @@ class _Order(ChunkOrder):
         self.old.add(node)
 
     def _hoist(self, node: torch.fx.Node) -> bool:
-        """Computes `node` in order: what it is made of is, or is written by a kernel that may write it in any order."""
+        """Computes `node` in order, if its operands are, or are written by kernels that may write in any order."""
         if node in self.in_order or not self._can_be_hoisted(node):
             return node in self.in_order
         put_in_order = self._rows_written_freely if node.target is aten.mm.default else self._hoist
@@ -269,7 +270,7 @@ class _Order(ChunkOrder):
         return bool(operands) and all(map(self._can_be_hoisted, operands))
 
     def _operands_of_rows(self, node: torch.fx.Node) -> list[torch.fx.Node]:
-        """The operands of a node that computes row by row in which there are rows; empty for any other node."""
+        """The operands with rows of a node that acts row by row; empty for any other node."""
         rest = self.rest(node)
         if rest is None or node.op != "call_function":
             return []
@@ -282,11 +283,11 @@ class _Order(ChunkOrder):
         ]
 
     def _is_written_freely(self, node: torch.fx.Node) -> bool:
-        """Whether `node` is in order, or can be at no copy of its own."""
+        """Whether `node` is in order, or can be without a standalone copy."""
         return node in self.in_order or self.rest(node) is not None and not is_outside(_written_by(node))
 
     def _rows_written_freely(self, node: torch.fx.Node) -> bool:
-        """Puts `node` in order where that costs no copy of its own."""
+        """Puts `node` in order if that needs no standalone copy."""
         if node in self.in_order or not self._is_written_freely(node):
             return node in self.in_order
         rest = self.rest(node)
@@ -314,7 +315,7 @@ class _Order(ChunkOrder):
             self.old.add(node)
 
     def _natural(self, node: torch.fx.Node) -> torch.fx.Node:
-        """`node` in the order of the program, from what is in the order of the chunks."""
+        """`node` in the order of the program, from its copy in the order of the chunks."""
         if node not in self.natural:
             rest = self.rest(node) or []
             lead, chunks, length = self.rows

@@ -1,21 +1,21 @@
-"""On gloo, ranks that send to each other do so at the same time.
+"""Lets gloo ranks that send to each other do so at the same time.
 
     before   s = all_to_all_single(x, [k, k], [k, k], group); y = wait(s)
     after    s = dtensor_compile.all_to_all_single(x, [k, k], [k, k], group); y = wait(s)
 
-The same bytes, as messages for which each rank says first that it is ready to receive (`ops/messages.py`). gloo's own
-exchange and its gathers between two ranks take turns instead, which costs up to twice the time on a network that
-carries both directions.
+The same bytes are sent as messages, for which each rank first reports that it is ready to receive (`ops/messages.py`).
+gloo's own exchange and its gathers between two ranks take turns instead, which costs up to twice the time on a network
+that carries both directions.
 
     exchanges    always: with 2 and 4 ranks, 16 KiB to 8 MiB to each, at 1 Gbit/s they took 0.32 to 1.02 of gloo's time
-    gathers      of two ranks, from `LEAST` on, below which the thread that computes spends more on messages than they
+    gathers      of two ranks, from `LEAST` on, below which messages cost the compute thread more than they
                  save. gloo's gathers of more ranks go around a ring, in which no connection is used both ways but each
-                 rank waits for the one before it: they become messages where the user names a topology that has no
+                 rank waits for the one before it: they become messages if the user names a topology that has no
                  link between hosts twice on the way, one rank a host or one host (4 ranks: 0.17 to 0.91 of gloo's
                  time)
 
-Only what all ranks run alike (`REDISTRIBUTES`); what is decided follows from the kind, the ranks, and the sizes of
-gathers, which are equal on all of them.
+Only collectives that all ranks run alike (`REDISTRIBUTES`) change; decisions follow from the kind, the ranks, and the
+sizes of gathers, which are equal on all of them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.ops.messages import AS_MESSAGES, all_to_all
 from dtensor_compile.topology.links import Cluster
 
-#: Bytes that a rank sends in a gather from which on messages pay.
+#: Minimum bytes that a rank sends in a gather for messages to pay.
 LEAST = 1 << 15
 
 
 def receive_before_sending(graph: torch.fx.Graph, topology: Cluster | None = None) -> list[Decision]:
-    """Replaces the collectives of a lowered graph in which gloo's ranks would take turns; a decision for each line and
-    kind.
+    """Replaces the collectives of a lowered graph in which gloo's ranks would take turns; returns a decision for each
+    line and kind.
 
     Args:
         topology: of the job, where the user names it.
@@ -73,7 +73,7 @@ def _pays(node: torch.fx.Node, topology: Cluster | None) -> bool:
 
 
 def _has_own_links(ranks: Sequence[int], topology: Cluster) -> bool:
-    """Whether no two of several ranks share a host's way out to others of them."""
+    """Whether no two of several ranks share a host's link to others of them."""
     hosts = {rank // topology.ranks_per_host for rank in ranks} if topology.ranks_per_host else {0}
     return len(hosts) in (1, len(ranks))
 

@@ -1,16 +1,16 @@
-"""On gloo a sum is scattered by exchanging its parts and adding them where they belong.
+"""Replaces gloo's reduce-scatter by an all-to-all and a local sum.
 
     before   s = reduce_scatter_tensor(x, "sum", 2, group); y = wait(s)
     after    s = all_to_all_single(x, [k, k], [k, k], group); w = wait(s); y = w[:k] + w[k:]
 
-Rank r keeps part r of the sum over all ranks. Gloo has no reduce-scatter: torch lets it reduce the whole on every rank
-and keeps a part, which sends the input twice over (`topology/backends.py`). Exchanging the parts sends what has to be
-sent, (n-1)/n of the input, and the additions become part of the kernel that reads them.
+Rank r keeps part r of the sum over all ranks. Gloo has no reduce-scatter: torch reduces the whole input on every rank
+and keeps a part, which sends the input twice (`topology/backends.py`). Exchanging the parts sends the minimum, (n-1)/n
+of the input, and the additions are fused into the kernel that reads them.
 
-The same numbers: with 2 ranks there is one addition, whose order does not matter. With more, parts are added in the
+Results are the same: with 2 ranks there is one addition, whose order does not matter. With more, parts are added in the
 order of ranks, with a rounding after each as gloo does it; gloo goes around a ring that starts elsewhere for each part,
-so that the last bits may differ. A mean is the sum divided by n, as torch computes it for gloo. Only these two, of
-numbers that gloo exchanges, and only what all ranks run alike (`REDISTRIBUTES`).
+so that the last bits may differ. A mean is the sum divided by n, as torch computes it for gloo. Only these two
+reductions are replaced, of dtypes that gloo exchanges, and only if all ranks run them alike (`REDISTRIBUTES`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _reduce_scatter = functional("reduce_scatter_tensor")
 _reduce_scatters = functional("reduce_scatter_tensor_coalesced")
 _all_to_all = functional("all_to_all_single")
 
-#: More ranks than this have each part added pairwise by one kernel of torch's.
+#: With more ranks than this, one torch kernel adds the parts pairwise.
 UNROLLED = 8
 
 
@@ -75,7 +75,7 @@ def _decision(node: torch.fx.Node, text: str) -> Decision:
 
 
 def on_gloo(group: str, x: torch.Tensor) -> bool:
-    """Whether a tensor is sent by gloo, as it is, over the group of that name."""
+    """Whether gloo sends a tensor, without conversion, over the group of that name."""
     found = group_named(group)
     on_cpu = x.device.type == "cpu" and not x.is_complex() and x.dtype != torch.bool
     return (
@@ -84,7 +84,7 @@ def on_gloo(group: str, x: torch.Tensor) -> bool:
 
 
 def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
-    """What `op` makes of the first dim of `parts`, in the order of ranks."""
+    """The reduction `op` over the first dim of `parts`, in the order of ranks."""
     n = parts.shape[0]
     if n > UNROLLED:
         total = parts.sum(0, dtype=parts.dtype)
@@ -96,7 +96,7 @@ def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.fx.Graph]) -> None:
-    """One exchange and a sum in the place of a collective and its wait; `traced` holds sums by what decides them."""
+    """Replaces a collective and its wait by one exchange and a sum; `traced` caches traced sums by key."""
     graph, x, (op, n, _) = start.graph, node_arg(start, 0), _about(start)
     size = value_of(x).shape[0]
     rows: Any = size // n
@@ -126,7 +126,7 @@ def _replace(start: torch.fx.Node, wait: torch.fx.Node, traced: dict[Any, torch.
 
 
 def _replace_bucket(start: torch.fx.Node, waits: Sequence[torch.fx.Node]) -> None:
-    """Parts for one rank of all tensors lie together, so that the bucket is one exchange.
+    """Replaces a bucket by one exchange: parts of all tensors for one rank are concatenated.
 
     before   s = reduce_scatter_tensor_coalesced([x, y], "sum", 2, group); a = wait(s[0]); b = wait(s[1])
     after    p = cat([x.view(2, -1), y.view(2, -1)], 1); w = wait(all_to_all_single(p)).view(2, -1)
@@ -180,6 +180,8 @@ def _waited(exchange: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
 
 
 def _traced(like: torch.fx.Node, function: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.fx.Node:
-    """The operators of `function` in the place of `like`, put in where its graph inserts; the node of its result."""
+    """Inlines the operators of `function` in place of `like`, at the insertion point of its graph; returns the node of
+    the result.
+    """
     part = trace_local(function, sizes_of(args)).graph
     return splice(like.graph, part, args, inherited(like), again=False)

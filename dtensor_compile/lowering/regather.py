@@ -1,16 +1,17 @@
-"""Which gathered tensors are kept from forward to backward, and which are gathered again there.
+"""Chooses the gathered tensors that are saved for the backward, and those that are gathered again there.
 
     kept              forward  g = gather(w); y = mm(x, g); return y, x, g     backward  gx = mm(t, g.T)
     gathered again    forward  g = gather(w); y = mm(x, g); return y, x, w     backward  g = gather(w); gx = mm(t, g.T)
 
 In: the joint graph, and ``regather``: ``"always"``, ``"never"``, or the bytes of gathered tensors that one rank may
-keep. Out: the gathers that backward needs are tagged, and a decision for each. Where bytes are bounded those are kept
-whose bytes take longest to gather again, and of alike ones the later: backward needs them first, so they are held for
-the shortest time.
+keep. Out: tags on the gathers that the backward needs, and a decision for each. If bytes are bounded, those are kept
+that take longest per byte to gather again, and of equal ones the later: the backward needs them first, so they are held
+for the shortest time.
 
-A gather is a redistribution of the forward from shards, no partial sums among them, to a larger local tensor. Views and
-casts of its result are repeated with it, or they would be kept instead. All ranks decide alike: by specs, global sizes
-and plans."""
+A gather is a redistribution of the forward from shards, without partial sums, to a larger local tensor. Views and casts
+of its result are repeated with it, or they would be saved instead. All ranks decide alike: by specs, global sizes and
+plans.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ Regather = str | int
 
 @dataclass(frozen=True, eq=False)
 class _Gather:
-    """A gather whose result backward needs.
+    """A gather whose result the backward needs.
 
     Attributes:
-        nodes: the redistribution, then the views and casts of it that backward needs.
-        bytes: of the result, on the rank with the largest.
-        seconds: that it takes, estimated.
+        nodes: the redistribution, then the views and casts of it that the backward needs.
+        bytes: bytes of the result, on the rank with the largest.
+        seconds: estimated time of the gather.
     """
 
     nodes: tuple[torch.fx.Node, ...]
@@ -57,8 +58,8 @@ def regather(graph: torch.fx.Graph, wanted: Regather | None) -> list[Decision]:
     """Tags the gathers of a joint graph for the partitioner.
 
     Args:
-        wanted: None leaves it to the program: what a checkpointed region or FSDP's ``reshard_after_forward`` repeats is
-            repeated, all else is kept.
+        wanted: the option; None follows the program: gathers that a checkpointed region or FSDP's
+            ``reshard_after_forward`` repeats are repeated, all others are kept.
     """
     if wanted is None:
         return []
@@ -85,7 +86,7 @@ def regather(graph: torch.fx.Graph, wanted: Regather | None) -> list[Decision]:
 
 
 def _within(gathers: list[_Gather], most: int) -> set[_Gather]:
-    """Those to keep, `most` bytes in all."""
+    """The gathers to keep, at most `most` bytes in total."""
     kept, held = set(), 0
     latest_first = list(reversed(gathers))
     for gather in sorted(latest_first, key=lambda gather: -gather.seconds / max(1, gather.bytes)):
@@ -112,7 +113,7 @@ def _gathers(graph: torch.fx.Graph) -> Iterator[_Gather]:
 
 
 def _needed(gather: torch.fx.Node) -> list[torch.fx.Node]:
-    """`gather` and the views and casts of it whose results backward needs; empty where it needs none."""
+    """`gather` and the views and casts of it whose results the backward needs; empty if it needs none."""
     needed: list[torch.fx.Node] = []
 
     def visit(node: torch.fx.Node) -> bool:

@@ -1,12 +1,11 @@
-"""Matrices that are gathered or scattered along their columns are sent transposed, where only matrix products read or
-make them.
+"""Sends matrices that are gathered or scattered along their columns as transposes, if only matmuls read or make them.
 
-A collective has the chunks of its ranks one after the other, which columns are not: W (O, I) gathered from (O, I/n) is
-copied once more, whole. Its transpose is gathered by rows, and a matrix product reads either:
+A collective returns the chunks of its ranks one after the other, whereas columns are interleaved: W (O, I) gathered
+from (O, I/n) is copied once more as a whole. Its transpose is gathered by rows, and a matmul reads either:
 
     gather(W, columns) = gather(W^T, rows)^T        scatter(A B, columns) = scatter(B^T A^T, rows)^T
 
-What is copied instead is the shard, a part of 1/n, and that is part of another kernel where one writes or reads it.
+Instead the shard is copied, 1/n of the matrix, and that copy is fused into a kernel that writes or reads it, if any.
 
     before   w = redistribute(x, S(1)->R, [O, I]); y = mm(a, t(w))
     after    w = redistribute(t(x), S(0)->R, [I, O]); y = mm(a, w)
@@ -14,8 +13,8 @@ What is copied instead is the shard, a part of 1/n, and that is part of another 
     before   g = redistribute(mm(a, b), P(sum)->S(1), [O, I])
     after    g = clone(t(redistribute(mm(t(b), t(a)), P(sum)->S(0), [I, O])))
 
-It pays always. Numbers are those of the same products with other strides. Left alone: symbolic and uneven sizes, with a
-decision each, columns that another mesh dim cuts too, and matrices that anything else reads.
+It always pays. Results are those of the same matmuls with other strides. Left alone: symbolic and uneven sizes, with a
+decision each, columns that another mesh dim shards too, and matrices that anything else reads.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def columns_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]:
-    """A decision for each gather and scatter of columns that stays out, with the bytes that are copied for it.
+    """A decision for each gather and scatter of columns that is left alone, with the bytes that are copied for it.
 
     Args:
-        because: why all of them stay out; empty where those of uneven or symbolic sizes do.
+        because: the reason to leave all of them alone; empty if only those of uneven or symbolic sizes are.
     """
     for node in redistributions(graph):
         reason = because or why_sizes_do_not_fit(node)
@@ -126,19 +125,17 @@ def _is_view(node: torch.fx.Node) -> bool:
         return value_of(node).dim() == 2
     if node.target not in SHAPE_VIEWS:
         return False
-    # Sizes that only the data decides are the same where their expressions are.
+    # Unbacked sizes are equal if their expressions are.
     return guard_or_false(sym_eq(list(value_of(node).shape), list(value_of(node_arg(node, 0)).shape)))
 
 
 def _is_read_by_products(node: torch.fx.Node) -> bool:
-    """Whether matrix products alone read a node, behind views."""
+    """Whether only matmuls read a node, behind views."""
     return all(_is_read_by_products(user) if _is_view(user) else user.target is aten.mm.default for user in node.users)
 
 
 def _made_by_product(node: Any) -> tuple[torch.fx.Node | None, bool]:
-    """The matrix product that a node alone is a view of, and whether it is the transpose of it; None where there is
-    none.
-    """
+    """The matmul of which only this node is a view, and whether the view is a transpose; None if there is none."""
     flipped = False
     while isinstance(node, torch.fx.Node) and len(node.users) == 1:
         if node.target is aten.mm.default:

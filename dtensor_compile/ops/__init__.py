@@ -1,3 +1,1 @@
-"""Operators of a graph: redistributions, collectives, random numbers; and how a plan is carried out on local
-tensors.
-"""
+"""Operators of a graph: redistributions, collectives, random numbers; and the execution of plans on local tensors."""

@@ -6,12 +6,12 @@
     overwrite_(Tensor(a!) x, Tensor value) -> ()
 
 All but `overwrite_` are functional: the result is new and complete. A collective that works in place is the functional
-one, and then `overwrite_`: eager's collectives write into memory without autograd's knowledge, so gradients pass by a
-collective as if it had not been there, and so it is here.
+one, and then `overwrite_`: eager's collectives write to memory without autograd's knowledge, so gradients ignore them;
+here too.
 
-`peer` is a rank of the group, `group` the name of one, `order` the place among all communication of a graph: it tells
-apart what looks the same, so that two messages never become one. No node is ever dropped, since another rank may count
-on it.
+`peer` is a rank of the group, `group` a group's name, `order` the position among all communication of a graph: it
+distinguishes otherwise equal nodes, so that two messages never become one. No node is ever dropped, since another rank
+may count on it.
 
 In a lowered graph (``lowering/lower_collectives.py``) messages between ranks are `c10d_exchange`, which starts several
 at once."""
@@ -39,7 +39,7 @@ _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 def define(
     name: str, schema: str, kernel: Callable[..., object], fake: Callable[..., object], *tags: torch.Tag
 ) -> torch._ops.OpOverload:
-    """An operator that no pass drops and that has no gradient: what it returns is a constant to autograd."""
+    """Defines an operator that no pass drops and that has no gradient: its result is a constant to autograd."""
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -50,7 +50,7 @@ def define(
 
 
 def _nothing(device: torch.device | str = "cpu") -> torch.Tensor:
-    """The result of an operator that has none: a graph deals with tensors only."""
+    """The result of an operator without one: a graph has tensors only."""
     return torch.empty(0, device=device)
 
 
@@ -82,7 +82,7 @@ def _times(x: torch.Tensor, n: int) -> list[int]:
 
 
 def _functional(name: str, arguments: str, shape: Callable[..., Sequence[int]]) -> torch._ops.OpOverload:
-    """The counterpart of a functional collective of torch's, which waits; `shape` is that of its result."""
+    """Defines the waiting counterpart of a functional collective of torch; `shape` is that of its result."""
 
     def kernel(x: torch.Tensor, *args: object) -> torch.Tensor:
         return wait_tensor(functional(name)(x.contiguous(), *args[:-1]))
@@ -120,7 +120,7 @@ Fill = Callable[[Tensors, Tensors, int, object, dist.ProcessGroup], object]
 
 
 def _filling(name: str, fill: Fill) -> torch._ops.OpOverload:
-    """A collective that fills the tensors that it is given: here it fills copies and returns them."""
+    """Defines a collective that fills its arguments in eager: here it fills copies and returns them."""
 
     def kernel(outputs: Tensors, inputs: Tensors, peer: int, op: str, group: str, order: int) -> Tensors:
         results = [x.detach().clone(memory_format=torch.contiguous_format) for x in outputs]
@@ -162,7 +162,7 @@ def _check_equal(text: str, sizes: Sequence[int], group: str, order: int) -> tor
     return _nothing()
 
 
-#: Raises where ranks disagree about what they call a tensor (``DTensor.from_local(..., run_check=True)``).
+#: Raises if ranks disagree about the metadata of a tensor (``DTensor.from_local(..., run_check=True)``).
 check_equal = define(
     "c10d_check_equal",
     "(str text, SymInt[] sizes, str group, int order) -> Tensor",
@@ -202,9 +202,7 @@ irecv = define(
 def _exchange(
     tensors: Tensors, kinds: Sequence[int], peers: Sequence[int], tags: Sequence[int], groups: Sequence[str]
 ) -> Tensors:
-    """Starts messages, in order; one that is on its way keeps a copy of what it sends, since the graph may reuse the
-    memory.
-    """
+    """Starts messages, in order; a message in flight keeps a copy of its data, since the graph may reuse the memory."""
     operations, results = [], []
     for x, receives, peer, tag, group in zip(tensors, kinds, peers, tags, groups):
         buffer = x.new_empty(x.shape) if receives else x.detach().clone(memory_format=torch.contiguous_format)

@@ -1,16 +1,17 @@
-"""A redistribution from one mesh to another, whose ranks overlap or not: who sends what to whom, and that carried out.
+"""Plans of redistributions from one mesh to another, with or without common ranks, and their execution.
 
-In: a spec on a source mesh, one on a target mesh, the global shape. Out: an `Across`: steps on the source mesh, where a
-sum is better reduced there, then one all-to-all among the ranks of both meshes in which every rank gets what it lacks:
+In: a spec on a source mesh, one on a target mesh, the global shape. Out: an `Across`: steps on the source mesh, if a
+sum is better reduced there, then one all-to-all among the ranks of both meshes in which every rank receives the
+elements that it lacks:
 
     S(0) on ranks 0,1 -> S(0) on ranks 2,3      0 sends its half to 2, 1 to 3
     S(0) on ranks 0,1 -> R on ranks 1,2         0 sends its half to 1 and 2, 1 sends its own to 2 alone
     P(sum) on 0,1 -> S(0) on 2,3                2 and 3 get their half of both terms and add them up
     P(sum) on 0,1 -> R on 2,3                   reduce_scatter on 0,1, then both halves to 2 and 3
 
-Nobody receives an element twice or one that it has (of a sum: a term of one). Ranks that hold the same block share the
-load (`planner/exchange.py`). The text of a slice of a mesh stands for all such slices, which hold the same tensor: each
-of their ranks is a holder, or gets its part.
+No rank receives an element (of a partial sum: a term) twice, or one that it has. Ranks that hold the same block share
+the load (`planner/exchange.py`). The text of a slice of a mesh stands for all such slices, which hold the same tensor:
+each of their ranks is a holder, or gets its part.
 
 Plans depend on specs, sizes and the two meshes alone: all ranks of both choose the same one.
 """
@@ -41,15 +42,15 @@ from dtensor_compile.planner.step_costs import local_elements
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Who sends what to whom. Members are the ranks of both meshes in ascending order.
+    """The exchange of a plan. Members are the ranks of both meshes in ascending order.
 
     Attributes:
         ranks: global ranks of the members.
-        has, needs: what each holds before and after, per tensor dim; None where it is not part of the mesh.
-        terms: which term of a sum each holds.
+        has, needs: intervals that each holds before and after, per tensor dim; None if it is not part of the mesh.
+        terms: index of the term of a sum that each holds.
         sent: ``[p, q]``: elements from member p to member q.
         split, shares: as in `dtensor_compile.planner.exchange.ExchangeTable`.
-        reduce_op: what becomes one of the terms; empty where there is one.
+        reduce_op: reduction of the terms; empty if there is only one.
     """
 
     ranks: tuple[int, ...]
@@ -79,7 +80,7 @@ class Exchange:
 
     @property
     def held(self) -> int:
-        """Elements that one member holds at once besides its input: what it sends, what it receives and its result."""
+        """Elements that one member holds at once besides its input: send and receive buffers, and its result."""
         results = [
             math.prod(shards.length(parts) for parts in needs.values()) for needs in self.needs if needs is not None
         ]
@@ -88,7 +89,7 @@ class Exchange:
         return exchanged(self.elements, max(self.terms) + 1, max(results)).most
 
     def part(self, sender: int, receiver: int) -> Held:
-        """What the one sends to the other, per tensor dim."""
+        """The part that `sender` sends to `receiver`, per tensor dim."""
         has, needs = self.has[sender], self.needs[receiver]
         assert has is not None and needs is not None
         parts = {d: shards.common(has[d], needs[d]) for d in has}
@@ -104,8 +105,8 @@ class Across:
     Attributes:
         steps: on the source mesh, from the source spec to `middle`.
         middle, goal: specs before the exchange, on the source mesh, and after it, on the target mesh.
-        exchange: among the ranks of both; sends nothing where everybody has what it needs.
-        held: elements that one rank holds at once besides its input; the largest, where they differ.
+        exchange: among the ranks of both meshes; sends nothing if every rank has its part.
+        held: elements that one rank holds at once besides its input; the maximum over ranks.
     """
 
     steps: tuple[Step, ...]
@@ -116,7 +117,7 @@ class Across:
 
     @property
     def elements(self) -> int:
-        """Elements that one rank sends; the busiest one of each step, where they differ."""
+        """Elements that one rank sends; those of the busiest one in each step, if they differ."""
         return sum(step.elements for step in self.steps) + self.exchange.elements
 
     @property
@@ -268,14 +269,14 @@ def expand_across(
     """Carries out a plan on one rank.
 
     Args:
-        x: its local tensor in the source spec; of any shape where it is not part of the source mesh.
+        x: its local tensor in the source spec; of any shape if it is not part of the source mesh.
         rank: its global rank.
         shape: global shape.
         group_name: process group along dims of the source mesh, by name.
-        union_name: that of the ranks of both meshes.
+        union_name: name of the process group over the ranks of both meshes.
 
     Returns:
-        the local tensor in the target spec, contiguous; `absent` where the rank is not part of the target mesh.
+        the local tensor in the target spec, contiguous; `absent` if the rank is not part of the target mesh.
     """
     if source.coordinate(rank) is not None:
         x = expand(x, this.steps, RankPlace(source, rank, group_name), shape)

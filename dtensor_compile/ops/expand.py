@@ -1,9 +1,9 @@
-"""A plan carried out on a local tensor: the eager kernel, the fake kernel and the lowering all call `expand`.
+"""Execution of a plan on a local tensor: the eager kernel, the fake kernel and the lowering all call `expand`.
 
 In: the local tensor of this rank, a plan, the layout of the mesh. Out: the local tensor in the target spec. Every step
 is one functional collective (or a local slice) between two rearrangements; a rearrangement is one permutation that a
 compiler can fuse into what produces or reads the tensor. Uneven shards are padded to the size of the largest for the
-collective and cut again after it; even ones are not.
+collective and sliced after it; even ones are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a plan is carried out: the mesh, a global rank in it, and its process groups."""
+    """The place of execution: the mesh, a global rank in it, and its process groups."""
 
     layout: MeshLayout
     rank: int
@@ -41,15 +41,12 @@ class RankPlace:
 
 
 def shard_range(size: Any, n: int, coordinate: int) -> tuple[Any, Any]:
-    """Start and length of the shard that `coordinate` of `n` holds of a dim of `size` elements (as ``torch.chunk`` cuts
-    it).
-    """
+    """Start and length of shard `coordinate` of `n` of a dim of `size` elements (as ``torch.chunk``)."""
     if is_multiple(size, n):
         return size // n * coordinate, size // n
     chunk = (size + n - 1) // n
     start, end = (torch.sym_min(chunk * c, size) if c else 0 for c in (coordinate, coordinate + 1))
-    # Where only the data decides the size, torch has to see that this is not negative: else the shard of a shard has a
-    # size of its own.
+    # For an unbacked size, torch has to know that this is not negative: else the shard of a shard gets a new symbol.
     return start, end - start if has_hint(size) else torch.sym_max(end - start, 0)
 
 
@@ -116,7 +113,7 @@ def _send(x: torch.Tensor, step: Step, place: RankPlace, sizes: list[Any]) -> to
     """Carries out one collective over one mesh dim.
 
     Args:
-        sizes: of what the ranks along it hold together.
+        sizes: sizes of the tensor that the ranks along it hold together.
     """
     (i,) = step.mesh_dims
     source, target, n, c = step.before[i], step.after[i], place.layout.shape[i], place.coordinate[i]

@@ -1,8 +1,8 @@
-"""Which collectives a wrapper of the program sends together, noted on the nodes that send them.
+"""Groups of collectives that a wrapper of the program sends together, noted on their nodes.
 
 ``fully_shard`` gathers and reduces the parameters of one call together, ``DistributedDataParallel`` fills buckets with
 gradients. While such a collective is traced, its node gets the name of its group; `dtensor_compile.schedule.bucket`
-makes one collective of those that have the same one. Names are text and integers, the same on every rank.
+merges collectives with the same name. Names are text and integers, the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from dtensor_compile.compat.dynamo.observe import node_of
 
 #: Key of a node's ``meta``: it is part of a redistribution or of a wrapper, which all ranks of its group run alike
-#: (what a program sends itself need not be so: stages of a pipeline run different programs).
+#: (collectives of the program itself need not be: stages of a pipeline run different programs).
 REDISTRIBUTES = "dtensor_compile_redistributes"
 
 #: Key of a node's ``meta``: its `Group`.
@@ -22,10 +22,10 @@ GROUP = "dtensor_compile_group"
 
 
 class Group(NamedTuple):
-    """What is sent together.
+    """A group of collectives that are sent together.
 
     Attributes:
-        name: tells groups of a graph apart.
+        name: identifies the group in a graph.
         limits: bytes of tensors at which a bucket is full, of the first bucket, the second and so on; the last one is
             that of all that follow. Empty: one bucket.
     """

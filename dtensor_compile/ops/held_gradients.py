@@ -4,7 +4,7 @@ graph.
     hold_gradient(Tensor grad, Tensor holder, int index, str placements, int order) -> Tensor
         nothing
     with_held_gradient(Tensor grad, Tensor holder, int index, int order) -> Tensor
-        grad, and what was held, which is held no longer
+        grad, and the held gradient, which is released
     hold_shard, with_held_shard
         the same of shards that wait for replicas
 

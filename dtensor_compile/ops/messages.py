@@ -1,18 +1,18 @@
-"""Collectives that gloo sends better as messages from rank to rank: operators with the names and arguments of torch's
+"""Collectives that are faster on gloo as messages from rank to rank: operators with the names and arguments of torch's
 functional ones.
 
     all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor
     all_gather_into_tensor_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]
     all_to_all_single(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name) -> Tensor
 
-Like those they start, and `wait_tensor` waits for each result; the same bytes arrive at the same places. What differs:
-every rank says what it is ready to receive before it sends. gloo's own send first (``gloo/alltoall.cc``,
-``gloo/allgather.cc``), and a connection carries one after the other, so that the peer learns that it may send when all
-has arrived that is sent to it: two ranks take turns, on a network that carries both directions at once. 16 MiB each way
-at 1 Gbit/s, 2 ranks, torch 2.13: all_gather 210 ms, all_to_all 265 ms, these 140 ms, the wire alone 134 ms. Not
-reported to gloo.
+Like those they start, and `wait_tensor` waits for each result; the same bytes arrive at the same places. The
+difference: every rank reports that it is ready to receive before it sends. gloo's own collectives send first
+(``gloo/alltoall.cc``, ``gloo/allgather.cc``), and a connection carries one after the other, so that the peer learns
+that it may send when all has arrived that is sent to it: two ranks take turns, on a network that carries both
+directions at once. 16 MiB each way at 1 Gbit/s, 2 ranks, torch 2.13: all_gather 210 ms, all_to_all 265 ms, these 140
+ms, the wire alone 134 ms. Not reported to gloo.
 
-Where the group is none of gloo's at run time (a simulated job) they are torch's.
+If the group is not a gloo group at run time (a simulated job), torch's collectives run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dtensor_compile.compat.distributed.device_meshes import group_named
 from dtensor_compile.compat.distributed.functional_collectives import functional, wait_for_messages
 from dtensor_compile.ops.c10d import Tensors, define
 
-#: Of our messages: programs that send their own over the same group use small numbers.
+#: Tag of these messages: programs that send messages over the same group use small numbers.
 _TAG = 0x44544300
 
 
@@ -38,8 +38,8 @@ def _exchange(received: Sequence[Tensors], sent: Sequence[Tensors], group: dist.
     """Starts the messages of several exchanges; returns those of each.
 
     Args:
-        received: for each exchange the memory for what each rank sends here, contiguous.
-        sent: for each of them what goes to each rank, contiguous; as many elements as that rank expects.
+        received: for each exchange, contiguous buffers for the data of each rank.
+        sent: for each exchange, contiguous data for each rank, with as many elements as that rank expects.
     """
     rank, size = group.rank(), group.size()
     works: list[list[dist.Work]] = [[] for _ in sent]

@@ -1,4 +1,4 @@
-"""Random numbers as operators: from a generator whose state is a tensor, and what reads or sets torch's own generator.
+"""Random numbers as operators: drawing from a generator whose state is a tensor, and access to torch's own generator.
 
     draw(Tensor state, Tensor x, str name, float[] numbers) -> (Tensor, Tensor)  x.normal_(generator=g), the next state
     seeded(int seed) -> Tensor                                                   the state after g.manual_seed(seed)
@@ -8,8 +8,8 @@
     trunc_normal(Tensor x, float[] numbers, int order) -> Tensor                 torch.nn.init.trunc_normal_(x)
 
 The first two are functions of their arguments, so that a pass may move, share or repeat them. The others act on torch's
-generator, with which operators like ``aten.rand`` draw, and stay where they are. ``trunc_normal`` draws until no value
-is out of bounds, so that how often it does depends on data; over a DTensor eager asks that of each local tensor alone.
+generator, with which operators like ``aten.rand`` draw, and must not move. ``trunc_normal`` draws until no value is out
+of bounds, so that the number of draws depends on data; over a DTensor eager checks each local tensor separately.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _library = torch.library.Library("dtensor_compile", "FRAGMENT")
 
 
 def _pure(name: str, schema: str, kernel: Callable[..., object], fake: Callable[..., object]) -> torch._ops.OpOverload:
-    """An operator without effects and without a gradient."""
+    """Defines an operator without effects and without a gradient."""
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -37,7 +37,7 @@ def _pure(name: str, schema: str, kernel: Callable[..., object], fake: Callable[
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """Memory laid out as that of `x`, since the order in which values are drawn is that of the memory."""
+    """New memory with the layout of `x`, since values are drawn in memory order."""
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
 

@@ -1,12 +1,12 @@
-"""Steps over several mesh dims, or between shards that nest in any order, carried out on a local tensor.
+"""Execution of steps over several mesh dims, or between shards that nest in any order, on a local tensor.
 
 In: the local tensor of this rank under the spec before a step. Out: that under the spec after it. One functional
-collective (or none) between two rearrangements. Where sizes are even and shards nest from left to right a rearrangement
+collective (or none) between two rearrangements. If sizes are even and shards nest from left to right, a rearrangement
 is one permutation:
 
     all_gather over (dp, tp) of S(0)S(1)    (dp, tp, rows, cols) -> (dp, rows, tp, cols), read as (dp*rows, tp*cols)
 
-Else it is cut and put together along the intervals that each rank holds (`planner/shard_intervals.py`).
+Else it slices and concatenates along the intervals that each rank holds (`planner/shard_intervals.py`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 _c10d = torch.ops._c10d_functional
 
-#: What a rank holds of each tensor dim that a step cuts otherwise.
+#: The intervals that a rank holds of each tensor dim whose sharding a step changes.
 Held = dict[int, Intervals]
 
 _ADD: dict[str, Callable[..., torch.Tensor]] = {"sum": operator.add, "min": torch.minimum, "max": torch.maximum}
 
 
 def rearrange(x: torch.Tensor, step: Step, place: RankPlace, shape: Sequence[Any]) -> torch.Tensor:
-    """Carries out a step that `expand` does not by itself."""
+    """Carries out a step that `expand` does not handle itself."""
     mover = _Mover(step, place, shape)
     if step.kind == "exchange":
         return mover.exchange(x)
@@ -226,7 +226,7 @@ class Boxes:
     """What one member of a group sends and receives in an exchange.
 
     Attributes:
-        outgoing, incoming: by member; its own number stands for what it keeps.
+        outgoing, incoming: parts by member; those of its own number are kept.
         has, needs: what it holds before and after, of each tensor dim that is cut.
         me: its number.
         terms: per member, which term of the sum it holds.
@@ -243,13 +243,13 @@ class Boxes:
 def exchange_boxes(
     x: torch.Tensor, boxes: Boxes, order: Sequence[int], group: str, shape: Sequence[Any], reduce_op: str = ""
 ) -> torch.Tensor:
-    """One all-to-all, and what it brings put together; terms of a sum are added up in their order.
+    """Runs one all-to-all and assembles the received parts; terms of a sum are added up in their order.
 
     Args:
         x: what this member holds.
         order: the member that each rank of the process group is.
         shape: sizes of the tensor dims that are not cut.
-        reduce_op: what becomes one of the terms; empty where there is one.
+        reduce_op: reduction of the terms; empty if there is only one.
     """
     me, dims, order = boxes.me, tuple(boxes.needs), list(order)
 
@@ -291,7 +291,7 @@ def _reordered(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def _take(x: torch.Tensor, wanted: Held, has: Held) -> torch.Tensor:
-    """The part of `x`, which is what `has` says, that `wanted` says."""
+    """The part `wanted` of `x`, which holds `has`."""
     for d, parts in wanted.items():
         if parts == has[d]:
             continue

@@ -4,7 +4,7 @@
 
 `source` and `target` are specs in text form (``ir/spec.py``), `mesh` is a mesh in text form (``ir/mesh.py``), `shape`
 is the global shape. All of it is text and integers, the same on every rank: graphs with this node read well, go through
-caches, and can be planned as a whole. The result never aliases the input. It is contiguous where something was sent; a
+caches, and can be planned as a whole. The result never aliases the input. It is contiguous if something was sent; a
 slice or a copy keeps the order of strides of the input. (So does torch, except that it leaves some uneven shards as
 views of a padded buffer, with strides that depend on the device and on the rank.)
 
@@ -48,7 +48,7 @@ def plan_of(
     Symbolic sizes count with their hints, which are the same on every rank; the plan is right for all sizes.
 
     Args:
-        bounded: whether the bound of memory counts. It does not where passes may still change what is to be planned.
+        bounded: whether the memory bound counts. It does not while passes may still change redistributions.
     """
     sizes, memory = size_hints(shape), current_memory() if bounded else None
     known, network = divisors(shape), network_of(layout)
@@ -65,7 +65,7 @@ def _my_rank() -> int:
 
 
 def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: Sequence[Any]) -> torch.Tensor:
-    """Redistributes `local` with functional collectives; what the eager kernel does and the lowering traces."""
+    """Redistributes `local` with functional collectives; this is the eager kernel, which the lowering traces."""
     layout, rank = parse_mesh(mesh), _my_rank()
     coordinate = layout.coordinate(rank)
     if coordinate is None:  # this rank is not part of the mesh: its local tensor is empty and stays so
@@ -86,7 +86,7 @@ def decided_by(source: str, target: str, mesh: str, shape: Sequence[int], itemsi
     """What, besides its arguments and the local tensor, decides what `carry_out` calls: the rank, the plan, and its
     process groups.
 
-    Groups that the plan needs and that are not there are made.
+    Makes missing groups that the plan needs.
     """
     layout, rank = parse_mesh(mesh), _my_rank()
     if layout.coordinate(rank) is None:

@@ -9,7 +9,7 @@ not part of a mesh is empty (`ops.cross_mesh_plan.absent`). `order` is the place
 rank outside of the source mesh gives nothing to any of them and one outside of the target mesh uses nothing of it, so
 that there two would look the same, and unused. No node is ever dropped, since other ranks count on it.
 
-The eager kernel makes the process group over both meshes where there is none yet (`ir.mesh.join_meshes`).
+The eager kernel makes the process group over both meshes if there is none yet (`ir.mesh.join_meshes`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def across_plan_of(
 ) -> Across:
     """The plan for a node, within the memory for which this thread plans if it is to be `bounded`.
 
-    Who sends what to whom is told in integers: symbolic sizes are from here on what they are.
+    Exchanges are planned in integers, so that symbolic sizes are specialized here.
     """
     meshes, memory = (parse_mesh(source_mesh), parse_mesh(target_mesh)), current_memory() if bounded else None
     return plan_across(source, target, *meshes, tuple(map(int, shape)), itemsize, memory)
@@ -52,7 +52,7 @@ def across_plan_of(
 def carry_out_across(
     local: torch.Tensor, source: str, target: str, source_mesh: str, target_mesh: str, shape: Sequence[Any], order: int
 ) -> torch.Tensor:
-    """Redistributes `local` with functional collectives; what the eager kernel does and the lowering traces."""
+    """Redistributes `local` with functional collectives; this is the eager kernel, which the lowering traces."""
     rank, layout, sizes = dist.get_rank(), parse_mesh(source_mesh), tuple(map(int, shape))
     this = across_plan_of(source, target, source_mesh, target_mesh, sizes, local.element_size())
     _check_local(local, source, source_mesh, sizes)
@@ -100,8 +100,7 @@ _TEXT = 512
 
 
 def source_of_all(source: str, source_mesh: str, target_mesh: str, shape: Sequence[int], like: torch.Tensor) -> str:
-    """The spec that the first rank of the source mesh has, in eager, where ranks that are not part of that mesh take
-    part.
+    """The spec on the first rank of the source mesh, for eager calls that include ranks outside of that mesh.
 
     On those torch gives results other placements than on the others: it takes redistributions to cost nothing there.
     All ranks of both meshes call this.

@@ -1,7 +1,7 @@
-"""What data-parallel wrappers mean, as functions of a graph.
+"""The semantics of data-parallel wrappers, as functions of a graph.
 
-A wrapper makes two things of a parameter: what the forward of its module uses, and what becomes of the gradient. Both
-are one function of the parameter here, with the second as the gradient of the first:
+A wrapper defines the tensor that the forward uses in place of a parameter, and the reduction of its gradient. Both are
+one function of the parameter here, with the second as the gradient of the first:
 
     unshard(param, ...)           sharded DTensor -> whole tensor;  gradient: mean over the ranks, as a sharded DTensor,
                                                                     or none: it is held until a later pass reduces it,
@@ -9,7 +9,7 @@ are one function of the parameter here, with the second as the gradient of the f
     average_gradient(param, ...)  the parameter itself;             gradient: mean over the ranks
 
 AOTAutograd traces them into the joint graph as casts, ``dtensor_compile::redistribute`` nodes and divisions, so that
-what wrappers send is planned with everything else.
+communication of wrappers is planned with everything else.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from dtensor_compile.ops.held_gradients import hold_gradient, hold_shard, with_h
 
 
 class Reduction(NamedTuple):
-    """How gradients become their mean.
+    """The reduction of gradients to their mean.
 
     Attributes:
-        dtype: in which they are reduced; None keeps that of the gradient.
+        dtype: dtype in which they are reduced; None keeps that of the gradient.
         op: ``"avg"`` or ``"sum"``.
-        before, after: divisors of what is reduced and of the result; 1 leaves it.
+        before, after: divisors of the input and of the result of the reduction; 1 for none.
     """
 
     dtype: torch.dtype | None = None
@@ -53,7 +53,7 @@ class Reduction(NamedTuple):
 
     @classmethod
     def of(cls, sharded: fsdp.Sharded) -> Reduction:
-        """That of the gradient of a parameter under ``fully_shard``."""
+        """The reduction of a gradient under ``fully_shard``."""
         return cls(sharded.reduce_dtype, *sharded.divide)
 
 
@@ -75,7 +75,7 @@ class _Outer(NamedTuple):
         return cls(sharded.outer_mesh, sharded.outer_placements, sharded.data_parallel)
 
     def spec(self, sharded: Spec, dtype: torch.dtype) -> Spec:
-        """Of the whole parameter, given that of the sharded one."""
+        """Spec of the unsharded parameter, given that of the sharded one."""
         assert sharded.tensor_meta is not None, sharded
         return make_spec(self.mesh, self.placements, sharded.tensor_meta.shape, dtype)
 
@@ -99,7 +99,7 @@ class _Unsharding(NamedTuple):
         return send_with(redistribute_local(local, source, target), self.group)
 
     def reduced(self, grad: torch.Tensor, holder: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The shard of the mean of whole gradients, in the dtype of the parameter; None where it is held."""
+        """The shard of the mean of whole gradients, in the dtype of the parameter; None if it is held."""
         grad, partial = _divide(grad, self.reduction.before), Partial(self.reduction.op)
         placements: tuple[Placement, ...] = (partial,) * len(self.placements)
         if self.held.shard:
@@ -159,18 +159,18 @@ def unshard(  # noqa: PLR0913, PLR0917 - arguments of a call in Dynamo's graph, 
     holder: torch.Tensor | None = None,
     index: int = 0,
 ) -> torch.Tensor:
-    """What the forward uses in place of a parameter that data-parallel ranks share.
+    """The tensor that the forward uses in place of a parameter that data-parallel ranks share.
 
     Args:
         param: sharded over `mesh`, and over other dims where the module is tensor-parallel too.
         mesh: the data-parallel mesh: one dim, or two of which the first replicates.
         outer: an `_Outer`, with its placements as text: the DTensor that comes out; None: a plain tensor comes out.
         placements: text form, on `mesh`.
-        size: of what the ranks of `mesh` share; the local size where a DTensor comes out.
-        dtype: of the result; None keeps that of the parameter.
+        size: size of the tensor that the ranks of `mesh` share; the local size if the result is a DTensor.
+        dtype: dtype of the result; None keeps that of the parameter.
         reduction: a `Reduction`.
-        reshard: the backward gathers it again, instead of keeping it.
-        group: name of what is gathered and reduced together.
+        reshard: whether the backward gathers it again, instead of saving it.
+        group: name of the group that is gathered and reduced together.
         held, holder, index: what becomes of gradients that wait to be reduced (`compat.distributed.fsdp.Sharded`).
 
     Returns:
@@ -194,12 +194,11 @@ def unshard(  # noqa: PLR0913, PLR0917 - arguments of a call in Dynamo's graph, 
 
 
 def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tuple[str | int, ...]]) -> None:
-    """Reduces gradients that wait of parameters that a forward did not use: its backward pass, which reduces others,
-    passes them by.
+    """Reduces held gradients of parameters that a forward did not use, which its backward therefore does not reduce.
 
     Args:
         state: a weak reference.
-        paths: of the parameters.
+        paths: paths of the parameters.
     """
     found = state()
     if found is None:
@@ -246,7 +245,7 @@ def average_gradient(param: torch.Tensor, group: str, ranks: int, name: str, lim
     """`param`, whose gradient is the mean over the process group `group`, which has `ranks` ranks.
 
     Args:
-        name, limits: of what is reduced together (`Group`).
+        name, limits: of the `Group` that is reduced together.
     """
     return _AverageGradient.apply(param, group, ranks, Group(name, tuple(limits)))
 

@@ -1,7 +1,7 @@
 """Graph passes over ``dtensor_compile::redistribute`` nodes, in the order in which they run.
 
-Every rank runs them on a graph of its own and has to come to the same end, or ranks would call different collectives;
-``graph/rank_uniformity.py`` says what they may decide by where shards are uneven.
+Every rank runs them on its own graph and must make the same decisions, or ranks would call different collectives;
+``graph/rank_uniformity.py`` says what decisions may depend on if shards are uneven.
 
 A pass is a function ``(graph) -> list[Decision]`` in a file of its own that changes the graph in place
 (`dtensor_compile.graph.runner`)."""
@@ -48,8 +48,7 @@ PASSES: tuple[Pass, ...] = (
     compose_redistributions,
 )
 
-#: Those that run only where the user asks for them: they may round more than another order of additions does, or take
-#: on trust what a graph does not say.
+#: Opt-in passes: they may round more than another order of additions does, or assume what a graph does not say.
 OPTIONAL: tuple[str, ...] = (exchange_rows.__name__, reduce_in_narrow_dtype.__name__, sequence_parallel.__name__)
 
 

@@ -1,29 +1,28 @@
-"""What operators do to specs: the algebra by which they move to the other side of a redistribution.
+"""The algebra of specs: how operators move to the other side of a redistribution.
 
     f(redistribute(x, A -> B), y)  =  redistribute(f'(x, y'), A' -> B')
 
-In: a node, and what each tensor that it reads is globally (spec and shape). Out: what its result is globally, and as
-what it has to read them; y' is y cut as A is, which costs nothing where y is the same on every rank.
+In: a node, and spec and global shape of each tensor that it reads. Out: spec and global shape of its result, and the
+specs in which it has to read its operands; y' is y sharded as A is, which costs nothing if y is the same on every rank.
 
-One table (``spec_rules.py``) has for each operator what it does along one mesh dim; mesh dims do not know of each
-other:
+One table (``spec_rules.py``) has the rule of each operator along one mesh dim; mesh dims are independent:
 
-- Elementwise operators keep shards, of all that they read. Sums and differences of what owes a sum owe that sum; so
-  does a product with what is the same on every rank.
-- Matrix products: rows, columns, batches stay shards; shards of the dim that is summed owe a sum, and so on for what
-  owes one.
-- Permutations rename dims. Views map dims to dims where they keep them, split them or merge them. A shard goes to the
-  outermost of those that a dim is split into, or comes from the outermost of those that are merged, where the pieces
-  are even.
-- Reductions drop dims. Where a dropped dim is a shard, a sum owes the sum over ranks. Maxima and minima do not move
-  there: what communication libraries call a maximum may lose a nan.
-- Slices, norms, softmax and the like act on some dims and leave shards of the others alone; lookups leave shards of
-  what is not looked up by, and of the indices.
+- Elementwise operators keep shards, if all operands are sharded alike. Sums and differences of partial sums are partial
+  sums; so is the product of a partial sum with a replicated tensor.
+- Matmuls: rows, columns and batches stay sharded; shards of the contracted dim give a partial sum, and so does an
+  operand that is one.
+- Permutations rename dims. Views keep, split or merge dims. If shards are even, the outermost of the dims that a
+  sharded dim is split into is sharded, and a merged dim is sharded if the outermost of its dims is.
+- Reductions drop dims. If a dropped dim is sharded, a sum becomes a partial sum. Maxima and minima do not move then:
+  the maximum of a communication library may lose a nan.
+- Slices, norms, softmax and the like act on some dims and leave shards of the others alone; lookups leave shards of the
+  indices, and of dims other than the indexed one.
 
-Arithmetic on what owes a sum rounds each term, so that it stays where elements have fewer than four bytes.
+Arithmetic on partial sums rounds each term, so that it does not move if elements have fewer than four bytes.
 
 A graph does not say whether numbers in it are the same on every rank: a program may compute with its own rank.
-`has_numbers` tells where that matters; a mark of the result (``graph/global_annotations.py``) says that they are.
+`has_numbers` finds the nodes for which that matters; a mark of the result (``graph/global_annotations.py``) says that
+they are the same.
 """
 
 from __future__ import annotations
@@ -46,35 +45,35 @@ from dtensor_compile.passes.spec_rules import REDUCTIONS, R, Strategy, rule_of
 
 aten = torch.ops.aten
 
-#: Operators with numbers that say more than dims and shapes.
+#: Operators with number arguments that are not dims or shapes.
 _BOUNDED = (
     aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
     aten.linalg_vector_norm.default,
     aten.native_layer_norm.default, aten._fused_rms_norm.default,
 )  # fmt: skip
 
-#: Elementwise operators whose other arguments are no numbers to compute with.
+#: Elementwise operators whose other arguments are not operands of the computation.
 _WITHOUT_NUMBERS = IDENTITIES | CASTS
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to run an operator: as what it reads its operands, and what its results are."""
+    """A way to run an operator: global forms of its operands and of its results."""
 
     needs: tuple[Global, ...]
     gives: tuple[Global, ...]
 
 
 def tensors_of(node: torch.fx.Node) -> list[torch.fx.Node] | None:
-    """The tensors that a node reads, in the order of its arguments; None where it reads something else of the graph."""
+    """The tensors that a node reads, in the order of its arguments; None if it reads another kind of node."""
     found: list[torch.fx.Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found if all(isinstance(x.meta.get("val"), torch.Tensor) for x in found) else None
 
 
 def has_numbers(node: torch.fx.Node) -> bool:
-    """Whether arguments of a node are numbers or bounds that may be others on another rank. (Dims and shapes of views
-    may not.)
+    """Whether arguments of a node are numbers or bounds that may differ between ranks. (Dims and shapes of views may
+    not.)
     """
     target = node.target
     if target not in _BOUNDED and (not is_pointwise(target) or target in _WITHOUT_NUMBERS):
@@ -87,15 +86,15 @@ def has_numbers(node: torch.fx.Node) -> bool:
 def form(
     node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None = None
 ) -> Form | None:
-    """How `node` runs on operands that are `given`; None where it cannot.
+    """The form in which `node` runs on operands that are `given`; None if there is none.
 
-    Operands that are replicated along a mesh dim may be needed as shards there.
+    The form may need shards of operands that are replicated along a mesh dim.
 
     Args:
-        given: of the tensors that it reads, in the order of `tensors_of`.
-        layout: of the mesh that all of them are on.
-        shapes: global ones of the results, where they are known; a view has no other way to know them than from
-            `given`, which has to be what it reads in the graph then.
+        given: global forms of the tensors that it reads, in the order of `tensors_of`.
+        layout: layout of the mesh that all of them are on.
+        shapes: global shapes of the results, if known. If not, those of a view follow from `given`, which then has to
+            be what it reads in the graph.
     """
     found = rule_of(node, given, layout, shapes)
     if found is None:
@@ -117,8 +116,8 @@ def form(
 
 
 def _matching(have: Placements, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
-    """The strategies that operands placed so can follow: first those that need nothing else, then those that cut what
-    is whole.
+    """The strategies that operands with these placements can follow: first those that need no change, then those that
+    shard replicated operands.
     """
     strategies = list(strategies)
     yield from (s for s in strategies if s[0] == have)
@@ -133,8 +132,9 @@ def run(
     coordinate: Sequence[int],
     before: torch.fx.Node,
 ) -> torch.fx.Node:
-    """The operator of `node` on other local tensors, so that it gives the local tensors of `results`; a new node in
-    front of `before`."""
+    """Runs the operator of `node` on other local tensors, which gives the local tensors of `results`; returns a new
+    node in front of `before`.
+    """
     others = iter(operands)
     args: tuple[Any, ...] = map_arg(node.args, lambda _: next(others))
     kwargs = map_arg(node.kwargs, lambda _: next(others))

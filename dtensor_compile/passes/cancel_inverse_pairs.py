@@ -1,16 +1,16 @@
-"""A redistribution that undoes the one before it goes away; so does one that changes nothing.
+"""Removes a redistribution that undoes the one before it, and one that changes nothing.
 
     redistribute(x, A -> A)                        =  x
     redistribute(redistribute(x, A -> B), B -> A)  =  x
 
-Right because a spec determines the local tensor of every rank from the global one where neither spec is partial: both
-sides are the local tensor of the same global tensor in spec A. Partial specs are left alone: their local tensors are
-not determined, and R -> P(sum) -> R divides and adds again, which may round.
+Correct because a spec that is not partial determines the local tensor of every rank from the global one: both sides are
+the local tensor of the same global tensor in spec A. Partial specs are left alone: their local tensors are not
+determined, and R -> P(sum) -> R divides and adds again, which may round.
 
-It pays always: nothing is sent in its place.
+It always pays: nothing is sent in its place.
 
     before   a = redistribute(x, S(0) -> R); b = redistribute(a, R -> S(0)); y = relu(b)
-    after    y = relu(clone(x))                (and the gather goes away too, unless something else reads it)
+    after    y = relu(clone(x))                (and the gather is removed too, unless something else reads it)
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Two redistributions with operators on one tensor between them become one.
+"""Composes two redistributions that have only unary operators between them.
 
     redistribute(f(redistribute(x, A -> B)), B' -> C)  =  redistribute(f'(x), A' -> C)
 
-Right by the algebra of ``algebra.py``: f is made of operators on one tensor that mean the same on every rank, and f' is
-the same on the local tensor of A. The numbers are bitwise the same where nothing is reduced; else the same terms are
-added in another order.
+Correct by the algebra of ``algebra.py``: f consists of unary operators that mean the same on every rank, and f' is f on
+the local tensor of A. Results are bitwise the same if nothing is reduced; else the same terms are added in another
+order.
 
-It pays where the direct way sends less than both: a gather of the sequence, split into heads and cut by heads, becomes
-an all-to-all; what is gathered and cut the same way is not sent at all.
+It pays if the direct redistribution sends less than both: a sequence that is gathered, split into heads and sharded by
+heads becomes an all-to-all; a tensor that is gathered and sharded the same way is not sent at all.
 
     before   a = redistribute(x, S(1) -> R); h = view(a, [4, 32, 8, 16]); y = redistribute(h, R -> S(2))
     after    h = view(x, [4, 8, 8, 16]); y = redistribute(h, S(1) -> S(2))
@@ -33,12 +33,12 @@ from dtensor_compile.graph.nodes import (
 from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.passes.unary_chain import chain
 
-#: Operators between the two at most.
+#: Maximum number of operators between the two.
 LONGEST = 16
 
 
 def compose_across_operators(graph: torch.fx.Graph) -> list[Decision]:
-    """Composes redistributions in `graph` between which only operators on one tensor stand."""
+    """Composes redistributions in `graph` that have only unary operators between them."""
     return [made for node in redistributions(graph) if (made := _compose(node)) is not None]
 
 

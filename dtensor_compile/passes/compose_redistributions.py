@@ -1,14 +1,14 @@
-"""Two redistributions in a row become one, and one that nobody reads goes away.
+"""Composes two redistributions in a row, and removes unused ones.
 
     redistribute(redistribute(x, A -> B), B -> C)  =  redistribute(x, A -> C)
 
-Right because every spec on the way describes the same global tensor. What A owes (a sum, an average, a minimum) is owed
-until it is reduced, on the way to B or on that to C; the order in which ranks are added may change. Where B or C owes
-what the spec before it did not, the pair stays: such a step divides, which rounds.
+Correct because all three specs describe the same global tensor. A partial A (a sum, an average, a minimum) is reduced
+on the way to B or on the way to C; the order in which ranks are added may change. If B or C is partial and the spec
+before it is not, the pair stays: such a step divides, which rounds.
 
-It pays where the direct way sends less than what goes away: an all-reduce of which only a part is read becomes a
-reduce-scatter. Where the middle has other readers it stays, and the direct way has to send less than the second half
-alone.
+It pays if the direct redistribution sends less than those that it replaces: an all-reduce of which only a part is read
+becomes a reduce-scatter. If the first one has other readers it stays, and the direct one has to send less than the
+second alone.
 
     before   a = redistribute(x, P(sum) -> R); b = redistribute(a, R -> S(0))
     after    b = redistribute(x, P(sum) -> S(0))
@@ -74,12 +74,12 @@ def _compose(node: torch.fx.Node) -> Decision | None:
 
 
 def owes_no_more(source: str, target: str) -> bool:
-    """Whether the target spec is partial only where the source spec is so in the same way."""
+    """Whether the target spec is partial only along mesh dims on which the source spec is partial alike."""
     return all(a == b for a, b in zip(parse_spec(source), parse_spec(target)) if isinstance(b, Partial))
 
 
 def _is_only_reader(node: torch.fx.Node, inner: torch.fx.Node) -> bool:
-    """Whether `inner` goes away when `node` does: nobody else reads it or the copies and views between the two."""
+    """Whether `inner` is unused once `node` is removed: nothing else reads it, or copies and views between the two."""
     between = node_arg(node, 0)
     while len(between.users) == 1 and between is not inner:
         between = node_arg(between, 0)

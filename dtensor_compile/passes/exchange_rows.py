@@ -1,18 +1,18 @@
-"""Ranks that look up rows of a table in shards, each by indices of its own, send rows and not the table.
+"""Lookups in a sharded table by indices that differ between ranks send rows, not the table.
 
     embedding(redistribute(x, S(0) -> R), i)  =  redistribute(own rows of x for everybody's i; others are zero, P(sum)
     -> S(0))
 
     redistribute(gradient of the table, from g and i, P -> S(0))  =  gradient of the own rows, from everybody's g and i
 
-Parameters in shards over the ranks that split the batch (FSDP): a table of V rows travels whole, though a rank reads B
-of them. Right because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero.
+With parameters sharded over the ranks that split the batch (FSDP), a table of V rows is gathered, though a rank reads B
+of them. Correct because each row is on one rank, and the others add zeros to it: exact, but for the sign of a zero.
 Sums of a gradient are the same terms in another order. An index outside of the table is an error of the lookup on every
 rank.
 
-It pays where the B rows of all ranks are fewer bytes than the table, in both directions by itself; the indices are
-gathered for it, one small collective more. It has to be asked for (`OPTIONAL`): that all ranks look up as many rows is
-taken on trust, as nothing in a graph of plain tensors says so.
+It pays if the B rows of all ranks are fewer bytes than the table, decided separately for forward and backward; the
+indices are gathered for it, one more small collective. It is opt-in (`OPTIONAL`): it assumes that all ranks look up
+equally many rows, as nothing in a graph of plain tensors says so.
 
     before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
     after    k = redistribute(i, S(0) -> R); e = embedding(x, k % 8)
@@ -58,13 +58,13 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 @dataclass
 class LookedUpTable:
-    """The table of a redistribution between its shards and all of it, over one mesh dim; whole along the others.
+    """The table of a redistribution between sharded and replicated over one mesh dim; replicated along the others.
 
     Attributes:
         node, this: the redistribution.
-        mesh_dim, dims, ranks: over which mesh dim, of how many, and how many ranks these are.
-        source, target: placements along it: of the gather ``S(0) -> R``, of a gradient ``P -> S(0)``.
-        rows, first: of the shard of this rank, how many and where they begin.
+        mesh_dim, dims, ranks: the mesh dim, the number of mesh dims, and the number of ranks along it.
+        source, target: placements along it: ``S(0) -> R`` for the gather, ``P -> S(0)`` for a gradient.
+        rows, first: number of rows of this rank's shard, and index of the first one.
     """
 
     node: torch.fx.Node
@@ -79,7 +79,7 @@ class LookedUpTable:
 
     @classmethod
     def of(cls, node: torch.fx.Node) -> LookedUpTable | None:
-        """Of a redistribution; None for other ones."""
+        """The table of a redistribution; None for other redistributions."""
         this = read(node)
         layout = parse_mesh(this.mesh)
         coordinate = layout.coordinate(dist.get_rank())
@@ -108,12 +108,12 @@ class LookedUpTable:
         return RedistributeNode(local, before, after, self.this.mesh, shape)
 
 
-#: The indices of all ranks, by the node of those of this one and the ranks: a mesh and a dim of it.
+#: The indices of all ranks, by the node of this rank's indices and the ranks: a mesh and a dim of it.
 Gathered = dict[tuple[Any, str, int], torch.fx.Node]
 
 
 def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
-    """Exchanges rows in place of tables in `graph`, where every rank looks up as many."""
+    """Exchanges rows in place of tables in `graph`, assuming that every rank looks up equally many."""
     if not may_use_sizes():
         return list(_left(graph))
     gathered: Gathered = {}
@@ -126,7 +126,7 @@ def exchange_rows(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _left(graph: torch.fx.Graph) -> Iterator[Decision]:
-    """A decision for each table that is sent whole because shards are uneven somewhere in the graph."""
+    """Decisions for the tables that are still gathered because shards are uneven somewhere in the graph."""
     for node in redistributions(graph):
         table = LookedUpTable.of(node)
         with sizes_differ(False):  # nothing is decided by them
@@ -173,7 +173,7 @@ def _look_up(table: LookedUpTable, gathered: Gathered) -> Decision | None:
 
 
 def _lookups(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The lookups that are all that reads a table; empty where something else does."""
+    """The lookups that read a table; empty if anything else reads it."""
     found: list[torch.fx.Node] = []
     for user in node.users:
         if is_same_view(user):
@@ -233,14 +233,14 @@ def _reduce(table: LookedUpTable, gathered: Gathered) -> Decision | None:
 
 @dataclass
 class Terms:
-    """What the gradient of a table is the sum of. Before Inductor's decompositions it is one operator, after them
-    values are put into zeros under a mask.
+    """The terms whose sum is the gradient of a table. Before Inductor's decompositions that is one operator; after
+    them, values are put into zeros under a mask.
 
     Attributes:
-        values: that are added, one row for each index.
+        values: the added values, one row for each index.
         indices: the rows that they are added to.
-        kept: which of them are added; None for all.
-        padding: the row that nothing is added to.
+        kept: mask of the rows that are added; None for all.
+        padding: the row to which nothing is added.
     """
 
     values: torch.fx.Node
@@ -250,7 +250,7 @@ class Terms:
 
     @classmethod
     def of(cls, made: Any) -> Terms | None:
-        """Of the node that makes the gradient; None where another operator does."""
+        """The terms of a gradient made by node `made`; None for an operator that is not known."""
         if not isinstance(made, torch.fx.Node):
             return None
         args: tuple[Any, ...] = made.args
@@ -263,7 +263,7 @@ class Terms:
         return None
 
     def mask(self, before: torch.fx.Node) -> torch.fx.Node | None:
-        """Which values are added, one number for each row; None for all."""
+        """Mask of the values that are added, one element for each row; None for all."""
         if self.padding == -1:
             return self.kept
         return _call(before, aten.unsqueeze.default, _call(before, aten.ne.Scalar, self.indices, self.padding), -1)
@@ -273,13 +273,13 @@ class Terms:
 
 
 def _count(indices: Any) -> int:
-    """Number of indices; 0 where it is not known, or there are none."""
+    """Number of indices; 0 if it is unknown, or there are none."""
     shape = value_of(indices).shape if isinstance(indices, torch.fx.Node) else ()
     return math.prod(shape) if all(type(size) is int for size in shape) else 0
 
 
 def _sent(table: LookedUpTable, counts: dict[Any, int]) -> int:
-    """Bytes that gathering indices takes."""
+    """Bytes sent to gather indices."""
     each = (
         (table.between(i, Shard(0), Replicate(), (table.ranks * n,)), value_of(i).element_size())
         for i, n in counts.items()
@@ -288,7 +288,7 @@ def _sent(table: LookedUpTable, counts: dict[Any, int]) -> int:
 
 
 def _found(table: LookedUpTable, indices: Any, gathered: Gathered, before: torch.fx.Node) -> torch.fx.Node | None:
-    """The indices of all ranks where they are there before a node."""
+    """The indices of all ranks, if they have been gathered before a node."""
     found = gathered.get((indices, table.this.mesh, table.mesh_dim))
     return found if found is not None and found < before else None
 
@@ -296,7 +296,7 @@ def _found(table: LookedUpTable, indices: Any, gathered: Gathered, before: torch
 def _everybodys(
     table: LookedUpTable, indices: Any, gathered: Gathered, *, like: torch.fx.Node, before: torch.fx.Node
 ) -> torch.fx.Node:
-    """The indices of all ranks, one after the other."""
+    """The indices of all ranks, concatenated."""
     found = _found(table, indices, gathered, before)
     if found is None:
         n = _count(indices)
@@ -307,9 +307,9 @@ def _everybodys(
 
 
 def _own(table: LookedUpTable, indices: torch.fx.Node, before: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
-    """Which indices are those of rows of this rank, and where in a shard each row lies.
+    """A mask of the indices of this rank's rows, and the position of each row in its shard.
 
-    Those of no rank stay as they are, so that the lookup sees them.
+    Indices outside of the table stay as they are, so that the lookup sees them.
     """
     shifted = _call(before, aten.sub.Tensor, indices, table.first)
     below, above = (

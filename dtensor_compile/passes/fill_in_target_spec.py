@@ -1,12 +1,12 @@
-"""What is filled with one number and redistributed is filled in place.
+"""Fills a redistributed constant tensor directly in the target spec.
 
     redistribute(full(n), A -> B)  =  full(n)
 
-Right because each element is the same wherever it lies; where A owes a sum the number has to be zero. Only tensors
-count of which a mark says that they are made as parts of a DTensor: a local tensor that a program makes may hold
-another number on each rank.
+Correct because all elements are equal; if A is a partial sum, the number has to be zero. Only tensors that a mark
+identifies as local tensors of a DTensor count: a local tensor that a program makes may hold another number on each
+rank.
 
-It pays always: nothing is sent, and nothing is made that is larger than what is read.
+It always pays: nothing is sent, and no tensor is made that is larger than the one read.
 
     before   z = full([2, 6], 0); y = redistribute(z, S(0) -> R)
     after    y = full([4, 6], 0)
@@ -29,7 +29,7 @@ from dtensor_compile.passes.global_tensor import Global
 
 aten = torch.ops.aten
 
-#: What makes tensors of one number: the place of the number among the arguments, or the number.
+#: Operators that make tensors filled with one number: position of the number among the arguments, or the number.
 _FILLED: dict[Any, tuple[int | None, int]] = {
     aten.full.default: (1, 0),
     aten.full_like.default: (1, 0),
@@ -40,7 +40,7 @@ _FILLED: dict[Any, tuple[int | None, int]] = {
 
 
 def make_in_place(graph: torch.fx.Graph) -> list[Decision]:
-    """Makes redistributed tensors of one number in `graph` where they are read."""
+    """Makes redistributed constant tensors in `graph` in the spec in which they are read."""
     return [made for node in redistributions(graph) if (made := _make(node)) is not None]
 
 

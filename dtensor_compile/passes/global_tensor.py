@@ -1,4 +1,4 @@
-"""The global tensor that a local one is part of, as passes compute with it: placements, and a shape of integers."""
+"""The global tensor of a local one, as passes compute with it: placements, and a shape of integers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Global:
-    """What a local tensor is globally: placements on a mesh, and a shape of plain integers."""
+    """The global form of a local tensor: placements on a mesh, and a shape of plain integers."""
 
     placements: Placements
     shape: Shape
 
     @classmethod
     def of(cls, spec: str, shape: Sequence[Any]) -> Global | None:
-        """None where the shape is symbolic, or shards are strided."""
+        """The global form for a spec and a shape; None if the shape is symbolic, or shards are strided."""
         placements = parse_spec(spec)
         if not all(type(size) is int for size in shape) or not all(
             type(p) in (Shard, Replicate, Partial) for p in placements
@@ -46,7 +46,7 @@ class Global:
         return [i for i, p in enumerate(self.placements) if isinstance(p, Shard) and p.dim == dim]
 
     def pieces(self, dim: int, layout: MeshLayout) -> int:
-        """Into how many shards a tensor dim is cut."""
+        """Number of shards of a tensor dim."""
         return math.prod(layout.shape[i] for i in self.shards(dim))
 
     def is_even(self, layout: MeshLayout) -> bool:

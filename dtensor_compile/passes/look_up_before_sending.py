@@ -1,13 +1,12 @@
-"""Rows of a sharded tensor are looked up where they are, and only those are sent.
+"""Looks up rows of a sharded tensor on the ranks that have them, and sends only those.
 
     lookup(redistribute(x, S(d) -> R), rows of d)  =  redistribute(lookup(x, own rows; others are zero), P(sum) -> R)
 
-Right because each row lies on one rank, and the others add zeros to it: exact, but for the sign of a zero. Indices have
-to be the same on every rank of the mesh dim, which a mark of them says; bounds of a slice too, which a mark of the
-result says. Lookups along other dims than the sharded one are `move_redistributions`'.
+Correct because each row is on one rank, and the others add zeros to it: exact, but for the sign of a zero. A mark has
+to say that indices are the same on every rank of the mesh dim, or, for bounds of a slice, a mark of the result.
+`move_redistributions` handles lookups along other dims than the sharded one.
 
-It pays where fewer rows are read than half of those that there are: the lookup's result is reduced, the tensor is not
-gathered.
+It pays if fewer than half of the rows are read: the lookup's result is reduced, the tensor is not gathered.
 
     before   w = redistribute(x, S(0) -> R); y = embedding(w, i)
     after    k = sub(i, 2); m = (k < 0) | (k >= 2); e = embedding(x, where(m, 0, k))
@@ -46,7 +45,7 @@ aten = torch.ops.aten
 
 
 def look_up_before_sending(graph: torch.fx.Graph) -> list[Decision]:
-    """Moves lookups in `graph` in front of gathers of the dim that they look up by."""
+    """Moves lookups in `graph` in front of gathers of the indexed dim."""
     if not may_use_sizes():
         return []
     return [made for node in redistributions(graph) if (made := _look_up(node)) is not None]
@@ -102,7 +101,7 @@ def _look_up(node: torch.fx.Node) -> Decision | None:
 
 
 def _looks_up(user: torch.fx.Node, node: torch.fx.Node, dim: int, mesh: str) -> bool:
-    """Whether `user` looks up rows of `dim` of `node` by what is the same on all ranks."""
+    """Whether `user` looks up rows along `dim` of `node` by indices that are the same on all ranks."""
     args = user.args
     if not args or args[0] is not node or sum(x is node for x in user.all_input_nodes) != 1 or user.kwargs:
         return False
@@ -126,7 +125,7 @@ def _is_same(node: Any, mesh: str) -> bool:
 
 
 def _own(user: torch.fx.Node, local: torch.fx.Node, dim: int, first: int, size: int) -> torch.fx.Node:
-    """What `user` gives of the rows `first` to ``first + size`` that `local` has, with zeros for the others."""
+    """The result of `user` on `local`, which has the rows `first` to ``first + size``, with zeros for other rows."""
 
     def make(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         return call(target, args, kwargs, like=user, before=user)

@@ -1,15 +1,14 @@
-"""Terms of a sum that are redistributed alike are added first and redistributed once.
+"""Adds terms of a sum that are redistributed alike before redistributing them once.
 
     redistribute(x, A -> B) + redistribute(y, A -> B)  =  redistribute(x + y, A -> B)
 
-Right where A -> B is linear: what it moves is moved element by element, and what it reduces is summed or averaged.
-Where nothing is reduced the numbers are bitwise the same. Where something is, the same terms are added in another
-order: each rank's own first. Minima, maxima and products are left alone, and so is what becomes partial on the way.
-``-`` and ``neg`` are exact and count as sums with a sign; factors are not looked through, because they would round
-every term where they rounded the sum.
+Correct if A -> B is linear: it moves elements, and its reductions are sums or averages. If nothing is reduced, results
+are bitwise the same; else the same terms are added in another order, each rank's own first. Minima, maxima and products
+are left alone, and so are redistributions to a new partial placement. ``-`` and ``neg`` are exact and count as sums
+with a sign; factors are not looked through, because they would round every term where they rounded the sum.
 
-It pays wherever something is sent: one collective for several. The local sum is over tensors in spec A, which may be
-larger than those in spec B; it is fused into what makes them, or read at the speed of memory.
+It pays if anything is sent: one collective replaces several. The local sum is over tensors in spec A, which may be
+larger than those in spec B; it is fused into the operators that make them, or is bound by memory bandwidth.
 
     before   a = redistribute(x, P(sum) -> S(1)); b = redistribute(y, P(sum) -> S(1)); s = add(a, b)
     after    z = add(x, y); s = redistribute(z, P(sum) -> S(1))
@@ -72,9 +71,7 @@ def _is_sum(node: torch.fx.Node) -> bool:
 
 
 def _terms(node: torch.fx.Node, root: torch.fx.Node, negative: bool, inner: set[torch.fx.Node]) -> Iterator[Term]:
-    """The terms of the sum that ends in `root`, from left to right; nodes with other readers are terms, whatever they
-    are.
-    """
+    """The terms of the sum that ends in `root`, from left to right; any node with other readers is a term."""
     pending = [(node, negative)]
     while pending:
         node, negative = pending.pop()

@@ -1,12 +1,11 @@
-"""Where a region ends: the members that are held in their other form.
+"""The members of a region that are held in their other form, chosen by a minimum cut.
 
-In: a region, and what a cost weighs. Out: those of its members that are held, as few as will do.
+In: a region, and a weight for costs. Out: the smallest cheapest set of its members that are held.
 
-Where to stop is a minimum cut (L. Ford, D. Fulkerson: Maximal Flow through a Network, 1956). Each node is on one of two
-sides; what is paid for depends on a node alone (a redistribution that is left where it is, or not) or on a node and its
-readers (one that is held in its other form, and read in the first, is redistributed once for all of them). The least is
-found over all of the graph at once, so that a redistribution goes on past an operator that makes it dearer where it
-gets cheaper behind the next.
+The boundary is a minimum cut (L. Ford, D. Fulkerson: Maximal Flow through a Network, 1956). Each node is on one of two
+sides. A cost depends on a node alone (a redistribution that stays, or not) or on a node and its readers (a node that is
+held in its other form and read in the first is redistributed once for all of them). The minimum is over the whole
+graph, so that a redistribution moves past an operator that makes it more expensive if it gets cheaper behind the next.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.nodes import Cost
 from dtensor_compile.passes.region import Region
 
-#: More than anything costs.
+#: A price above any cost.
 _NEVER = 1 << 80
 
 #: The two sides of a cut.
@@ -32,11 +31,11 @@ _STAYS, _MOVES = 0, 1
 def cut(
     region: Region, part: list[torch.fx.Node], weight: Callable[[Cost], int], held_bytes: int = 0
 ) -> frozenset[torch.fx.Node]:
-    """The members that are held where that is cheapest; as few of them as will do.
+    """The members of `part` that are held at the lowest cost; the smallest such set.
 
     Args:
-        weight: what a cost weighs.
-        held_bytes: what a byte of a local tensor weighs, for holding what is smaller.
+        weight: maps a cost to a number.
+        held_bytes: weight of a byte of a local tensor; favors holding smaller tensors.
     """
     network = _Network(region, part, weight, held_bytes)
     for node in part:
@@ -47,9 +46,9 @@ def cut(
 
 @dataclass
 class _Network:
-    """Members between the two sides. An edge from one to another is paid for where the one stays and the other moves.
+    """Flow network of members. An edge from one to another is paid for if the first stays and the second moves.
 
-    Each member has two nodes: its own, and one that moves where one of its readers does.
+    Each member has two nodes: its own, and one that moves if one of its readers does.
     """
 
     region: Region
@@ -69,14 +68,14 @@ class _Network:
         return len(self.part) + self.numbers[node]
 
     def pay(self, a: int, b: int, price: Cost | int | None) -> None:
-        """Paid where `a` stays and `b` moves; None for what cannot be."""
+        """Adds a price that is paid if `a` stays and `b` moves; None if that is impossible."""
         capacity = _NEVER if price is None else price if isinstance(price, int) else self.weight(price)
         if capacity:
             have = self.graph[a][b]["capacity"] if self.graph.has_edge(a, b) else 0
             self.graph.add_edge(a, b, capacity=have + capacity)
 
     def add(self, node: torch.fx.Node) -> None:
-        """All that depends on `node`, or on it and its readers."""
+        """Adds all costs that depend on `node`, or on it and its readers."""
         self.graph.add_node(self.number(node))
         self._pay_for_redistributions(node)
         if len(self.region.members[node].was) > 1:

@@ -1,17 +1,17 @@
-"""Redistributions move behind the operators that read them, to where they are cheapest.
+"""Moves redistributions behind the operators that read them, to where they are cheapest.
 
     f(redistribute(x, A -> B), y)  =  redistribute(f(x, y'), A' -> B')
 
-Right by the algebra of ``algebra.py``, for one redistribution and all the operators behind it that go on from A, or
-several that meet: terms that owe a sum are added, multiplied with what all ranks have, or with a matrix, and reduced
-once at the end. What is gathered is sliced, looked up, normalized or reduced along its other dims before it is sent.
-Where to stop is found over the whole graph (``minimum_cut.py``).
+Correct by the algebra of ``algebra.py``, for one redistribution and all operators behind it that can run on A, or
+several whose results are combined: partial sums are added, multiplied with replicated tensors, or with a matrix, and
+reduced once at the end. Gathered tensors are sliced, looked up, normalized or reduced along their other dims before
+they are sent. The new place is found over the whole graph (``minimum_cut.py``).
 
-Values of shards are bitwise the same, or where a kernel works on another number of rows as near as two kernels; sums
-over ranks add the same terms in another order.
+Results on shards are bitwise the same, or, if a kernel works on another number of rows, equal up to the difference
+between kernels; sums over ranks add the same terms in another order.
 
-It pays where what is read in the end is smaller, or one collective serves for several. Nothing is moved that would send
-more bytes or more often.
+It pays if the tensor read in the end is smaller, or one collective replaces several. No move sends more bytes or more
+collectives.
 
     before   w = redistribute(x, S(1) -> R); s = slice(w, 0, 0, 4); y = mul(s, s)
     after    s = slice(x, 0, 0, 4); m = mul(s, s); y = redistribute(m, S(1) -> R)
@@ -28,12 +28,12 @@ from dtensor_compile.passes.global_tensor import Global
 from dtensor_compile.passes.minimum_cut import cut
 from dtensor_compile.passes.region import Region, grow
 
-#: What collectives and bytes weigh: fewer bytes go first, then fewer collectives, and the other way round.
+#: Weights of collectives and bytes: first bytes before collectives, then the other way round.
 _WEIGHTS = (lambda c: (c.bytes << 20) + c.collectives, lambda c: (c.collectives << 50) + c.bytes)
 
 
 def move_redistributions(graph: torch.fx.Graph) -> list[Decision]:
-    """Moves redistributions in `graph` to where they send least."""
+    """Moves redistributions in `graph` to where they send the fewest bytes."""
     seeds: dict[str, dict[torch.fx.Node, Global]] = {}
     for node in redistributions(graph):
         this = read(node)

@@ -1,12 +1,12 @@
-"""What is redistributed and then reduced is reduced first.
+"""Moves reductions of redistributed tensors in front of the redistribution.
 
     sum(redistribute(x, A -> B), dims)  =  redistribute(sum(x, dims), A' -> B')
 
-Right by the algebra of ``algebra.py``; A' owes a sum where A sharded one of the dims. Other operators on one tensor
-between the two move along. Sums are the same terms in another order; where a narrow dtype would round between a local
-sum and the sum over ranks, everything stays. Maxima and minima are bitwise the same.
+Correct by the algebra of ``algebra.py``; A' is a partial sum along mesh dims on which A shards one of the dims. Other
+unary operators between the two move along. Sums add the same terms in another order; if a narrow dtype would round
+between a local sum and the sum over ranks, everything stays. Maxima and minima are bitwise the same.
 
-It pays by what the reduction drops: the gather of a tensor becomes the all-reduce of a number.
+It pays as the reduction makes the tensor smaller: the gather of a tensor becomes the all-reduce of a number.
 
     before   w = redistribute(x, S(0) -> R); s = sum(w, [0, 1])
     after    p = sum(x, [0, 1]); s = redistribute(p, P(sum) -> R)

@@ -1,11 +1,11 @@
-"""A part of a graph that runs on other local tensors: what passes that move many redistributions share.
+"""A part of a graph that runs on other local tensors; shared by the passes that move many redistributions.
 
 In: a graph, and redistributions with another spec in which their results could be left (`grow`). The operators behind
-them that can go on from there, by the algebra of ``algebra.py``, make a region: each of its nodes has a form that it
-has in the graph, and one that it could be held in. Out: what that costs (``minimum_cut.py`` finds where it costs
-least), and the graph rewritten so (`Region.rewrite`).
+them that can run on such results, by the algebra of ``algebra.py``, make a region: each of its nodes has a form in the
+graph, and one in which it could be held. Out: the cost (``minimum_cut.py`` minimizes it), and the rewritten graph
+(`Region.rewrite`).
 
-Sizes are those of global tensors, so that every rank finds the same cut.
+Sizes are those of global tensors, so that every rank finds the same minimum cut.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtensor_compile.passes.algebra import Form, form, has_numbers, may_round, r
 from dtensor_compile.passes.compose_redistributions import owes_no_more
 from dtensor_compile.passes.global_tensor import Global
 
-#: What a node that has no mark is globally; None where nothing says.
+#: The global form of a node without a mark; None if unknown.
 Guess = Callable[[torch.fx.Node], Global | None]
 
 
@@ -38,8 +38,9 @@ class Member(NamedTuple):
     """A node of a region.
 
     Attributes:
-        was, held: what it is globally in the graph, and what it could be; tuples for nodes that give several tensors.
-        needs: as what it reads its operands then.
+        was, held: its global form in the graph, and the one that it could have; tuples for nodes that give several
+            tensors.
+        needs: global forms of its operands in that case.
     """
 
     was: tuple[Global, ...]
@@ -52,10 +53,9 @@ class Region:
     """Nodes that could be held in another form, in the order of the graph.
 
     Attributes:
-        mesh, layout, coordinate: the mesh on which all of it is, and the place of this rank.
-        origins: for each member the redistribution that it is behind, or one of them: for those who ask what caused a
-            node.
-        alike, costs: what was found out before.
+        mesh, layout, coordinate: the mesh of all its tensors, and the coordinate of this rank.
+        origins: for each member a redistribution that it is behind; records the cause of new nodes.
+        alike, costs: caches.
     """
 
     mesh: str
@@ -70,9 +70,10 @@ class Region:
     def is_alike(self, node: torch.fx.Node) -> bool:
         """Whether DTensor made a node, so that it is the same operator with the same numbers on every rank.
 
-        It did where it says what the result is, and in the middle of an operator that it decomposed: all that reads the
-        result then is made so, while what a program makes itself gets to a DTensor through a view
-        (`DTensor.from_local`), or is a single number."""
+        It did if the result has a mark, and within an operator that it decomposed: all readers of the result are made
+        by DTensor then, whereas a tensor that a program makes itself becomes a DTensor through a view
+        (`DTensor.from_local`), or is a single number.
+        """
         pending = [node]
         while pending:
             last = pending[-1]
@@ -91,7 +92,7 @@ class Region:
         return self.alike[node]
 
     def known(self, node: torch.fx.Node) -> Global | None:
-        """What a node is in the graph."""
+        """The global form of a node in the graph."""
         if node in self.members:
             was = self.members[node].was
             return was[0] if len(was) == 1 else None
@@ -101,7 +102,7 @@ class Region:
         return Global.of(mark.spec, mark.shape) if mark.mesh == self.mesh else None
 
     def move(self, source: Global, target: Global, node: torch.fx.Node) -> Cost | None:
-        """What it costs to redistribute a tensor with the elements of `node`; None where none leads there exactly."""
+        """Cost of redistributing a tensor with the elements of `node`; None if no exact plan exists."""
         key = source, target, value_of(node).element_size()
         if key not in self.costs:
             this = RedistributeNode(node, source.spec, target.spec, self.mesh, source.shape)
@@ -112,7 +113,7 @@ class Region:
         return self.costs[key]
 
     def readers(self, node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node], list[torch.fx.Node]]:
-        """Who reads a member: other members, redistributions of it, and the rest."""
+        """The readers of a member: other members, redistributions of it, and the rest."""
         mine: list[torch.fx.Node] = []
         moved: list[torch.fx.Node] = []
         others: list[torch.fx.Node] = []
@@ -125,7 +126,7 @@ class Region:
         return mine, moved, others
 
     def parts(self) -> Iterator[list[torch.fx.Node]]:
-        """The members in groups that have nothing to do with each other."""
+        """The members in groups that are independent of each other."""
         links, nodes = nx.Graph(), list(self.members)
         number = {node: k for k, node in enumerate(nodes)}
         links.add_nodes_from(number.values())
@@ -134,9 +135,7 @@ class Region:
             yield [nodes[k] for k in sorted(part)]
 
     def choices(self, node: torch.fx.Node) -> Iterator[tuple[Cost | None, Cost | None]]:
-        """What redistributions cost that depend on one member alone: where it is as in the graph, and where it is
-        held.
-        """
+        """Cost of the redistributions that depend on one member alone: if it is as in the graph, and if it is held."""
         (was, *_), (held, *_) = self.members[node].was, self.members[node].held
         if is_redistribution(node):
             source = Global.of(read(node).source, was.shape)
@@ -151,10 +150,11 @@ class Region:
             )
 
     def back(self, node: torch.fx.Node) -> Cost | None:
-        """What it costs to read a member as it was where it is held.
+        """Cost of reading a held member in its form in the graph.
 
-        None where its readers need strides that cannot be had, and for masks: Inductor fails on kernels that read
-        gathered ones."""
+        None if its readers need strides that a copy cannot have, and for masks: Inductor fails on kernels that read
+        gathered ones.
+        """
         member = self.members[node]
         if len(member.was) > 1 or value_of(node).dtype == torch.bool:
             return None
@@ -163,17 +163,19 @@ class Region:
         return self.move(member.held[0], member.was[0], node)
 
     def reads(self, node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, Cost | None, Cost | None]]:
-        """What a member that is held reads, and what that costs: where it is as in the graph, and where it is held.
+        """The operands of a held member, and the cost of reading each: if the operand is as in the graph, and if it is
+        held.
 
-        Whole tensors are cut for nothing along a mesh dim, but not where another one inside of it shards the same
-        tensor dim."""
+        Sharding a replicated tensor along a mesh dim is free, unless a mesh dim inside of it shards the same tensor
+        dim.
+        """
         for operand, need in zip(tensors_of(node) or (), self.members[node].needs):
             have, member = self.known(operand), self.members.get(operand)
             here = self.move(have, need, operand) if have is not None else None
             yield operand, here, here if member is None else self.move(member.held[0], need, operand)
 
     def cost(self, part: Iterable[torch.fx.Node], held: frozenset[torch.fx.Node]) -> Cost | None:
-        """What the redistributions of a part send where the nodes `held` are held; None where that cannot be."""
+        """Cost of the redistributions of a part if the nodes `held` are held; None if that is impossible."""
         costs: list[Cost | None] = []
         for node in part:
             mine, _, others = self.readers(node)
@@ -216,11 +218,11 @@ class Region:
         made: Mapping[torch.fx.Node, torch.fx.Node],
         cuts: dict[Any, torch.fx.Node],
     ) -> torch.fx.Node:
-        """An operand of `node` as it needs it.
+        """An operand of `node` in the form that it needs.
 
         Args:
             made: members in their other form.
-            cuts: operands that were cut before, by what they are and when; it is added to them.
+            cuts: operands that were sharded before, by form and graph; the new one is added.
         """
         have = self.members[operand].held[0] if operand in made else self.known(operand)
         local = made.get(operand, operand)
@@ -233,7 +235,7 @@ class Region:
         return cuts[key]
 
     def _give_to_readers(self, node: torch.fx.Node, new: torch.fx.Node, held: frozenset[torch.fx.Node]) -> None:
-        """Redistributions of `node`, and those readers that are not held, read `new`, which is `node` as it is held."""
+        """Makes redistributions of `node`, and readers that are not held, read `new`, the held form of `node`."""
         mine, moved, others = self.readers(node)
         (was, *_), (now, *_) = self.members[node].was, self.members[node].held
         for user in moved:
@@ -252,7 +254,7 @@ class Region:
 def _run(
     region: Region, node: torch.fx.Node, operands: list[torch.fx.Node], results: tuple[Global, ...]
 ) -> torch.fx.Node:
-    """The operator of `node` on other local tensors of the region, with other `results`."""
+    """Runs the operator of `node` on other local tensors of the region, with other `results`."""
     new = run(node, operands, results, region.layout, region.coordinate, node)
     for value, result in zip(values_of(new), results):
         held = result.local_shape(region.layout, region.coordinate)
@@ -261,7 +263,7 @@ def _run(
 
 
 def sum_of(costs: Iterable[Cost | None]) -> Cost | None:
-    """None where one of them is."""
+    """The sum of costs; None if one of them is None."""
     each = list(costs)
     if any(c is None for c in each):
         return None
@@ -271,11 +273,12 @@ def sum_of(costs: Iterable[Cost | None]) -> Cost | None:
 def grow(
     graph: torch.fx.Graph, mesh: str, seeds: Mapping[torch.fx.Node, Global], guess: Guess = lambda node: None
 ) -> Region | None:
-    """The region behind redistributions that could be left in another spec; None on a rank that is not in the mesh.
+    """The region behind redistributions whose results could be left in another spec; None on a rank outside of the
+    mesh.
 
     Args:
-        seeds: redistribute nodes on `mesh`, and what their results could be held in.
-        guess: what nodes without a mark are; where it says so, numbers are the same on every rank.
+        seeds: redistribute nodes on `mesh`, and the forms in which their results could be held.
+        guess: global forms of nodes without a mark; numbers of nodes that it knows are the same on every rank.
     """
     layout = parse_mesh(mesh)
     coordinate = layout.coordinate(dist.get_rank())
@@ -291,7 +294,7 @@ def grow(
 
 
 def _member(region: Region, node: torch.fx.Node, seeds: Mapping[torch.fx.Node, Global]) -> Member | None:
-    """What `node` is as a member of a region that has those before it; None where it is none."""
+    """`node` as a member of a region that has the nodes before it; None if it is not one."""
     members = region.members
     if is_redistribution(node):
         if node not in seeds or read(node).local in members:
@@ -307,7 +310,7 @@ def _member(region: Region, node: torch.fx.Node, seeds: Mapping[torch.fx.Node, G
 
 
 def _operation(region: Region, node: torch.fx.Node) -> Member | None:
-    """An operator that goes on from members, as one; None where it cannot."""
+    """An operator on members, as a member; None if it cannot be one."""
     operands = tensors_of(node) or []
     given = [known for x in operands if (known := region.known(x)) is not None]
     if not given or len(given) < len(operands):
@@ -330,7 +333,7 @@ def _operation(region: Region, node: torch.fx.Node) -> Member | None:
 
 
 def _agrees(region: Region, node: torch.fx.Node, there: Form) -> bool:
-    """Whether the algebra says of a node in the graph what is known of it."""
+    """Whether the algebra gives the known global form of a node in the graph."""
     mark = mark_of(node)
     if mark is not None and mark != there.gives[0].mark(region.layout):
         return False
@@ -341,9 +344,7 @@ def _agrees(region: Region, node: torch.fx.Node, there: Form) -> bool:
 
 
 def _place(node: torch.fx.Node, readers: set[torch.fx.Node]) -> torch.fx.Node:
-    """Where a tensor is made for readers: in place of `node`, but not in the forward where only the backward reads
-    it.
-    """
+    """The place to make a tensor for readers: that of `node`, but not in the forward if only the backward reads it."""
     if any(when(user) == when(node) for user in readers):
         return node
     return next(later for later in _behind(node) if later in readers)

@@ -1,13 +1,13 @@
-"""What is sent and then cast to a narrower dtype, or was cast from one, is sent in the narrower dtype.
+"""Sends tensors that are cast to or from a narrower dtype in the narrower dtype.
 
     cast(redistribute(x, A -> B), narrow)  =  redistribute(cast(x, narrow), A -> B)
     redistribute(cast(y, wide), A -> B)    =  cast(redistribute(y, A -> B), wide)
 
-Bitwise the same where nothing is reduced, because a cast is made element by element: `send_in_narrow_dtype`. Where A
-owes a sum, it would be added up in the narrow dtype, which rounds more: `reduce_in_narrow_dtype`, for those who ask for
-it. Views between the redistribution and the casts move along.
+Bitwise the same if nothing is reduced, because a cast is elementwise: `send_in_narrow_dtype`. If A is a partial sum, it
+would be added up in the narrow dtype, which rounds more: `reduce_in_narrow_dtype`, which is opt-in. Views between the
+redistribution and the casts move along.
 
-It pays where something is sent. A redistribution that somebody reads in the wide dtype stays as it is.
+It pays if anything is sent. A redistribution with a reader in the wide dtype stays as it is.
 
     before   w = redistribute(shard, S(0) -> R); v = view(w, [64, 64]); b = _to_copy(v, bfloat16)
     after    s = _to_copy(shard, bfloat16); w = redistribute(s, S(0) -> R); b = view(w, [64, 64])
@@ -39,7 +39,7 @@ def send_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def reduce_in_narrow_dtype(graph: torch.fx.Graph) -> list[Decision]:
-    """Moves casts in `graph` across redistributions that add: sums are rounded in the narrower dtype."""
+    """Moves casts in `graph` across redistributions that sum; sums are rounded in the narrower dtype."""
     return [
         made for node in redistributions(graph) if _owes(read(node)) for made in _narrow("reduce_in_narrow_dtype", node)
     ]
@@ -54,7 +54,7 @@ def _narrow(name: str, node: torch.fx.Node) -> list[Decision]:
 
 
 def _cast_before(name: str, node: torch.fx.Node) -> list[Decision]:
-    """Where all that is made of the result is cast to one narrower dtype."""
+    """Redistributions whose readers all cast to one narrower dtype."""
     ends = [(user, path) for user, path in _readers(node, ())]
     dtypes = {value_of(user).dtype if _is_cast(user) else None for user, _ in ends}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -76,7 +76,7 @@ def _cast_before(name: str, node: torch.fx.Node) -> list[Decision]:
 
 
 def _cast_after(name: str, node: torch.fx.Node) -> list[Decision]:
-    """Where what is sent was cast from a narrower dtype."""
+    """Redistributions of tensors that were cast from a narrower dtype."""
     this = read(node)
     cast = behind_copies(this.local)
     if not _is_cast(cast) or not _is_narrower(value_of(node_arg(cast, 0)).dtype, value_of(node).dtype):

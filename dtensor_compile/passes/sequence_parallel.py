@@ -1,17 +1,16 @@
-"""Sums that every rank gets whole are scattered and gathered again later: sequence parallelism, found by the compiler.
+"""Turns all-reduces into reduce-scatters and later all-gathers: sequence parallelism, found by the compiler.
 
     f(redistribute(x, P -> R), y)  =  redistribute(f(redistribute(x, P -> S(d)), y'), S(d) -> R)
 
-Right by the algebra of ``algebra.py``: what lies between an all-reduce and the next matrix product (residual sums,
-norms) runs on shards. An all-reduce sends what a reduce-scatter and an all-gather send together; what is won is memory
-and compute: each rank holds and computes one part of the activations between. Of all dims the one is taken where most
-is won, and where to stop is found over the whole graph (``minimum_cut.py``).
+Correct by the algebra of ``algebra.py``: operators between an all-reduce and the next matmul (residual sums, norms) run
+on shards. An all-reduce sends what a reduce-scatter and an all-gather send together; the gain is memory and compute:
+each rank holds and computes one shard of the activations between. The pass shards the dim with the largest gain, and
+finds the place of the all-gathers over the whole graph (``minimum_cut.py``).
 
-It runs where the program asks for it (``options={"enable_passes": ("sequence_parallel",)}``), for two reasons. There
-are more collectives, and some hundredths more bytes: gradients of weights of norms are sums over ranks then. And models
-that are written with plain tensors between layers (`ColwiseParallel` and `RowwiseParallel` as they are) say nothing of
-these: the pass takes plain inputs of the graph, and numbers in it, for the same on all ranks of a mesh on which the
-program calls what they become `Replicate()`.
+It is opt-in (``options={"enable_passes": ("sequence_parallel",)}``), for two reasons. There are more collectives, and a
+few percent more bytes: gradients of weights of norms are sums over ranks then. And models with plain tensors between
+layers (`ColwiseParallel` and `RowwiseParallel` by default) say nothing of these: the pass assumes that plain inputs of
+the graph, and numbers in it, are the same on all ranks of a mesh on which the program makes them `Replicate()`.
 
     before   y = redistribute(x, P(sum) -> R); s = add(y, h); n = mul(s, w); z = mm(n, u)
     after    y = redistribute(x, P(sum) -> S(0)); k = redistribute(h, R -> S(0)); s = add(y, k); n = mul(s, w)
@@ -40,7 +39,7 @@ from dtensor_compile.passes.global_tensor import Global
 from dtensor_compile.passes.minimum_cut import cut
 from dtensor_compile.passes.region import Region, grow
 
-#: How many bytes of local tensors one has to save per byte that is sent, and how many more may be sent in all.
+#: Bytes of local tensors that must be saved per byte that is sent, and the limit of additional bytes sent.
 _SAVED_PER_BYTE = 64
 _MORE_BYTES = 0.01
 
@@ -85,7 +84,7 @@ def _most_dims(graph: torch.fx.Graph, mesh: str) -> int:
 
 
 def _seeds(graph: torch.fx.Graph, mesh: str, layout: MeshLayout, dim: int) -> Mapping[torch.fx.Node, Global]:
-    """Redistributions that could end in shards of `dim`: sums that every rank gets whole, and gathers of that dim."""
+    """Redistributions that could end in shards of `dim`: all-reduces, and gathers of that dim."""
     seeds = {}
     for node in redistributions(graph):
         this = read(node)
@@ -113,7 +112,7 @@ def _choose(region: Region, part: list[torch.fx.Node]) -> tuple[frozenset[torch.
 
 
 def _saved(region: Region, held: frozenset[torch.fx.Node]) -> int:
-    """Bytes of local tensors that operators and gathers give less on each rank."""
+    """Bytes by which results of operators and gathers shrink on each rank."""
     total = 0
     for node in held:
         member = region.members[node]
@@ -146,7 +145,9 @@ def _told(region: Region, held: frozenset[torch.fx.Node], before: Cost, after: C
 
 
 def _replicated(graph: torch.fx.Graph, layout: MeshLayout) -> dict[torch.fx.Node, Global]:
-    """Tensors without a mark that are the same on all ranks of a mesh if the plain inputs are; with that form."""
+    """Tensors without a mark that are the same on all ranks of a mesh if the plain inputs are, with their replicated
+    form.
+    """
     whole = tuple(Replicate() for _ in layout.shape)
     group = _group(layout)
     same: set[torch.fx.Node] = set()
@@ -182,7 +183,7 @@ def _group(layout: MeshLayout) -> set[int]:
 
 
 def _is_deterministic(node: torch.fx.Node) -> bool:
-    """Whether a node gives the same on every rank that calls it with the same."""
+    """Whether a node gives equal results on ranks that call it with equal arguments."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem

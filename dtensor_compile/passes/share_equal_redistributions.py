@@ -1,12 +1,12 @@
-"""Equal redistributions of one tensor are made once.
+"""Shares one node between equal redistributions of one tensor.
 
     f(redistribute(x, A -> B)), g(redistribute(x, A -> B))  =  f(y), g(y)  with  y = redistribute(x, A -> B)
 
-Right because the operator is a function of its arguments and its result is never written to: the graph is functional
+Correct because the operator is a function of its arguments and its result is never written to: the graph is functional
 here.
 
-It pays always in bytes. The result lives until its last reader; where a backward reader would keep it alive from the
-forward, the partitioner decides between saving it and making it again.
+It always saves bytes. The result lives until its last reader; if a backward reader would keep it alive from the
+forward, the partitioner decides between saving and recomputing it.
 
     before   q = mm(redistribute(x, S(0) -> R), wq); k = mm(redistribute(x, S(0) -> R), wk)
     after    a = redistribute(x, S(0) -> R); q = mm(a, wq); k = mm(clone(a), wk)

@@ -1,7 +1,7 @@
-"""What each operator does to specs along one mesh dim: the table of the algebra (``algebra.py``).
+"""Rules of operators for specs along one mesh dim: the table of the algebra (``algebra.py``).
 
-In: a node, and what each tensor that it reads is globally. Out: global shapes of its results, and placements of the
-operands with those of the results that they lead to; None where the operator, with these arguments, has no rule.
+In: a node, and the global form of each tensor that it reads. Out: global shapes of its results, and placements of the
+operands with the resulting placements of its results; None if the operator has no rule for these arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtensor_compile.passes.global_tensor import Global, Placements, Shape
 aten = torch.ops.aten
 R = Replicate()
 
-#: Operators that drop dims, or all of them, and what they make of what is in them.
+#: Operators that reduce some or all dims, and the kind of their reduction.
 REDUCTIONS = {aten.sum.dim_IntList: "sum", aten.sum.default: "sum", aten.amax.default: "max", aten.amin.default: "min"}
 _MEANS = (aten.mean.dim, aten.var_mean.correction, aten.linalg_vector_norm.default)
 
@@ -57,9 +57,7 @@ Strategy = tuple[Placements, Placement | Placements]
 
 @dataclass(frozen=True)
 class SpecRule:
-    """Global shapes of the results of an operator, and what it may do along a mesh dim besides reading all that is
-    replicated.
-    """
+    """Global shapes of the results of an operator, and its strategies along a mesh dim besides all replicated."""
 
     shapes: tuple[Shape, ...]
     strategies: tuple[Strategy, ...]
@@ -68,9 +66,9 @@ class SpecRule:
 def rule_of(
     node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, shapes: tuple[Shape, ...] | None
 ) -> SpecRule | None:
-    """What `node` may do along a mesh dim; None where it has no rule, or gives others than `shapes`.
+    """The rule of `node` along a mesh dim; None if it has none, or gives other shapes than `shapes`.
 
-    An item of a tuple has none: who reads it is told by the rule of what makes the tuple.
+    An item of a tuple has none: the rule of the node that makes the tuple gives its placements.
 
     Args:
         given, layout, shapes: as for `dtensor_compile.passes.algebra.form`.
@@ -88,10 +86,11 @@ def rule_of(
 
 
 def _dims(node: torch.fx.Node, place: int, otherwise: Any) -> list[int]:
-    """The dims that a node is given at `place`, or `otherwise` where it is given none: one, several, or None for none.
+    """The dims among the arguments of a node at `place`, or `otherwise` if there is no such argument: one, several, or
+    None.
 
     Raises:
-        TypeError: they are no numbers.
+        TypeError: they are not numbers.
     """
     found = node.args[place] if len(node.args) > place else otherwise
     listed = list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
@@ -102,12 +101,12 @@ def _dims(node: torch.fx.Node, place: int, otherwise: Any) -> list[int]:
 
 
 def _owed(given: Sequence[Global]) -> list[Partial]:
-    """What operands owe."""
+    """Partial placements of operands."""
     return list(dict.fromkeys(p for g in given for p in g.placements if isinstance(p, Partial)))
 
 
 def _sums(node: torch.fx.Node, given: Sequence[Global]) -> list[Partial]:
-    """Of what operands owe, the sums that arithmetic may run on."""
+    """Partial sums of operands on which arithmetic may run."""
     value = node.meta["val"]
     wide = value.element_size() >= 4 or not value.is_floating_point()
     return [p for p in _owed(given) if p.reduce_op in ("sum", "avg") and wide]
@@ -119,7 +118,9 @@ def _elementwise(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecR
         return None
     try:
         shape = tuple(torch.broadcast_shapes(*(g.shape for g in given)))
-    except RuntimeError:  # a product over a dim of which this rank has one row: Inductor writes columns times that row
+    except (
+        RuntimeError
+    ):  # a matmul that contracts a dim of which this rank has one row: Inductor writes columns times that row
         return None
     strategies: list[Strategy] = []
     for dim, size in enumerate(shape):
@@ -144,7 +145,7 @@ def _cast(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule:
 
 
 def _product(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
-    """``mm``, ``bmm`` and ``addmm``: what is added, if anything, and the factors (..., m, k) and (..., k, n)."""
+    """``mm``, ``bmm`` and ``addmm``: the added tensor, if any, and the factors (..., m, k) and (..., k, n)."""
     *added, a, b = given
     if node.kwargs:
         return None
@@ -228,7 +229,7 @@ def _acting(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule |
 
 
 def _norm(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule:
-    """Norms over the last dims: a tensor, then weights that are whole."""
+    """Norms over the last dims: a tensor, then replicated weights."""
     old, normalized = given[0].shape, len(list_arg(node, 1))
     lead = len(old) - normalized
     weights = tuple(R for _ in given[1:])
@@ -238,7 +239,7 @@ def _norm(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule:
 
 
 def _norm_backward(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
-    """Gradients of a norm: of its input a shard, of its weights, which all rows share, a sum over ranks."""
+    """Gradients of a norm: a shard for its input, a partial sum for its weights, which all rows share."""
     values = node.meta["val"]
     if not all(isinstance(value, torch.Tensor) for value in values) or values[0].element_size() < 4:
         return None
@@ -318,7 +319,7 @@ def _view(
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]] | None:
-    """Dims of two shapes that stand for each other: the shortest runs from the left whose sizes have equal products."""
+    """Corresponding dims of two shapes: the shortest runs from the left whose sizes have equal products."""
     if math.prod(old) != math.prod(new) or 0 in (*old, *new):
         return None
     groups, i, j = [], 0, 0
@@ -336,8 +337,8 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]
 
 
 def _viewed_shape(node: torch.fx.Node, given: Global, layout: MeshLayout) -> Shape | None:
-    """Global shape of a view of `given`: the local one, with the outermost dim of each group that is a shard made
-    whole.
+    """Global shape of a view of `given`: the local one, with the outermost dim of each sharded group at its global
+    size.
     """
     was, held = tuple(value_of(node_arg(node, 0)).shape), tuple(value_of(node).shape)
     if not all(type(size) is int for size in (*was, *held)):

@@ -1,8 +1,8 @@
-"""Operators on one tensor behind a redistribution, and what becomes of them in front of it.
+"""Chains of unary operators behind a redistribution, and their form in front of it.
 
     f(redistribute(x, A -> B))  =  redistribute(f'(x), A' -> B')
 
-Right by the algebra of ``algebra.py``, for operators that mean the same on every rank.
+Correct by the algebra of ``algebra.py``, for operators that mean the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from dtensor_compile.passes.global_tensor import Global
 
 @dataclass(frozen=True)
 class Chain:
-    """Operators on one tensor behind a redistribution, and what they give where they run in front of it.
+    """Unary operators behind a redistribution, and their results if they run in front of it.
 
     Attributes:
-        forms: what each gives on the local tensor before the redistribution; the last is what is redistributed then.
-        wanted: what the last of them gives in the graph.
+        forms: global form of the result of each on the local tensor before the redistribution; the last is
+            redistributed.
+        wanted: global form of the result of the last in the graph.
     """
 
     operators: tuple[torch.fx.Node, ...]
@@ -41,16 +42,14 @@ class Chain:
         return self.forms[-1]
 
     def apply(self, local: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
-        """The operators on the local tensor before the redistribution, as new nodes in front of `before`."""
+        """Runs the operators on the local tensor before the redistribution, as new nodes in front of `before`."""
         for operator, made in zip(self.operators, self.forms):
             local = run(operator, [local], [made], self.layout, self.coordinate, before)
         return local
 
 
 def chain(this: RedistributeNode, operators: Sequence[torch.fx.Node]) -> Chain | None:
-    """What becomes of operators that move in front of the redistribution that they follow; None where one of them
-    cannot.
-    """
+    """The unary operators moved in front of the redistribution that they follow; None if one of them cannot move."""
     layout = parse_mesh(this.mesh)
     coordinate = layout.coordinate(dist.get_rank())
     forms = [g for spec in (this.source, this.target) if (g := Global.of(spec, this.shape))]
@@ -69,11 +68,11 @@ def chain(this: RedistributeNode, operators: Sequence[torch.fx.Node]) -> Chain |
 def carry(
     node: torch.fx.Node, given: Sequence[Global], layout: MeshLayout, coordinate: Sequence[int]
 ) -> list[Global] | None:
-    """What the result of a node is globally, for each of several forms of its input; None where nothing says.
+    """The global form of a node's result for each of several forms of its input; None if unknown.
 
     Args:
         given: forms of one global tensor; the last is the one that the node reads in the graph.
-        coordinate: of this rank in the mesh.
+        coordinate: coordinate of this rank in the mesh.
     """
     mark, value = mark_of(node), node.meta.get("val")
     operands = tensors_of(node)

@@ -1,1 +1,1 @@
-"""Which collectives lead from one spec to another: integers and specs, no torch.fx."""
+"""Plans of collectives from one spec to another: integers and specs, no torch.fx."""

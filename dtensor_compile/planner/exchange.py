@@ -1,19 +1,19 @@
-"""Who sends what to whom where shards change places: one all-to-all in which every rank gets exactly what it lacks.
+"""Exchanges: one all-to-all in which every rank receives exactly the elements that it lacks.
 
-In: the specs before and after. Out: a `ExchangeTable`: for each pair of ranks of a group whether the one sends to the
-other. What is sent is the common part of what the one holds and the other needs, so no rank receives an element twice,
-and none that it has:
+In: the specs before and after. Out: an `ExchangeTable`: for each pair of ranks of a group, whether the first sends to
+the second. It sends the intersection of what it holds and what the other needs, so no rank receives an element twice,
+or one that it has:
 
     S(0)S(1) -> S(1)S(0) on a 2x2 mesh        (0,1) and (1,0) swap their blocks, (0,0) and (1,1) keep theirs
-    RS(0) -> S(0)S(0)                         each rank fetches the part of its quarter that lies in the other half
+    RS(0) -> S(0)S(0)                         each rank receives the part of its quarter that is in the other half
 
-Where several ranks hold the same block, the one that asks is served by itself, else by the holder with the least to
-send: longest demand first (R. Graham: Bounds on Multiprocessing Timing Anomalies, 1969); demands are split where that
-leaves holders idle. Where ranks hold terms of a sum, a rank needs its part from each term and adds them up in the order
-of the terms.
+If several ranks hold the same block, a receiver that holds it serves itself; others are served by the holder with the
+least to send, longest demand first (R. Graham: Bounds on Multiprocessing Timing Anomalies, 1969); demands are split if
+that leaves holders idle. If ranks hold terms of a sum, a rank needs its part of each term and adds them in the order of
+the terms.
 
-It is a legal step if what a rank needs lies in what its group holds, which is counted, not derived: cuts may be uneven
-or strided.
+The step is legal if the group of each rank holds all elements that the rank needs, which is checked by counting: shards
+may be uneven or strided.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dtensor_compile.planner import shard_intervals as shards
 from dtensor_compile.planner.shard_intervals import CUTS, Intervals, cuts_of, held, is_cut
 from dtensor_compile.planner.step_costs import local_sizes
 
-#: Pairs of ranks up to which tables are made: finding out who sends what takes some milliseconds for that many.
+#: Maximum number of pairs of ranks for a table, which takes some milliseconds to compute at that size.
 MOST_PAIRS = 1 << 20
 
-#: Reductions that ranks carry out on what they received.
+#: Reductions that ranks apply to received terms.
 REDUCES = ("sum", "min", "max")
 
 State = tuple[Placement, ...]
@@ -43,16 +43,16 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """Who sends to whom in the group of a rank.
+    """The senders and receivers in the group of a rank.
 
     Attributes:
-        mesh_dims: those along which the ranks of a group lie.
+        mesh_dims: mesh dims that the group spans.
         members: coordinates along `mesh_dims` of its ranks, row-major.
-        senders: per member, the members that send to it (itself among them, where it keeps something), in order.
-        terms: per member, which term of the sum it holds; 0 where nothing is summed.
+        senders: per member, the members that send to it (including itself, if it keeps something), in order.
+        terms: per member, the index of its term of the sum; 0 without a sum.
         split: the tensor dim along which demands are split.
-        shares: for a sender and a receiver that share a demand with others, first and last index along `split` in what
-            they have in common.
+        shares: for a sender and a receiver that share a demand with others, first and last index along `split` in their
+            intersection.
     """
 
     mesh_dims: tuple[int, ...]
@@ -65,7 +65,7 @@ class ExchangeTable:
     def part(
         self, sender: int, receiver: int, has: Mapping[int, Intervals], needs: Mapping[int, Intervals]
     ) -> dict[int, Intervals]:
-        """What the one sends to the other, per tensor dim."""
+        """The part that `sender` sends to `receiver`, per tensor dim."""
         parts = {d: shards.common(has[d], needs[d]) for d in has}
         if (sender, receiver) in self.shares:
             parts[self.split] = shards.section(parts[self.split], *self.shares[sender, receiver])
@@ -74,21 +74,21 @@ class ExchangeTable:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements that the busiest rank sends to others, and the most partners that one has."""
+    """Elements that the busiest rank sends to others, and the maximum number of partners of a rank."""
 
     elements: int
     partners: int
 
 
 def changed_dims(before: Sequence[Placement], after: Sequence[Placement], mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """The tensor dims that the two specs cut differently."""
+    """The tensor dims that the two specs shard differently."""
     touched = {p.dim for a, b in zip(before, after) if a != b for p in (a, b) if is_cut(p)}
     return tuple(d for d in sorted(touched) if cuts_of(before, mesh_shape, d) != cuts_of(after, mesh_shape, d))
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def traffic(before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shape: Dims) -> Traffic | None:
-    """What an exchange over `mesh_dims` sends; None where it cannot lead from `before` to `after`, or is too large to
+    """Traffic of an exchange over `mesh_dims`; None if it cannot lead from `before` to `after`, or is too large to
     count.
     """
     dims = changed_dims(before, after, mesh_shape)
@@ -116,7 +116,7 @@ def traffic(before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shap
 def _around(
     before: State, after: State, mesh_dims: Sequence[int], mesh_shape: Sequence[int], dims: Sequence[int]
 ) -> list[int]:
-    """Mesh dims outside of the group on which it depends who sends what."""
+    """Mesh dims outside of the group on which the table depends."""
     cut = {i for state in (before, after) for d in dims for i, _, _ in cuts_of(state, mesh_shape, d)}
     return sorted(cut - set(mesh_dims))
 
@@ -134,7 +134,7 @@ def table(
 
 @dataclass(frozen=True, eq=False)
 class _Assignment:
-    """Elements from each member to each (of the dims that change), and the rest as in `ExchangeTable`."""
+    """Elements from each member to each (over the dims that change), and other fields as in `ExchangeTable`."""
 
     sent: np.ndarray
     terms: tuple[int, ...]
@@ -146,7 +146,7 @@ class _Assignment:
 def _assign(
     before: State, after: State, mesh_dims: Dims, mesh_shape: Dims, shape: Dims, around: Dims
 ) -> _Assignment | None:
-    """Who sends what to whom; None where something is missing."""
+    """The assignment of senders to receivers; None if an element is missing."""
     dims = changed_dims(before, after, mesh_shape)
     members = list(itertools.product(*(range(mesh_shape[i]) for i in mesh_dims)))
     places = []
@@ -192,13 +192,13 @@ def serve(
     indices: np.ndarray,
     like: Callable[[int, int], bool] | None = None,
 ) -> tuple[np.ndarray, dict[tuple[int, int], tuple[int, int]]]:
-    """Which of the members that hold the same block sends it to those that need it.
+    """Chooses which of the members that hold the same block sends it to those that need it.
 
     Args:
         common: ``[p, q]``: elements that member p holds and member q needs.
         blocks: members with the same block; a member is in one of them at most.
-        indices: ``[p, q]``: of the elements in common the indices along the dim along which demands are split.
-        like: whether one member is nearer to another than others are.
+        indices: ``[p, q]``: number of indices of those elements along the dim along which demands are split.
+        like: whether one member is nearer to another than others are, by position.
 
     Returns:
         elements from each member to each; `ExchangeTable.shares`.
@@ -206,7 +206,7 @@ def serve(
     sent = np.zeros_like(common)
     shares: dict[tuple[int, int], tuple[int, int]] = {}
     for holders in blocks:
-        if len(holders) == 1:  # nobody to choose from
+        if len(holders) == 1:  # no choice
             sent[holders[0]] = common[holders[0]]
             continue
         demand = common[holders[0]].tolist()
@@ -238,8 +238,8 @@ _Served = tuple[int, int, int, tuple[int, int] | None]
 
 
 def _split(holders: Sequence[int], demands: Sequence[tuple[int, int, int]], fair: int) -> Iterator[_Served]:
-    """Demands (receiver, elements, indices along the split dim) filled into one holder after the other, up to `fair`
-    elements.
+    """Assigns demands (receiver, elements, indices along the split dim) to one holder after the other, up to `fair`
+    elements each.
     """
     place, load = 0, 0
     for q, amount, indices in demands:

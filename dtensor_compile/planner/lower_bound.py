@@ -1,8 +1,8 @@
-"""How few elements any way from one spec to another can send: what a search need not look beyond.
+"""Lower bound on the elements that the busiest rank sends between two specs; prunes the search.
 
-What the busiest rank sends is at least what the average rank sends, and all that is sent is at least
+The busiest rank sends at least as much as the average rank, and all ranks together send at least
 
-    nothing is summed      what each rank is to hold and does not hold yet, over all ranks
+    without a sum          elements that each rank needs and does not hold yet, over all ranks
     a sum of n terms       for each element n - 1 times, until the first rank has the sum of it, and once more for each
                            other rank that is to hold it: a rank holds one term, and one that has the sum later receives
                            something later
@@ -25,10 +25,9 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 @functools.lru_cache(maxsize=1 << 14)
 def fewest_sent(before: State, after: State, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """A lower bound of the elements that the busiest rank sends on the way from `before` to `after`, whatever the
-    steps.
+    """Lower bound on the elements that the busiest rank sends on the way from `before` to `after`, for any steps.
 
-    0 where the result is a sum that is not carried out: its terms may be any.
+    0 if the result is partial: its terms may be any.
     """
     if before == after or any(isinstance(p, Partial) for p in after):
         return 0
@@ -43,20 +42,20 @@ def fewest_sent(before: State, after: State, mesh_shape: tuple[int, ...], shape:
         )
     each = math.prod(
         n for n, axis in zip(mesh_shape, kept.shape) if axis == 1
-    )  # ranks that differ along these keep as much
+    )  # ranks that differ only along these keep equally many elements
     return (whole * copies - int(kept.sum()) * each) // math.prod(mesh_shape)
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _in_common(old: Cuts, new: Cuts, size: int, mesh_dims: int) -> np.ndarray:
-    """Of a tensor dim, the elements that a rank holds under both, by its coordinate along the mesh dims that cut it."""
+    """Elements of a tensor dim that a rank holds under both, by its coordinate along the mesh dims that shard it."""
     along = [1] * mesh_dims
     for i, n, _ in (*old, *new):
         along[i] = n
     result = np.empty(along, dtype=np.int64)
     for place in np.ndindex(*along):
         result[place] = length(common(held(_at(old, place), size), held(_at(new, place), size)))
-    result.setflags(write=False)  # all who ask get this one
+    result.setflags(write=False)  # cached and shared
     return result
 
 

@@ -1,4 +1,4 @@
-"""What the steps of a plan hold at once besides the plan's input: results, buffers, what lies between two steps.
+"""Peak memory of the steps of a plan besides the plan's input: results, buffers, intermediates.
 
 Elements of a step, with n ranks, a local input of L elements, A of the result, B that the busiest rank sends:
 
@@ -12,8 +12,8 @@ Elements of a step, with n ranks, a local input of L elements, A of the result, 
     exchange         max(B, t A) + t A   of each of t terms: sent and received, received and put together
     others           A
 
-A step holds the result of the step before it as well, which may lie in what was padded for a gather. Sizes are those of
-the largest shards, so that all ranks count the same; symbolic ones count with their hints.
+A step also holds the result of the step before it, which may be a view of a buffer padded for a gather. Sizes are those
+of the largest shards, so that all ranks count the same; symbolic ones count with their hints.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ Sizes = tuple[int, ...]
 
 
 class HeldMemory(NamedTuple):
-    """Elements that a step holds at once besides its input, and those of the memory that its result lies in."""
+    """Elements that a step holds at once besides its input, and elements of the buffer of its result."""
 
     most: int
     kept: int
 
 
-#: Before the first step: its input is that of the plan.
+#: Before the first step, whose input is that of the plan.
 NOTHING = HeldMemory(0, 0)
 
 
 def peak(steps: Sequence[Step], mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
-    """The most elements that one rank holds at once besides the input of the first of `steps`, and what the last one
-    leaves.
-    """
+    """Peak elements of one rank besides the input of the first of `steps`, and the memory of the last one."""
     most, kept = NOTHING
     for step in steps:
         held = held_by(step, mesh_shape, shape)
@@ -56,7 +54,7 @@ def peak(steps: Sequence[Step], mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
 
 @functools.lru_cache(maxsize=1 << 14)
 def held_by(step: Step, mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
-    """What one step of a tensor of `shape` holds."""
+    """Memory of one step on a tensor of `shape`."""
     n = math.prod(mesh_shape[i] for i in step.mesh_dims)
     result = local_elements(step.after, mesh_shape, shape)
     if step.kind == "reduce_scatter":
@@ -84,12 +82,14 @@ def held_by(step: Step, mesh_shape: Sizes, shape: Sizes) -> HeldMemory:
 
 
 def exchanged(sent: int, terms: int, result: int) -> HeldMemory:
-    """What an exchange holds."""
+    """Memory of an exchange."""
     return HeldMemory(max(sent, terms * result) + terms * result, result)
 
 
 def _is_in_order(step: Step, cut: State, mesh_shape: Sizes, shape: Sizes) -> bool:
-    """Whether the shards of `cut`, one rank behind the other, are the tensor that the ranks of `step` hold together."""
+    """Whether the shards of `cut`, concatenated in rank order, are the tensor that the ranks of `step` hold
+    together.
+    """
     around = cutting(cut, 0)
     return (
         changed_dims(step.before, step.after, mesh_shape) == (0,)

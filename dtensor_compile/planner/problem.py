@@ -1,4 +1,4 @@
-"""What a search over specs is asked for, and a step of its answer with what it costs."""
+"""The problem of a search over specs, and a step of its solution with its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtensor_compile.topology.network import Network
 
 State = tuple[Placement, ...]
 
-#: Mesh dims that change at once up to which all ways are tried; beyond, only those that merge as much as they can.
+#: Maximum number of changing mesh dims for which all subsets are tried; beyond, only the largest merges.
 MOST_FREE = 3
 
 
@@ -27,11 +27,11 @@ class Step:
     """One change of placements.
 
     Attributes:
-        kind: what is called.
-        mesh_dims: those whose ranks talk to each other; for a local step those that change.
-        before, after: the whole spec.
-        elements: elements that one rank sends; the busiest one, where they differ.
-        seconds: estimated.
+        kind: the collective or local operation.
+        mesh_dims: mesh dims whose ranks communicate; for a local step those that change.
+        before, after: the complete specs.
+        elements: elements that one rank sends; the busiest one, if they differ.
+        seconds: estimated time.
     """
 
     kind: StepKind
@@ -60,20 +60,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked for.
+    """The problem of a search.
 
     Attributes:
         start, goal: specs, ``R`` on mesh dims of size 1.
         mesh_shape: sizes of the mesh dims.
-        shape: global sizes; hints where they are symbolic.
-        divisors: what each size is known to be a multiple of: itself where it is a number.
+        shape: global sizes; hints if they are symbolic.
+        divisors: known divisor of each size: the size itself if it is a number.
         itemsize: bytes of an element.
-        network: the links.
-        memory: elements that a plan may hold at once besides its input (`planner/memory.py`).
-        detours: whether steps towards specs that neither end has are tried.
-        most: elements that a path has to stay below.
-        collectives: how many of them a path may have.
-        end: where a path has to lead, while ways towards another goal are tried.
+        network: links along the mesh dims.
+        memory: maximum elements that a plan may hold at once besides its input (`planner/memory.py`).
+        detours: whether steps towards placements of neither start nor goal are tried.
+        most: exclusive upper bound on the elements of a path.
+        collectives: maximum number of collectives of a path.
+        end: spec to which a path has to lead, while steps towards another goal are tried.
     """
 
     start: State
@@ -91,14 +91,14 @@ class Problem:
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
-        """Tensor dims along which shards are worth a try: those of start and goal."""
+        """Tensor dims along which shards are tried: those of start and goal."""
         if self.detours:
             return tuple(range(len(self.shape)))
         return tuple(sorted({p.dim for p in (*self.start, *self.goal) if is_cut(p)}))
 
     @functools.cached_property
     def active(self) -> tuple[int, ...]:
-        """Mesh dims that change, and those that cut a dim which they cut; with detours all."""
+        """Mesh dims that change, and those that shard a dim which they shard; all with detours."""
         if self.detours:
             return self.wide
         changed = {i for i, (a, b) in enumerate(zip(self.start, self.goal)) if a != b}
@@ -108,7 +108,7 @@ class Problem:
 
     @property
     def free(self) -> bool:
-        """Whether there are few enough ways to try them all."""
+        """Whether there are few enough subsets to try them all."""
         return len(self.active) <= MOST_FREE
 
     @property
@@ -118,9 +118,10 @@ class Problem:
 
     @property
     def may_detour(self) -> bool:
-        """Whether a way over a spec that neither end has may send less: where shards of two mesh dims may be uneven.
+        """Whether a path over placements of neither start nor goal may send less: shards of two mesh dims may be
+        uneven.
 
-        What counts is the busiest rank, and over another spec its part may be a row less.
+        The busiest rank counts, and over another spec its part may be a row less.
         """
         uneven = any(size % self.ranks(self.wide) for size in self.shape)
         return len(self.wide) == 2 and uneven and all(map(self.fixed, range(len(self.shape))))
@@ -130,15 +131,15 @@ class Problem:
         return self.divisors[dim] == self.shape[dim]
 
     def even(self, dim: int, mesh_dims: Sequence[int]) -> bool:
-        """Whether a tensor dim is a multiple of the ranks along these mesh dims, whatever its size."""
+        """Whether a tensor dim is a multiple of the ranks along these mesh dims, for all its sizes."""
         return self.divisors[dim] % math.prod(self.mesh_shape[i] for i in mesh_dims) == 0
 
     def local(self, state: State) -> int:
         return local_elements(state, self.mesh_shape, self.shape)
 
     def may_end(self, state: State, elements: int, collectives: float) -> bool:
-        """Whether a path over `state`, up to which it sends so many elements, can end, after so many more collectives,
-        below `most`.
+        """Whether a path that sent `elements` on the way to `state` can end below `most` within `collectives` more
+        collectives.
         """
         bound = fewest_sent(state, self.end or self.goal, self.mesh_shape, self.shape)
         # Each all-reduce of the rest may leave out the fraction of an element.

@@ -1,24 +1,24 @@
-"""Which collectives lead from one spec to another.
+"""Finds the collectives that lead from one spec to another.
 
 In: two specs on one mesh, the global shape, the links along the mesh dims. Out: a tuple of `Step` (`planner/steps.py`
 lists the kinds): the cheapest path over the specs that a tensor can have, found with Dijkstra's algorithm.
 
     S(0)S(0) -> RR on dp=2,tp=4     all_gather[dp,tp] S(0)S(0)->RR         one collective over both mesh dims
     P(sum)S(0) -> S(0)S(1)          exchange[0,1] P(sum)S(0)->S(0)S(1)     reduced and redistributed in one all-to-all
-    S(0)R -> RS(0)                  exchange[0,1] S(0)R->RS(0)             everybody fetches the shard that it lacks
+    S(0)R -> RS(0)                  exchange[0,1] S(0)R->RS(0)             every rank receives the shard that it lacks
 
-Cheapest: where all mesh dims are alike (no topology was named) the fewest bytes, then the fewest seconds; where a
-topology says how they differ the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
+Cheapest means: if all mesh dims are alike (no topology was named), the fewest bytes, then the fewest seconds; if a
+topology distinguishes them, the fewest seconds, then the fewest bytes (`planner/step_costs.py`).
 
-Tried are steps towards start's and goal's placements. Where two mesh dims cut unevenly, a path over a spec that neither
-has can send less, because the busiest rank counts; it is taken where it saves more than a hundredth.
+The search tries steps towards placements of start and goal. If two mesh dims shard unevenly, a path over other
+placements can send less, because the busiest rank counts; it is taken if it saves more than 1%.
 
-With a bound of memory, plans that hold more at once (their input aside) are left out.
+With a memory bound, plans that hold more at once (besides their input) are left out.
 
-Why a plan is never worse than torch's own: cheapest in time may mean a collective more for fewer bytes, or bytes more
-for one collective less. torch's greedy path is one of the paths here, so paths that have more collectives or more bytes
-than that one are left out, and at least that one remains. What torch's other planner finds is a path here too, and the
-fewest bytes are not more. Where torch's path holds too much memory, it is no limit.
+A plan is never worse than torch's own: the cheapest in time could have one more collective for fewer bytes, or more
+bytes for one collective less. torch's greedy path is one of the paths here, so paths with more collectives or more
+bytes than that one are left out, and at least that one remains. Paths of torch's other planner are here too, and the
+fewest bytes are not more. If torch's path holds too much memory, it is not a limit.
 
 Plans depend on specs, sizes, the mesh and the topology alone, never on the rank, so that all ranks choose the same one.
 """
@@ -44,20 +44,19 @@ from dtensor_compile.planner.steps import moves
 from dtensor_compile.planner.torch_greedy import torch_steps
 from dtensor_compile.topology.network import NO_TOPOLOGY, Network
 
-#: Reduce ops for which there are values on each rank that reduce to a given one, exactly: v/n for a sum, v for the
-#: others.
+#: Reduce ops for which a value v can be partitioned exactly into terms: v/n for a sum, v for the others.
 _PARTITIONS = ("sum", "avg", "min", "max")
 
 
-#: Share of the elements that a way over specs that neither end has must save.
+#: Fraction of the elements that a path over placements of neither start nor goal must save.
 WORTH_A_DETOUR = 0.01
 
-#: Targets among which an error looks for one that is within the bound of memory.
+#: Maximum number of targets among which an error message searches for one within the memory bound.
 MOST_TARGETS = 512
 
 
 def _commute(placements: Sequence[Placement]) -> bool:
-    """Whether the reductions that `placements` wait for may be done in any order: one kind, or sums and averages."""
+    """Whether the pending reductions of `placements` may be done in any order: one kind, or sums and averages."""
     ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
     return len(ops) <= 1 or ops <= {"sum", "avg"}
 
@@ -75,19 +74,19 @@ def plan(
 ) -> tuple[Step, ...]:
     """The cheapest steps from spec `source` to spec `target` for a global tensor of `shape` (elements per dim).
 
-    An empty tuple means that the local tensor already is what the target spec asks for.
+    An empty tuple means that the local tensor already is that of the target spec.
 
     Args:
         itemsize: bytes of an element.
         network: links along the mesh dims.
-        divisors: for sizes that are hints of symbolic ones, what they are known to be multiples of. The plan is right
-            for all sizes that are, and the cheapest for the hints.
-        memory: bytes that one rank may hold at once besides its input: result, buffers, what lies between steps.
+        divisors: known divisors of sizes that are hints of symbolic ones. The plan is correct for all multiples, and
+            the cheapest for the hints.
+        memory: bytes that one rank may hold at once besides its input: result, buffers, intermediates.
 
     Raises:
         MemoryBudgetError: every plan holds more than `memory`.
-        PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or nothing
-            leads from the one to the other (one kind of partial to another; nor does torch do that).
+        PlanError: a placement names a dim that the tensor does not have, the specs do not fit the mesh, or no path
+            exists (from one kind of partial to another, which torch refuses too).
     """
     known = tuple(shape if divisors is None else divisors)
     return _plan(source, target, tuple(mesh_shape), tuple(shape), itemsize, network, known, memory)
@@ -122,13 +121,13 @@ def problem_between(
     itemsize: int = 4,
     network: Network = NO_TOPOLOGY,
 ) -> Problem:
-    """What `plan` is asked for, without a bound on memory; arguments and errors are as there."""
+    """The problem of `plan`, without a memory bound; arguments and errors are as there."""
     start, goal = checked(source, mesh_shape, shape), checked(target, mesh_shape, shape)
     return Problem(start, goal, mesh_shape, shape, divisors, itemsize, network)
 
 
 def checked(text: str, mesh_shape: Sequence[int], shape: Sequence[int]) -> State:
-    """The placements of a spec that a tensor of `shape` can have; on a mesh dim of size 1 all mean the same."""
+    """The placements of a spec that a tensor of `shape` can have; on a mesh dim of size 1 all are equivalent."""
     placements = parse_spec(text)
     if len(placements) != len(mesh_shape):
         raise PlanError(f"spec {text} has {len(placements)} placements, but the mesh has {len(mesh_shape)} dims")
@@ -163,7 +162,7 @@ def _one_reduction(state: State) -> list[Placement]:
 
 
 def _check_partial(source: str, target: str, a: Placement, b: Partial) -> None:
-    """Raises where nothing leads from placement `a` to the partial `b`."""
+    """Raises `PlanError` if no path leads from placement `a` to the partial `b`."""
     if isinstance(a, Partial):
         again = f" and R->{placement_text(b)} as two" if b.reduce_op in _PARTITIONS else " is the nearest legal one"
         legal = f"{placement_text(a)}->R{again}"
@@ -178,7 +177,7 @@ def _check_partial(source: str, target: str, a: Placement, b: Partial) -> None:
 
 
 def cheapest(problem: Problem) -> tuple[Step, ...]:
-    """The cheapest path. Raises `PlanError` where there is none."""
+    """The cheapest path. Raises `PlanError` if there is none."""
     free = _free(replace(problem, memory=math.inf))
     if free is None:
         change = f"{spec_text(problem.start)} to {spec_text(problem.goal)}"
@@ -194,7 +193,7 @@ def cheapest(problem: Problem) -> tuple[Step, ...]:
 
 
 def _free(problem: Problem) -> tuple[Step, ...] | None:
-    """The cheapest path without a bound of memory; over specs that neither end has where that saves enough for its
+    """The cheapest path without a memory bound, including paths over other placements that save enough for their
     messages.
     """
     direct = _search(problem)
@@ -204,17 +203,17 @@ def _free(problem: Problem) -> tuple[Step, ...] | None:
     detour = replace(problem, detours=True, most=sent - WORTH_A_DETOUR * sent)
     if not detour.may_end(problem.start, 0, math.inf):
         return direct
-    # Where messages count, the way of the fewest seconds decides, also where it sends too much.
+    # If messages count, the path with the fewest seconds decides, even if it sends too much.
     other = _search(detour if problem.network.uniform else replace(detour, most=math.inf))
     return other if other and sum(step.elements for step in other) < detour.most else direct
 
 
 def _search(problem: Problem) -> tuple[Step, ...] | None:
-    """Dijkstra's algorithm within torch's limits, and within the memory of the problem; None where nothing leads to the
+    """Dijkstra's algorithm within torch's limits, and within the memory of the problem; None if no path leads to the
     goal.
 
-    A path to a state is kept unless another is at most as dear, with at most as many collectives and at most as many
-    elements. Ties are broken by order of discovery, which is the same on every rank.
+    A path to a state is kept unless another has no higher cost, no more collectives and no more elements. Ties are
+    broken by order of discovery, which is the same on every rank.
     """
     limits = _Limits.of(problem)
     theirs, bounded = limits.steps, problem.memory < math.inf
@@ -249,10 +248,10 @@ def _search(problem: Problem) -> tuple[Step, ...] | None:
 
 
 class _Limits(NamedTuple):
-    """What a path may take at most: what torch's own takes, where that keeps the bound on memory.
+    """Limits of a path: those of torch's own path, if that keeps the memory bound.
 
     Attributes:
-        steps: torch's own; None where there is none, or none within the bound.
+        steps: torch's own; None if there is none within the bound.
         collectives, elements: of those.
     """
 
@@ -268,7 +267,7 @@ class _Limits(NamedTuple):
         return cls(theirs, collectives(theirs), sum(step.elements for step in theirs))
 
     def allow(self, problem: Problem, step: Step, count: int, elements: int) -> bool:
-        """Whether a path may go on by `step`, after which it has so many collectives and elements."""
+        """Whether a path may continue by `step`, after which it has `count` collectives and `elements` elements."""
         if step.sends and len(step.mesh_dims) > 1 and not problem.network.merges:
             return False
         if count > self.collectives or elements > self.elements:
@@ -281,7 +280,7 @@ def _peak(problem: Problem, steps: Sequence[Step]) -> HeldMemory:
 
 
 def _over_budget(problem: Problem, steps: Sequence[Step]) -> MemoryBudgetError:
-    """What to say where no plan is within the memory of `problem`; `steps` is the cheapest."""
+    """The error if no plan is within the memory of `problem`; `steps` is the cheapest."""
     change, size = f"from {spec_text(problem.start)} to {spec_text(problem.goal)}", problem.itemsize
     found = largest_target(
         problem.goal,
@@ -300,12 +299,12 @@ def _over_budget(problem: Problem, steps: Sequence[Step]) -> MemoryBudgetError:
 
 
 def over_budget(change: str, text: str, memory: int, held: int, least: int, legal: str) -> MemoryBudgetError:
-    """The error where every plan holds too much.
+    """The error if every plan holds too much memory.
 
     Args:
-        change, text: what is redistributed, and its cheapest plan.
-        memory, held, least: bytes of the bound, of the cheapest plan, and of the one that holds the fewest.
-        legal: what to do instead.
+        change, text: the redistribution, and its cheapest plan.
+        memory, held, least: bytes of the bound, of the cheapest plan, and of the plan with the smallest peak.
+        legal: a suggestion that is within the bound.
     """
     return MemoryBudgetError(
         f"redistribute {change}: the cheapest plan ({text}) holds {held:,} bytes at once besides its input, and "
@@ -316,14 +315,13 @@ def over_budget(change: str, text: str, memory: int, held: int, least: int, lega
 def largest_target(
     goal: State, start: State | None, ndim: int, local: Callable[[State], int], leads: Callable[[State], bool]
 ) -> State | None:
-    """Of the specs that cut a tensor where `goal` does not, the one with the largest local tensor to which a plan
-    leads.
+    """The spec with the largest local tensor to which a plan leads, among those that also shard where `goal` does not.
 
     Args:
-        start: the spec before, whose placements may stay; None on another mesh.
-        ndim: of the tensor.
-        local: elements of the local tensor.
-        leads: whether there is a plan.
+        start: the source spec, whose placements may stay; None on another mesh.
+        ndim: number of tensor dims.
+        local: returns the elements of the local tensor.
+        leads: returns whether there is a plan.
     """
     options = []
     for i, placement in enumerate(goal):
@@ -335,11 +333,11 @@ def largest_target(
 
 
 def _least_memory(problem: Problem) -> int:
-    """Elements that the plan holds that holds the fewest at once."""
+    """Peak number of elements of the plan with the smallest footprint."""
     order = itertools.count()
     queue: list[tuple[int, int, State, int]] = [
         (0, next(order), problem.start, 0)
-    ]  # and the elements that the result lies in
+    ]  # and the elements of the result's buffer
     done: set[tuple[State, int]] = set()
     while queue:
         most, _, state, kept = heapq.heappop(queue)

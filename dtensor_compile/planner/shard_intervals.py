@@ -1,15 +1,15 @@
-"""Which part of a tensor dim a rank holds, in plain integers.
+"""The part of a tensor dim that a rank holds, in plain integers.
 
-A spec cuts a tensor dim by its mesh dims from left to right: ``S(d)`` takes one of n chunks of what is there (as
-``torch.chunk`` cuts it), ``_S(d,f)`` one of n chunks of each of f pieces. What is left is an ascending list of
-intervals of the global dim:
+The mesh dims of a spec shard a tensor dim from left to right: ``S(d)`` takes one of n chunks of the rest (as
+``torch.chunk``), ``_S(d,f)`` one of n chunks of each of f pieces. The result is an ascending list of intervals of the
+global dim:
 
     mesh (2, 2), 8 rows    S(0)S(0)     at (1, 0): [4, 6)
                            _S(0,2)S(0)  at (1, 0): [2, 4)
                            R _S(0,2)    at (., 1): [2, 4) [6, 8)
 
-Every rearrangement between ranks, and every test whether one is possible, follows from these lists: also of uneven
-shards, and of shards that nest in another order than left to right.
+Every rearrangement between ranks, and every test whether one is possible, follows from these lists, including uneven
+shards and shards that nest in another order than left to right.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from typing import TypeGuard
 
 from dtensor_compile.compat.dtensor.specs import Placement, Shard, StridedShard
 
-#: Placements that cut a tensor dim.
+#: Placements that shard a tensor dim.
 CUTS = (Shard, StridedShard)
 
 #: Ascending, disjoint, not empty: start and end.
 Intervals = tuple[tuple[int, int], ...]
 
-#: Size of a mesh dim, pieces that it cuts, coordinate along it.
+#: Size of a mesh dim, number of pieces that it cuts, coordinate along it.
 Cut = tuple[int, int, int]
 
 
 def is_cut(placement: Placement) -> TypeGuard[Shard | StridedShard]:
-    """Whether a placement cuts a tensor dim.
+    """Whether a placement shards a tensor dim.
 
-    Types are compared: ``isinstance`` asks torch's metaclass, which takes longer than the rest.
+    It compares types: ``isinstance`` calls torch's metaclass, which dominates the time.
     """
     return type(placement) in CUTS
 
 
 def pieces_of(placement: Placement) -> int:
-    """Into how many pieces a dim falls before a placement cuts each of them."""
+    """Number of pieces into which a placement splits a dim before it shards each of them."""
     return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
 
 
 def cutting(placements: Sequence[Placement], dim: int) -> tuple[int, ...]:
-    """The mesh dims that cut tensor dim `dim`, from left to right."""
+    """The mesh dims that shard tensor dim `dim`, from left to right."""
     return tuple(i for i, p in enumerate(placements) if is_cut(p) and p.dim == dim)
 
 
 def cuts_of(placements: Sequence[Placement], mesh_shape: Sequence[int], dim: int) -> tuple[tuple[int, int, int], ...]:
-    """What decides the shards of tensor dim `dim`: mesh dim, its size, pieces; equal where two specs cut it alike."""
+    """Key of the shards of tensor dim `dim`: mesh dim, its size, pieces; equal if two specs shard it alike."""
     return tuple((i, mesh_shape[i], pieces_of(placements[i])) for i in cutting(placements, dim) if mesh_shape[i] > 1)
 
 
 def intervals(
     placements: Sequence[Placement], mesh_shape: Sequence[int], dim: int, size: int, coordinate: Sequence[int]
 ) -> Intervals:
-    """What the rank at `coordinate` holds of tensor dim `dim` of `size` elements."""
+    """The intervals of tensor dim `dim` of `size` elements that the rank at `coordinate` holds."""
     cuts = tuple((n, pieces, coordinate[i]) for i, n, pieces in cuts_of(placements, mesh_shape, dim))
     return held(cuts, size)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def held(cuts: tuple[Cut, ...], size: int) -> Intervals:
-    """What is left of ``[0, size)`` after these cuts."""
+    """The intervals of ``[0, size)`` that are left after these cuts."""
     if not cuts:
         return ((0, size),) if size else ()
     return _cut(held(cuts[:-1], size), *cuts[-1])
@@ -80,7 +80,7 @@ def _cut(whole: Intervals, n: int, pieces: int, coordinate: int) -> Intervals:
         wanted.append((start + first, start + min(first + chunk, size)))
     result: list[tuple[int, int]] = []
     position = 0
-    for start, end in whole:  # `wanted` counts within the list: back to the global dim
+    for start, end in whole:  # `wanted` indexes into the list: map back to the global dim
         for first, last in wanted:
             low, high = max(first, position), min(last, position + end - start)
             if low < high:
@@ -109,7 +109,7 @@ def chunk_sizes(size: int, parts: Sequence[int]) -> set[int]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def common(a: Intervals, b: Intervals) -> Intervals:
-    """What is in both."""
+    """The intersection of two lists of intervals."""
     result = []
     for start, end in a:
         for first, last in b:
@@ -120,7 +120,7 @@ def common(a: Intervals, b: Intervals) -> Intervals:
 
 
 def section(parts: Intervals, first: int, last: int) -> Intervals:
-    """Of the list of elements that `parts` are, those from index `first` to before `last`."""
+    """The elements of `parts` with indices from `first` to before `last`."""
     result, position = [], 0
     for start, end in parts:
         low, high = max(first, position), min(last, position + end - start)
@@ -131,9 +131,9 @@ def section(parts: Intervals, first: int, last: int) -> Intervals:
 
 
 def within(parts: Intervals, whole: Intervals) -> tuple[tuple[int, int], ...]:
-    """Where `parts` lie in the tensor that holds `whole`: start and length of each, in its elements, neighbours joined.
+    """Positions of `parts` in the tensor that holds `whole`: start and length of each, neighbours joined.
 
-    Right for parts that `whole` contains.
+    `whole` has to contain `parts`.
     """
     result: list[tuple[int, int]] = []
     for start, end in parts:
@@ -151,10 +151,10 @@ def within(parts: Intervals, whole: Intervals) -> tuple[tuple[int, int], ...]:
 
 
 def inner_cut(placements: Sequence[Placement], mesh_shape: Sequence[int], mesh_dim: int, dim: int) -> Placement:
-    """The placement with which `mesh_dim` cuts what each rank already holds of tensor dim `dim`.
+    """The placement with which `mesh_dim` shards the part of tensor dim `dim` that each rank already holds.
 
-    That of a mesh dim to the right of all that cut it is ``S(dim)``. Left of some, the shard is nested in theirs
-    although specs read from left to right: that is what strided shards say. Right where all cuts of the dim are even.
+    For a mesh dim to the right of all that shard it, this is ``S(dim)``. Left of some, the shard is nested in theirs
+    although specs read from left to right, which a strided shard expresses. Correct if all shards of the dim are even.
     """
     pieces = 1
     for i in cutting(placements, dim):

@@ -1,4 +1,4 @@
-"""What a step of a plan sends and how long it takes.
+"""Elements that a step of a plan sends, and its seconds.
 
 Elements that one rank sends, with n ranks and a local input of L elements (ring algorithms, the counts of NCCL's
 documentation of its performance figures; unit: elements of the tensor):
@@ -7,7 +7,7 @@ documentation of its performance figures; unit: elements of the tensor):
     reduce_scatter     (n-1)/n L       n times the largest shard: uneven ones are padded
     all_gather         (n-1)   L       L the largest shard
     all_to_all         (n-1)/n L       padded likewise
-    exchange         what the busiest rank sends to others (`planner/exchange.py`)
+    exchange         elements that the busiest rank sends to others (`planner/exchange.py`)
 
 Seconds: `dtensor_compile.topology.links`, over the slowest link of the mesh dims that take part, plus a copy of the
 local tensor at `COPY` bytes per second.
@@ -27,10 +27,10 @@ StepKind = Literal[
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange", "slice", "partition", "spread"
 ]
 
-#: Kinds of steps that send something.
+#: Kinds of steps that communicate.
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange"})
 
-#: Bytes per second of a local copy: slow enough to weigh, fast enough never to outweigh a message.
+#: Bytes per second of a local copy: slow enough to matter, fast enough never to outweigh a message.
 COPY = 1e11
 
 #: Seconds of a local step, so that of two plans the one with fewer steps wins.
@@ -63,7 +63,7 @@ def _largest(size: int, cuts: Sequence[tuple[int, int, int]]) -> int:
         if factor == 1:
             size = -(-size // n)
             continue
-        # Each of the pieces is cut, as torch.chunk does it: full pieces, then the rest.
+        # Each of the pieces is sharded as torch.chunk does: full pieces, then the rest.
         piece = -(-size // factor)
         size = sum(-(-min(piece, max(0, size - piece * k)) // n) for k in range(factor))
     return size

@@ -4,17 +4,18 @@ In: placements per mesh dim, a goal, sizes. Out: `Step`. A step is legal if ever
 global tensor:
 
     P -> R       all_reduce       over one mesh dim, or over several of one kind at once
-    P -> S       reduce_scatter   the same; what the goal slices away on other mesh dims is not even reduced
+    P -> S       reduce_scatter   the same; elements that the goal slices away on other mesh dims are not reduced
     S -> R       all_gather       the same, also of different tensor dims
     S -> S'      all_to_all       one mesh dim, one tensor dim to another
-    any -> any   exchange         any shards to any others, partial sums among them: everybody gets what it lacks
+    any -> any   exchange         any shards to any others, including partial sums: every rank gets what it lacks
     R -> S       slice            nothing is sent, nor by the next two
     R -> P       partition        every rank holds v/n of a sum, or v of the rest
     S -> P(sum)  spread           every rank holds its shard, and zeros elsewhere
 
-Where several mesh dims shard one tensor dim they nest, so that a mesh dim takes or gives up the innermost shard, or all
-of a suffix at once; an exchange, and a shard that nests otherwise, are checked by counting elements, which needs sizes
-in numbers."""
+If several mesh dims shard one tensor dim they nest, so that a step adds or removes the innermost shard, or a suffix of
+shards at once; an exchange, and a shard that nests differently, are checked by counting elements, which needs integer
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def moves(problem: Problem, state: State, sent: int = 0, collectives: float = ma
     """Every step from `state` that may be part of a cheapest plan.
 
     Args:
-        sent: elements that were sent on the way to `state`.
-        collectives: how many may follow (where none, they may be among the steps: whoever asks passes them over).
+        sent: elements sent on the way to `state`.
+        collectives: number of collectives that may follow (if 0, steps may include some, which the caller skips).
     """
     yield from _towards(problem, state, collectives > 0)
     if problem.detours and collectives > 0:
@@ -50,8 +51,8 @@ def moves(problem: Problem, state: State, sent: int = 0, collectives: float = ma
 
 @functools.lru_cache(maxsize=1 << 12)
 def _detours(problem: Problem, partials: tuple[Partial, ...]) -> tuple[Step, ...]:
-    """Steps from the start of `problem` towards every spec that its mesh dims may have; none that makes terms of a
-    sum.
+    """Steps from the start of `problem` towards every spec that its mesh dims may have; except steps to a new
+    partial.
     """
     words = (Replicate(), *map(Shard, problem.dims), *partials)
     found: dict[Step, None] = {}
@@ -62,7 +63,7 @@ def _detours(problem: Problem, partials: tuple[Partial, ...]) -> tuple[Step, ...
 
 
 def _towards(problem: Problem, state: State, sending: bool) -> Iterator[Step]:
-    """The steps that the goal of `problem` suggests."""
+    """The steps towards the goal of `problem`."""
     if problem.free:
         yield from _singles(problem, state)
     if sending:
@@ -83,15 +84,15 @@ def _towards(problem: Problem, state: State, sending: bool) -> Iterator[Step]:
 
 
 def innermost(state: State, mesh_dim: int) -> bool:
-    """Whether no mesh dim to the right cuts what the shard of `mesh_dim` cuts."""
+    """Whether no mesh dim to the right shards the same tensor dim as `mesh_dim`."""
     p = state[mesh_dim]
     return isinstance(p, CUTS) and cutting(state, p.dim)[-1] == mesh_dim
 
 
 def _spreads(problem: Problem, state: State, mesh_dim: int) -> bool:
-    """Whether a shard may become a term of the sum that the goal has there, zeros around it.
+    """Whether a shard may become a term of the goal's partial sum, padded with zeros.
 
-    Not where there was none at the start: the terms of a replicated tensor are v/n, which programs see.
+    Not if the start has no shard there: the terms of a replicated tensor are v/n, which programs can observe.
     """
     p = state[mesh_dim]
     if (
@@ -105,14 +106,14 @@ def _spreads(problem: Problem, state: State, mesh_dim: int) -> bool:
 
 
 def _singles(problem: Problem, state: State) -> Iterator[Step]:
-    """One mesh dim, one placement: legal for all sizes."""
+    """Steps of one mesh dim and one placement, which are legal for all sizes."""
     for i in problem.active:
         for kind, target in _changes_of(problem, state, i):
             yield problem.step(kind, (i,), state, changed(state, {i: target}))
 
 
 def _changes_of(problem: Problem, state: State, i: int) -> Iterator[tuple[StepKind, Placement]]:
-    """What may become of the placement of one mesh dim, and by which kind of step."""
+    """The new placements that one mesh dim may get, with the kinds of steps."""
     source, goal = state[i], problem.goal[i]
     nested = {p.dim for p in state[i + 1 :] if is_cut(p)}
     shards = [Shard(d) for d in problem.dims if d not in nested]
@@ -137,8 +138,8 @@ def _changes_of(problem: Problem, state: State, i: int) -> Iterator[tuple[StepKi
 
 
 def _inside(problem: Problem, state: State, i: int, dim: int) -> Placement | None:
-    """The placement with which mesh dim `i` cuts what mesh dims to its right already cut; None where shards would be
-    uneven, or are strided.
+    """The placement with which mesh dim `i` shards inside of mesh dims to its right; None if shards would be uneven, or
+    are strided.
     """
     around = cutting(state, dim)
     if not problem.fixed(dim) or not problem.even(dim, (*around, i)):
@@ -149,7 +150,7 @@ def _inside(problem: Problem, state: State, i: int, dim: int) -> Placement | Non
 
 
 def _subsets(problem: Problem, mesh_dims: Sequence[int], *wholes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Two or more of `mesh_dims`; where there are too many, only `wholes`, and each alone."""
+    """Subsets of two or more of `mesh_dims`; if there are too many, only `wholes`, and each alone."""
     if problem.free:
         for size in range(2, len(mesh_dims) + 1):
             yield from itertools.combinations(mesh_dims, size)
@@ -158,7 +159,7 @@ def _subsets(problem: Problem, mesh_dims: Sequence[int], *wholes: Sequence[int])
 
 
 def _merged(problem: Problem, state: State) -> Iterator[Step]:
-    """Several mesh dims at once, one kind of collective."""
+    """Steps of several mesh dims at once, by one kind of collective."""
     goal = problem.goal
     for op in dict.fromkeys(p.reduce_op for p in state if isinstance(p, Partial)):
         pending = [i for i, p in enumerate(state) if p == Partial(op) and goal[i] != p]
@@ -180,7 +181,9 @@ def _merged(problem: Problem, state: State) -> Iterator[Step]:
 
 
 def _exchanges(problem: Problem, state: State) -> Iterator[Step]:
-    """All that is cut otherwise in the goal, in one all-to-all; sums whose goal is a shard among it."""
+    """Steps that change all shards that differ from the goal in one all-to-all, including partial sums whose goal is a
+    shard.
+    """
     goal = problem.goal
     differ = [i for i, (a, b) in enumerate(zip(state, goal)) if a != b and not isinstance(b, Partial)]
     shards = [i for i in differ if not isinstance(state[i], Partial)]
@@ -192,11 +195,11 @@ def _exchanges(problem: Problem, state: State) -> Iterator[Step]:
         dims = exchange.changed_dims(state, after, problem.mesh_shape)
         if not all(map(problem.fixed, dims)):
             continue
-        if problem.detours:  # counting who sends what takes longer than the rest
+        if problem.detours:  # counting traffic takes longer than the rest
             least = fewest_sent(state, after, problem.mesh_shape, problem.shape)
             if not problem.may_end(after, least, problem.collectives - 1):
                 continue
-        # Those that talk in any case, those that hold what may be missing too, and all that may serve.
+        # Mesh dims that communicate in any case, those that may also hold missing elements, and all that may serve.
         talk = {i for i in chosen if isinstance(state[i], (Partial, *CUTS))}
         hold = talk | {i for i in problem.active if is_cut(p := state[i]) and p.dim in dims}
         for group in dict.fromkeys(tuple(sorted(ranks)) for ranks in (talk, hold, hold | set(chosen))):
@@ -208,10 +211,10 @@ def _exchanges(problem: Problem, state: State) -> Iterator[Step]:
 
 
 def narrows(problem: Problem, before: State, after: State, merged: bool = False) -> bool:
-    """Whether every rank already holds, in full or as a term of a sum, what it is to hold.
+    """Whether every rank already holds all elements of its part in `after`, in full or as a term of a sum.
 
     Args:
-        merged: the step cuts by several mesh dims at once, which for symbolic sizes has to be even.
+        merged: whether the step shards by several mesh dims at once, which has to be even for symbolic sizes.
     """
     for d in exchange.changed_dims(before, after, problem.mesh_shape):
         old, new = cuts_of(before, problem.mesh_shape, d), cuts_of(after, problem.mesh_shape, d)
@@ -240,7 +243,7 @@ def _contains(old: tuple[tuple[int, int, int], ...], new: tuple[tuple[int, int, 
 
 
 def gathers(problem: Problem, before: State, after: State, mesh_dims: Sequence[int]) -> bool:
-    """Whether the shards along `mesh_dims` together are what each rank is to hold."""
+    """Whether the shards along `mesh_dims` together are the part of each rank in `after`."""
     for d in exchange.changed_dims(before, after, problem.mesh_shape):
         old, new = cuts_of(before, problem.mesh_shape, d), cuts_of(after, problem.mesh_shape, d)
         if not new and problem.fixed(d):

@@ -1,7 +1,8 @@
-"""torch's own greedy plan: what ours never exceeds.
+"""torch's own greedy plan, which bounds the plans of this package.
 
-In: specs on one mesh. Out: the steps that torch takes, mesh dim by mesh dim. With its all_to_all, which on CPU is an
-all_gather there."""
+In: specs on one mesh. Out: the steps that torch takes, mesh dim by mesh dim. They include all_to_all, which torch
+replaces by an all_gather on CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from dtensor_compile.planner.step_costs import StepKind
 
 
 def torch_steps(problem: Problem) -> tuple[Step, ...] | None:
-    """The steps; None where torch refuses the change, or where shards are strided, because it is wrong there."""
+    """The steps; None if torch refuses the change, or shards are strided, for which torch's plan is wrong."""
     if any(isinstance(p, StridedShard) for p in (*problem.start, *problem.goal)):
         return None
     state, steps = problem.start, []
@@ -28,8 +29,8 @@ def torch_steps(problem: Problem) -> tuple[Step, ...] | None:
 
 
 def _path(start: State, goal: State) -> Iterator[tuple[int, Placement]]:
-    """Mesh dim and new placement of each step: from the innermost mesh dim outwards what can change at once (a shard
-    that would nest otherwise in the goal is gathered), then from the outermost inwards what is left.
+    """Mesh dim and new placement of each step: from the innermost mesh dim outwards those that can change at once (a
+    shard that would nest differently in the goal is gathered), then from the outermost inwards the rest.
     """
     state = list(start)
     if any(isinstance(p, Shard) for p in start):

@@ -1,16 +1,16 @@
-"""Collectives that the program sends together become one, and so do small ones, of one kind, process group and dtype.
+"""Merges collectives that the program groups, and small ones, of one kind, process group and dtype.
 
     before   a = all_gather(x); b = wait(a); c = all_gather(y); d = wait(c)
     after    s = all_gather_coalesced([x, y]); b = wait(s[0]); d = wait(s[1])
 
-One message carries what several did: each rank sends and receives the same elements, and each element is gathered or
-added as before (with more than 2 ranks gloo's all_reduce goes around its ring from another start, so that the last bits
-of a sum may differ). What one ``fully_shard`` wraps is gathered and reduced together, and gradients of
-``DistributedDataParallel`` fill its buckets (`ops/groups.py`). Beyond that it pays while a collective takes longer to
-start than to send: up to `FULL` times what the link carries in its latency.
-Nothing is copied for it in the graph: these are the coalesced forms of the backend, which sends several tensors at once
-(NCCL), or packs them beside compute, in the thread that sends (gloo). What gloo would scatter is packed by one kernel
-instead, for an exchange (`reduce_by_exchange.py`).
+Each rank sends and receives the same elements as before, and each element is gathered or added as before (with more
+than 2 ranks gloo's all_reduce goes around its ring from another start, so that the last bits of a sum may differ).
+Parameters that one ``fully_shard`` wraps are gathered and reduced together, and gradients of
+``DistributedDataParallel`` fill its buckets (`ops/groups.py`). Beyond that, merging pays while a collective takes
+longer to start than to send: up to `FULL` times what the link carries during its latency. Nothing is copied in the
+graph: the backend has coalesced forms, and sends several tensors at once (NCCL), or packs them beside compute, in the
+thread that sends (gloo). Reduce-scatters of gloo are packed by one kernel instead, for an exchange
+(`reduce_by_exchange.py`).
 
 What joins a bucket:
 
@@ -21,7 +21,7 @@ What joins a bucket:
     others                       where the later one needs nothing that is computed after the first one started
 
 All ranks find the same buckets: they follow from the order of starts, from sizes, which are padded and equal, and from
-the topology. Collectives of the program's own are no part of them, and no bucket reaches across one.
+the topology. Collectives of the program itself are not part of them, and no bucket reaches across one.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ COALESCED = {
     functional("reduce_scatter_tensor"): functional("reduce_scatter_tensor_coalesced"),
 }
 
-#: A bucket is full when sending takes this much longer than starting.
+#: A bucket is full when sending takes this many times as long as starting.
 FULL = 8.0
-#: What the program sends together is split where a part takes this much longer to send than to start. On the links
-#: between GPUs that is more than a layer of a large model has.
+#: A group of the program is split if a part takes this many times as long to send as to start. On links between GPUs
+#: that is more than a layer of a large model has.
 ENOUGH = 160.0
 
 
 @dataclass
 class _Bucket:
-    """Collectives that become one.
+    """Collectives that are merged into one.
 
     Attributes:
         starts: in the order of the graph.
-        late: it starts at the last of them, else at the first.
+        late: whether it starts at the last of them, else at the first.
         stretch: number of the stretch between nodes that no bucket reaches across.
-        group: what the program sends together; None where it says nothing.
+        group: the program's group; None if it has none.
         sends: bytes that this rank sends.
         bytes: of the tensors that are sent.
-        full: no more is added.
+        full: whether nothing more is added.
     """
 
     starts: list[torch.fx.Node] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Bucket:
     full: bool = False
 
     def key(self) -> Hashable:
-        """What collectives of one bucket have in common."""
+        """The properties that collectives of one bucket share."""
         first = self.starts[0]
         value = value_of(node_arg(first, 0))
         return first.target, first.args[1:], value.dtype, value.device, self.late, self.stretch
@@ -94,7 +94,7 @@ def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool
     """Merges collectives of a lowered graph; returns one decision a bucket.
 
     Args:
-        further: also those that the program does not send together, where `cluster` says that it pays.
+        further: also merge those that the program does not group, if that pays on `cluster`.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     buckets = _as_the_program_says(_by_first_use(list(_alone(graph)), cluster, position), cluster, position)
@@ -104,11 +104,10 @@ def bucket_collectives(graph: torch.fx.Graph, cluster: Cluster, *, further: bool
 
 
 def _by_first_use(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
-    """Splits the gathers of a group into parts between whose first uses other groups are used, where each part is
-    large.
+    """Splits the gathers of a group into large parts, at points where other groups are first used in between.
 
-    The root of a model wraps its first and its last layer: gathered together, the last one would be there all the time,
-    and the first, for which everything waits, would be there as late as both.
+    The root of a model wraps its first and its last layer: gathered together, the last one would be in memory all the
+    time, and the first, for which everything waits, would arrive as late as both.
     """
     grouped = [
         (this, this.group, first_use(this.starts[0], position))
@@ -135,13 +134,13 @@ def _by_first_use(alone: list[_Bucket], cluster: Cluster, position: dict[torch.f
 
 
 def _is_large(part: list[_Bucket], cluster: Cluster) -> bool:
-    """Whether collectives that are sent together take longer to send than to start."""
+    """Whether merged collectives take much longer to send than to start."""
     about = collective_of(part[0].starts[0])
     return sum(this.sends for this in part) >= FULL * _saturating(cluster, about.kind, about.ranks)
 
 
 def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
-    """Each collective that may be in a bucket, by itself."""
+    """Each collective that may be in a bucket, as a bucket of its own."""
     stretch = 0
     for node in graph.nodes:
         if is_fixed(node) or is_start(node) and REDISTRIBUTES not in node.meta:
@@ -161,10 +160,10 @@ def _alone(graph: torch.fx.Graph) -> Iterator[_Bucket]:
 
 
 def _as_the_program_says(alone: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
-    """One bucket for what the program sends together, by kind, process group and dtype, as far as it may grow.
+    """One bucket for each group of the program, kind, process group and dtype, up to the size limit.
 
-    It is full at the program's own limit, and where it takes `ENOUGH` times longer to send than to start: what is in it
-    cannot run beside the compute before its last tensor is there, and not beside what needs its first.
+    It is full at the program's own limit, and when it takes `ENOUGH` times as long to send as to start: a bucket can
+    overlap neither with the compute before its last input nor with the compute that needs its first output.
     """
     done: list[_Bucket] = []
     filling: dict[Hashable, tuple[_Bucket, int]] = {}
@@ -191,7 +190,7 @@ def _as_the_program_says(alone: list[_Bucket], cluster: Cluster, position: dict[
 
 
 def _merge_small(buckets: list[_Bucket], cluster: Cluster, position: dict[torch.fx.Node, int]) -> list[_Bucket]:
-    """Buckets that take longer to start than to send become one."""
+    """Merges buckets that take longer to start than to send."""
     done: list[_Bucket] = []
     filling: dict[Hashable, _Bucket] = {}
     for this in sorted(buckets, key=lambda bucket: position[bucket.starts[-1 if bucket.late else 0]]):
@@ -215,7 +214,7 @@ def _merge_small(buckets: list[_Bucket], cluster: Cluster, position: dict[torch.
 
 
 def _saturating(cluster: Cluster, kind: str, ranks: tuple[int, ...]) -> float:
-    """Bytes that the link carries while a collective starts."""
+    """Bytes that the link could carry while a collective starts."""
     link = cluster.link(ranks)
     return max(1, rounds(kind, len(ranks))) * link.latency * link.bandwidth
 
@@ -286,7 +285,7 @@ def _merge(bucket: _Bucket) -> Decision:
 
 
 def _raise(starts: list[torch.fx.Node], first: torch.fx.Node) -> None:
-    """What `starts` need before `first`."""
+    """Moves the operands of `starts` in front of `first`."""
     position = {node: index for index, node in enumerate(first.graph.nodes)}
     needed: set[torch.fx.Node] = set()
     stack = [source for start in starts for source in start.all_input_nodes]

@@ -1,4 +1,4 @@
-"""A matrix product beside a collective in parts: one part travels while another is computed.
+"""Decomposes a matmul beside a collective: one part is sent while another is computed.
 
     before   s = all_gather(x); y = mm(wait(s), w)
     after    s0 = all_gather(x0); s1 = all_gather(x1); y = interleaved(mm(wait(s0), w), mm(wait(s1), w))
@@ -6,22 +6,21 @@
     before   s = reduce_scatter(mm(h, w)); z = wait(s)
     after    s0 = reduce_scatter(mm(h0, w)); s1 = reduce_scatter(mm(h1, w)); z = joined(wait(s0), wait(s1))
 
-In: a lowered graph and a cluster. Out: the same values, for each collective that feeds or is fed by products a
-decision. Part i are the i-th rows of the shard of every rank, so that no rank's program differs: x0 = x[:R/k], of h the
-rows that become those. Results are put together again where something reads them whole, which is a copy, unless a
-kernel that runs anyway takes it in.
+In: a lowered graph and a cluster. Out: the same values, and a decision for each collective that feeds or is fed by
+matmuls. Part i has the i-th rows of the shard of every rank, so that all ranks run the same program: x0 = x[:R/k], and
+h0 has the rows of h that become those. If something reads a result whole, the parts are joined, which is a copy unless
+it is fused into another kernel.
 
-Chosen by cost. With T_k the seconds of a part on its link and P_k those of the products of a part, a collective of
-which e of T seconds are exposed (the simulation of `schedule_graph.py` says that) exposes in k parts
+The number of parts is chosen by cost. With T_k the seconds of a part on its link and P_k those of the matmuls of a
+part, a collective of which e of T seconds are exposed (by the simulation of `schedule_graph.py`) exposes in k parts
 
     max(0, T_k + (k - 1) max(0, T_k - P_k) - (T - e))
 
-and pays where that, with the copies and launches it takes, is less than e. Latency is part of T_k. Products of fewer
-rows at a time are rounded as a product of that size is. All ranks choose alike, since this runs only where all shards
-are even.
+and pays if that, with the copies and launches it takes, is less than e. Latency is part of T_k. Matmuls of fewer rows
+are rounded as a matmul of that size is. All ranks choose alike, since this runs only if all shards are even.
 
-Where the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks
-and copies nothing. The same estimate with k = n decides, and `fuse_products.py` puts the operator in.
+If the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks and
+copies nothing. The same estimate with k = n decides, and `fuse_products.py` inserts the operator.
 """
 
 from __future__ import annotations
@@ -53,20 +52,20 @@ aten = torch.ops.aten
 
 _GATHER, _SCATTER = functional("all_gather_into_tensor"), functional("reduce_scatter_tensor")
 
-#: Parts that are tried.
+#: Numbers of parts that are tried.
 PARTS = (2, 3, 4, 6, 8)
 
 
 @dataclass
 class Pair:
-    """A collective and the products beside it.
+    """A collective and the matmuls beside it.
 
     Attributes:
-        start, wait: of the collective.
-        products: that read what is gathered, or the one whose result is reduced.
-        rows: of one rank's shard.
-        whole: whether something else reads what is gathered.
-        why_not: why the products cannot be computed in parts; empty where they can.
+        start, wait: nodes of the collective.
+        products: the matmuls that read the gathered tensor, or the one whose result is reduced.
+        rows: number of rows of one rank's shard.
+        whole: whether something else reads the gathered tensor.
+        why_not: why the matmuls cannot be computed in parts; empty if they can.
     """
 
     start: torch.fx.Node
@@ -91,10 +90,10 @@ class Pair:
 
 
 def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: float) -> list[Decision]:
-    """Divides the products of `graph` that are beside collectives, where that pays.
+    """Decomposes the matmuls of `graph` that are beside collectives, if that pays.
 
     Args:
-        overlap_memory: as for `schedule_graph`, by whose order it is judged what is exposed.
+        overlap_memory: as for `schedule_graph`, whose order determines what is exposed.
     """
     found = list(pairs(graph))
     if not found:
@@ -200,8 +199,8 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
     """Number of parts, 1 for none, and why.
 
     Args:
-        hidden: seconds of the collective, as it is, for which compute does not wait.
-        products: seconds that its products take.
+        hidden: seconds of the collective, undivided, for which compute does not wait.
+        products: seconds of its matmuls.
     """
     this = collective_of(pair.start)
     if not pair.gathers and is_exchanged(pair.start, [node_arg(pair.start, 0)]):
@@ -235,11 +234,11 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
 
 
 def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
-    """Seconds that `k` parts take for copies, launches, and the collectives that are more."""
+    """Seconds that `k` parts take for copies, launches, and the additional collectives."""
     itemsize = value_of(pair.start).element_size()
     launching = (k - 1) * (len(pair.products) * cluster.device.launch + host_seconds(cluster.backend))
     if pair.fuses:
-        return launching  # parts are read and written where they belong
+        return launching  # parts are read and written in place
     if pair.gathers:
         copies = [result_bytes(product) for product in pair.products] + (
             [result_bytes(pair.start)] if pair.whole else []
@@ -296,7 +295,7 @@ def _divide_scatter(pair: Pair, k: int) -> None:
 
 
 def erase_reduced(start: torch.fx.Node) -> None:
-    """Erases the start of a reduction that nothing waits for any more, and the product that it reduced."""
+    """Erases the start of a reduction without a wait, and the matmul that it reduced."""
     unused = node_arg(start, 0)
     start.graph.erase_node(start)
     while unused.target in ORDERED_VIEWS:
@@ -306,7 +305,7 @@ def erase_reduced(start: torch.fx.Node) -> None:
 
 
 def _interleaved(make: Maker, parts: list[torch.fx.Node], n: int, rows: int, shape: list[int]) -> torch.fx.Node:
-    """The rows of all ranks' shards in order, from the parts that hold some of every rank's."""
+    """The rows of all ranks' shards in order, from parts that each have some rows of every rank."""
     k = len(parts)
     columns = math.prod(shape) // (n * rows)
     by_rank = [make(aten.view.default, part, [n, rows // k, columns]) for part in parts]
@@ -314,7 +313,7 @@ def _interleaved(make: Maker, parts: list[torch.fx.Node], n: int, rows: int, sha
 
 
 def erase_views(node: torch.fx.Node) -> None:
-    """Views of `node` that nothing reads any more."""
+    """Erases unused views of `node`."""
     for user in list(node.users):
         if user.target in ORDERED_VIEWS:
             erase_views(user)

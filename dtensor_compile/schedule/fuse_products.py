@@ -1,5 +1,5 @@
-"""Products beside collectives as torch's operators for symmetric memory, which compute on a part while the next one
-travels.
+"""Fuses matmuls beside collectives into torch's operators for symmetric memory, which compute on a part while the next
+one is sent.
 
     before   s = all_gather(x); y = mm(wait(s), w)
     after    y = fused_all_gather_matmul(x, [w])
@@ -7,9 +7,9 @@ travels.
     before   s = reduce_scatter(mm(h, w)); z = wait(s)
     after    z = fused_matmul_reduce_scatter(h, w)
 
-In: a lowered graph in its final order, in which `decompose.py` has marked starts. Out: the same values, those
-collectives and their products in one operator where the first product stood. It runs behind everything that reads
-collectives off the graph (the report, the agreement between ranks), which are the same ones afterwards.
+In: a lowered graph in its final order, in which `decompose.py` has marked starts. Out: the same values, with those
+collectives and their matmuls as one operator at the place of the first matmul. It runs after everything that reads
+collectives from the graph (the report, the agreement between ranks).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def fuse_products(graph: torch.fx.Graph) -> list[Decision]:
-    """Replaces the collectives that `decompose_products` left for it."""
+    """Replaces the collectives that `decompose_products` marked for fusion."""
     decisions = []
     for pair in list(pairs(graph)):
         if FUSED in pair.start.meta and not pair.why_not:
@@ -47,7 +47,7 @@ def fuse_products(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def _fuse_gather(pair: Pair) -> str:
-    """The name of the operator; empty where it cannot stand."""
+    """The name of the operator; empty if it cannot be inserted."""
     wait, shape = pair.wait, list(value_of(pair.wait).shape)
     number = {node: index for index, node in enumerate(wait.graph.nodes)}
     ready = [product for product in pair.products if number[node_arg(product, 1)] < number[wait]]

@@ -1,9 +1,10 @@
-"""Inductor's kernels after fusion, in the order that `dtensor_compile.schedule.list_scheduler` finds for them.
+"""Orders Inductor's kernels after fusion by `dtensor_compile.schedule.list_scheduler`.
 
-Inductor ties every collective to the one before it, so that their order stays; where a wait stood between the two it
-ties it to that wait, because the wait renames the buffer that is meant. A collective could then never start before the
-wait of the one before it. `tie_starts` runs before fusion and ties starts to starts only; `rearrange` runs after fusion
-and puts kernels in order."""
+Inductor makes every collective depend on the one before it, so that their order stays; if a wait is between the two, it
+depends on that wait, because the wait renames the buffer. A collective could then never start before the wait of the
+one before it. `tie_starts` runs before fusion and makes starts depend on starts only; `rearrange` runs after fusion and
+orders the kernels.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +51,15 @@ class KernelOrder:
     """The order in which the kernels of a graph run.
 
     Attributes:
-        tasks, order: what was put in order, and the order; inputs that can be freed among them.
-        before, after: what is predicted for Inductor's order and for this one.
-        least: seconds that every order takes (`dtensor_compile.schedule.least_time`).
-        starts: the collectives that are known, by task.
-        wrapped: those of a wrapper of the program, by task, and whether they reduce.
+        tasks, order: the tasks, including inputs that can be freed, and their order.
+        before, after: simulations of Inductor's order and of this one.
+        least: lower bound on the seconds of any order (`dtensor_compile.schedule.least_time`).
+        starts: the known collectives, by task.
+        wrapped: collectives of a wrapper of the program, by task, and whether they reduce.
         operations: the kernels, starts and waits in order, for the report.
         own: tasks that start collectives of the program itself.
-        unknown: number of kernels that start or wait for a collective of which the node of the graph is not known.
-        standing: number of kernels that communicate where they stand.
+        unknown: number of kernels that start or wait for a collective whose graph node is unknown.
+        standing: number of kernels that communicate synchronously.
     """
 
     tasks: list[Task]
@@ -75,12 +76,12 @@ class KernelOrder:
 
     @property
     def collectives(self) -> list[SentCollective]:
-        """In the order in which they start."""
+        """The collectives in the order in which they start."""
         return [self.starts[index] for index in self.order if index in self.starts]
 
 
 def tie_starts(nodes: Nodes) -> Nodes:
-    """Ties each collective, and what communicates where it stands, to the one before it and to no wait."""
+    """Makes each collective, and each synchronous communication, depend on the one before it and on no wait."""
     return tie(nodes, lambda node: starts_collective(node) or _sends_where_it_stands(node))
 
 
@@ -92,16 +93,16 @@ def rearrange(
     measured: bool,
     told: Callable[[KernelOrder], None],
 ) -> Nodes:
-    """The kernels in an order in which collectives run beside compute.
+    """The kernels in an order in which collectives overlap with compute.
 
     Args:
         nodes: scheduler nodes after fusion, in an order in which they may run.
-        topology: what the seconds are of; None for the default of the device.
-        overlap_memory: part of the peak of Inductor's own order that may be added to it; what ``fully_shard``'s own
-            order holds may always be held.
-        measured: what torch runs as it is, products for instance, is measured (`measured_seconds`); fused loops are
-            estimated.
-        told: is told what was found; of a graph that another one calls, nothing.
+        topology: topology for which seconds are estimated; None for the default of the device.
+        overlap_memory: allowed increase of the peak, as a fraction of the peak of Inductor's own order; the peak of
+            ``fully_shard``'s own order is always allowed.
+        measured: whether kernels that are not generated, matmuls for instance, are measured (`measured_seconds`); fused
+            loops are estimated.
+        told: callback that receives the order found; not called for subgraphs.
     """
     nodes, buffers = order_for_memory(nodes)
     starts = [node for node in nodes if starts_collective(node)]
@@ -139,9 +140,7 @@ def rearrange(
 def _operations(
     nodes: Nodes, given: int, tasks: list[Task], order: list[int], starts: Mapping[int, SentCollective]
 ) -> list[Operation]:
-    """Kernels in `order` as a report has them; collectives count in the order in which they start, those that are
-    known.
-    """
+    """Kernels in `order` as a report has them; known collectives are numbered in the order in which they start."""
     numbers = {index: number for number, index in enumerate(index for index in order if index in starts)}
     operations = []
     for index in order:
@@ -161,7 +160,7 @@ def _operations(
 
 
 def _operation(node: Any) -> Operation:
-    """What a kernel that computes does."""
+    """The work of a kernel that computes."""
     parts = node.get_nodes()
     origins = [
         origin
@@ -193,7 +192,7 @@ def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster:
         buffer.get_name(): index for index, node in enumerate(nodes, len(tasks)) for buffer in node.get_outputs()
     }
     started: dict[torch.fx.Node, int] = {}
-    # Where ranks may run other programs, a wait stays behind the collectives that it is behind (`schedule_graph`).
+    # If ranks may run different programs, a wait stays behind the collectives that it follows (`schedule_graph`).
     own_sends = any(role.starts and not role.redistributes for role in roles)
     fixed, last_start, first = -1, -1, len(tasks)
     for index, (node, role) in enumerate(zip(nodes, roles), len(tasks)):
@@ -225,7 +224,7 @@ def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster:
 
 
 def _memory(nodes: Nodes, inputs: Mapping[str, Any]) -> dict[str, Buffer]:
-    """The memory of inputs that can be freed and of what kernels give, by name."""
+    """The memory of inputs that can be freed and of results of kernels, by name."""
     outputs = names_of_results()
     memory = {name: Buffer(buffer.mpi_buffer.size_free, buffer.mpi_buffer.size_free) for name, buffer in inputs.items()}
     for buffer in (buffer for node in nodes for buffer in node.get_outputs()):
@@ -236,12 +235,12 @@ def _memory(nodes: Nodes, inputs: Mapping[str, Any]) -> dict[str, Buffer]:
 
 @dataclasses.dataclass(frozen=True)
 class _Role:
-    """What a kernel does for the order of the others.
+    """The role of a kernel in the order.
 
     Attributes:
-        origin: the node of the graph that a collective or a wait was lowered from; None where that is not known.
-        starts, waits: it starts a collective, or waits for one.
-        stays: it communicates where it stands, so that everything keeps its side of it.
+        origin: the graph node from which a collective or a wait was lowered; None if unknown.
+        starts, waits: whether it starts a collective, or waits for one.
+        stays: whether it communicates synchronously, so that nothing moves across it.
     """
 
     origin: torch.fx.Node | None = None
@@ -264,10 +263,10 @@ def _role(node: Any) -> _Role:
 
 
 def _collective_origin(node: Any) -> torch.fx.Node | None:
-    """The node of the graph that a kernel starts or waits for a collective for.
+    """The graph node of the collective that a kernel starts or waits for.
 
-    Inductor may have made a collective one that writes over its input, and counts among the origins of a kernel also
-    those of what it computes for its input; what was lowered itself comes last in the graph.
+    Inductor may have made a collective in-place, and origins of a kernel include those of its fused input; the lowered
+    node itself comes last in the graph.
     """
     operator_name = _functional_name(getattr(node.node, "op_overload", None))
     found = [origin for origin in node.node.get_origins() if _functional_name(origin.target) == operator_name]
@@ -280,9 +279,7 @@ def _collective_origin(node: Any) -> torch.fx.Node | None:
 
 
 def _functional_name(target: Any) -> str | None:
-    """``_c10d_functional::all_reduce`` for that operator and those that write over their input or to ``out``; None for
-    others.
-    """
+    """``_c10d_functional::all_reduce`` for that operator and its in-place and ``out`` variants; None for others."""
     if not isinstance(target, torch._ops.OpOverload) or not communicates(target):
         return None
     name = target._schema.name
@@ -290,7 +287,7 @@ def _functional_name(target: Any) -> str | None:
 
 
 def _sends_where_it_stands(node: Any) -> bool:
-    """Whether a kernel communicates, and not as a start with a wait of its own."""
+    """Whether a kernel communicates synchronously, without a separate wait."""
     return (
         communicates(getattr(node.node, "op_overload", None))
         and not starts_collective(node)
@@ -299,7 +296,7 @@ def _sends_where_it_stands(node: Any) -> bool:
 
 
 def _cost(origin: torch.fx.Node | None, cluster: Cluster) -> tuple[str, float]:
-    """Link and seconds of a collective; nothing is known of one without an origin."""
+    """Link and seconds of a collective; unknown without an origin."""
     return ("unknown", 0.0) if origin is None else cost_of(cluster, collective_of(origin))
 
 
@@ -309,15 +306,15 @@ def _start_of(wait: torch.fx.Node) -> torch.fx.Node:
 
 
 def _called(parts: Nodes) -> list[torch.fx.Node]:
-    """The nodes of the graph whose operators kernels that are not generated, or made from a template, run."""
+    """The graph nodes whose operators run as kernels that are not generated, or made from a template."""
     return [
         origin for part in parts if part.is_extern() or part.is_template() if (origin := _origin(part.node)) is not None
     ]
 
 
 def _origin(node: Any) -> torch.fx.Node | None:
-    """The node of an operator. Inductor does not say it of one with several results: that of its origins that calls the
-    same then.
+    """The node of an operator. Inductor does not record it for an operator with several results; then it is the origin
+    that calls the same operator.
     """
     known = node.get_origin_node()
     operator_called = getattr(node, "op_overload", None)

@@ -1,17 +1,18 @@
-"""Seconds below which no order of tasks comes: what a schedule is measured against.
+"""Lower bound on the seconds of any order of tasks, to which schedules are compared.
 
-In: tasks as `dtensor_compile.schedule.list_scheduler` has them. Out: a number; nothing is changed.
+In: tasks of `dtensor_compile.schedule.list_scheduler`. Out: seconds.
 
-Communication hides behind compute only as far as dependencies let it: the first gather has nothing beside it, and a
-gradient that is sent cannot start before it is computed. So max(compute, communication) is often out of reach, and this
-says by how much.
+Communication overlaps with compute only as far as dependencies allow: the first gather overlaps with nothing, and a
+gradient cannot be sent before it is computed. So max(compute, communication) is often out of reach; this bound is
+tighter.
 
-A start has a head, before which its input cannot be there, and a tail, which has to run after it has ended. The head is
-the longer of two: its longest chain of tasks and collectives, and all compute that it needs, because one stream
-computes. A tail likewise. A link carries one collective after the other, so that for any set of them, the least head,
-all their seconds and the least tail add up. The largest such sum is that over sets of the form {head >= h, tail >= t}
-(Jackson's rule for one machine; Carlier, European Journal of Operational Research 11, 1982). For the stream, sets of
-compute with heads of at least h are taken in the same way."""
+A start has a head, the earliest time at which its input can be ready, and a tail, which has to run after it has ended.
+The head is the longer of two: its longest chain of tasks and collectives, and all compute that it needs, because one
+stream computes. Likewise for the tail. A link carries one collective after the other, so that for any set of them the
+smallest head, all their seconds and the smallest tail add up. The largest such sum is over sets of the form {head >= h,
+tail >= t} (Jackson's rule for one machine; Carlier, European Journal of Operational Research 11, 1982). For the stream,
+sets of compute with heads of at least h are taken in the same way.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from dtensor_compile.schedule.simulated_device import Task
 
 
 def least_seconds(tasks: Sequence[Task]) -> float:
-    """Seconds that every order of `tasks` takes at least, with whatever memory.
+    """Lower bound on the seconds of any order of `tasks`, with unlimited memory.
 
     Args:
         tasks: in an order in which they may run.
@@ -64,7 +65,7 @@ def _links(tasks: Iterable[Task]) -> set[str]:
 
 
 def _paths(order: Iterable[int], near: Sequence[Sequence[int]], between: Callable[[int, int], float]) -> list[float]:
-    """Seconds of the longest chain that leads to each task over `near`, whose steps take what `between` says."""
+    """Seconds of the longest chain to each task along `near`, with the seconds of `between` for each step."""
     longest = [0.0] * len(near)
     for index in order:
         longest[index] = max((longest[other] + between(other, index) for other in near[index]), default=0.0)
@@ -74,7 +75,7 @@ def _paths(order: Iterable[int], near: Sequence[Sequence[int]], between: Callabl
 def _sums(
     seconds: Sequence[float], order: Iterable[int], near: Sequence[Sequence[int]], wanted: Sequence[int]
 ) -> Iterable[tuple[int, float]]:
-    """For each of `wanted` the seconds of all that it reaches over `near`."""
+    """For each of `wanted`, the seconds of all tasks that it reaches along `near`."""
     reached = [0] * len(seconds)  # sets as bits
     for index in order:
         for other in near[index]:
@@ -86,7 +87,7 @@ def _sums(
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
-    """The most that heads, seconds and tails of a set of jobs add up to."""
+    """The largest sum of smallest head, seconds and smallest tail over sets of jobs."""
     by_tail = sorted(jobs, key=lambda job: -job[2])
     least = 0.0
     for head in {job[0] for job in jobs}:

@@ -1,10 +1,10 @@
-"""What stages leave alone in a graph, as decisions with what that costs at most.
+"""Decisions about what stages leave alone in a graph, with the maximum cost of that.
 
 In: a joint graph, or a lowered one with the cluster for which it is planned. Out: decisions; the graph stays as it is.
-Stages whose reason is at hand where they decide say it themselves.
+Stages that know the reason when they decide report it themselves.
 
-Seconds are those of the collectives concerned, as if nothing computed while they run: of a stage that did not run
-nothing better is known. Nothing here decides anything, so that ranks may see other seconds.
+Seconds are those of the collectives concerned without any overlap: nothing better is known for a stage that did not
+run. They are for reports only, so that they may differ between ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def handed_back(graph: torch.fx.Graph) -> list[Decision]:
 
 
 def communication_seconds(graph: torch.fx.Graph, topology: Cluster | None) -> float:
-    """Estimated seconds of all collectives of a lowered graph, one after the other.
+    """Estimated seconds of all collectives of a lowered graph, without overlap.
 
     Args:
         topology: None for the default of the device.
@@ -61,8 +61,8 @@ def communication_seconds(graph: torch.fx.Graph, topology: Cluster | None) -> fl
 
 
 def products_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decision]:
-    """The decision that matmuls beside collectives are not decomposed, because ranks would decide by other seconds of
-    compute.
+    """The decision that matmuls beside collectives are not decomposed, because seconds of compute differ between
+    ranks.
     """
     found = [pair.start for pair in pairs(graph) if not pair.why_not]
     if not found:
@@ -74,11 +74,11 @@ def products_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decisio
 
 
 def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: bool) -> list[Decision]:
-    """Decisions about collectives that are alike and are not merged: of symbolic sizes, and those of one group of the
-    program with something between them that no bucket reaches across. The cost is that of starting them one by one.
+    """Decisions about similar collectives that are not merged: those of symbolic sizes, and those of one group of the
+    program with a node between them that no bucket reaches across. The cost is that of starting them one by one.
 
     Args:
-        graph: before `bucket_collectives`.
+        graph: the graph before `bucket_collectives`.
         further: as there.
     """
     stretch = 0
@@ -115,7 +115,7 @@ def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: boo
 
 
 def _not_merged(first: torch.fx.Node, number: int, more: int, reason: str, cluster: Cluster) -> list[Decision]:
-    """The decision about `number` buckets or collectives, of which `more` would not be there if they were merged."""
+    """The decision about `number` buckets or collectives, `more` of which merging would save."""
     if not more:
         return []
     about = collective_of(first)
@@ -129,7 +129,7 @@ def _not_merged(first: torch.fx.Node, number: int, more: int, reason: str, clust
 
 
 def order_left(graph: torch.fx.Graph, topology: Cluster | None, *, scheduled: bool) -> list[Decision]:
-    """Decisions about a lowered graph in its final order: what its order leaves where the program has it.
+    """Decisions about a lowered graph in its final order: nodes that keep their place in the program.
 
     Args:
         scheduled: whether `schedule_graph` ran.
@@ -148,7 +148,7 @@ def order_left(graph: torch.fx.Graph, topology: Cluster | None, *, scheduled: bo
 
 
 def kernels_left(found: KernelOrder) -> list[Decision]:
-    """As `order_left`, of the kernels of a graph."""
+    """As `order_left`, for the kernels of a graph."""
     own = [index for index in found.own if index in found.starts]
     where = found.starts[own[0]].where if own else ""
     decisions = _kept_in_order(
@@ -183,7 +183,7 @@ def _bound_by_memory(found: KernelOrder) -> list[Decision]:
 
 
 def unordered_kernels() -> Decision:
-    """The decision that this torch does not let kernels be put in order."""
+    """The decision that this torch has no hooks for reordering kernels."""
     reason = "this release of torch has no hooks for an order of kernels: Inductor's order stays"
     return Decision("schedule_kernels", "", reason, left_alone=True)
 

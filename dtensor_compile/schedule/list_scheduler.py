@@ -1,31 +1,30 @@
-"""An order of tasks in which collectives run beside compute: list scheduling on a simulated device.
+"""Orders tasks so that collectives overlap with compute: list scheduling on a simulated device.
 
-In: tasks in an order in which they may run, with seconds, bytes and what comes before what. Out: another such order.
+In: tasks in topological order, with seconds, bytes and dependencies. Out: another topological order.
 
     before   start a; wait a; mm(a); start b; wait b; mm(b)
     after    start a; start b; wait a; mm(a); wait b; mm(b)
 
-Right because it keeps every dependency, and because starts keep the order that they came in. That order is the same on
-all ranks, so nobody can wait for ever: of the collectives that are not complete take the first; each of its ranks has
-started it, or stands before that at a wait for an earlier one, which is complete. What lies between two starts may
-differ from rank to rank.
+Correct because it keeps every dependency and the order of starts. That order is the same on all ranks, so there is no
+deadlock: each rank of the first incomplete collective has started it, or waits before that for an earlier one, which is
+complete. Tasks between two starts may differ between ranks.
 
 At each moment of the simulation (``simulated_device.py``)
 
 1. the next collective starts if its input is there, a place in flight is free and the memory bound allows it. A place
    is free while the link has less to do than the longest kernel takes: more in flight would only hold memory. The
-   second place is always free: a link that has one collective alone stands still from its end until this host has
-   started another, which is not simulated. What makes no more than it reads (a reduction) needs no place: it holds as
-   much before it starts, and compute may take longer than is known here.
+   second place is always free: a link with a single collective is idle from its end until this host has started
+   another, which is not simulated. A collective that makes no more than it reads (a reduction) needs no place: it holds
+   as much before it starts, and compute may take longer than estimated.
 2. else the compute that it needs runs, as far as it is not held up,
 3. else other compute that nothing holds up, in the order given,
 4. else the wait that ends first. A wait runs just before the first task that needs it, one that only ends a reduction
    of a gradient when that is surely done, because its input is held until then.
 
-Over the bound on memory it goes on in the order given, because a task that was put off may need more later than was to
-be seen. Where that breaks the bound, it is tried again: what was made too early for the peak is tied behind it, what
-was freed too late before it, and then with a lower bound. The fastest order that keeps the bound is taken, and the
-order given stays where none is faster in the simulation.
+Over the memory bound it continues in the given order, because a postponed task may need more memory later. If that
+breaks the bound, it tries again: tasks that allocated too early for the peak are ordered after it, tasks that freed too
+late before it, and then with a lower bound. The result is the fastest order that keeps the bound, or the given order if
+none is faster in the simulation.
 """
 
 from __future__ import annotations
@@ -37,33 +36,32 @@ from dataclasses import replace
 
 from dtensor_compile.schedule.simulated_device import Buffer, SimulatedDevice, Task, replay, simulate
 
-#: A collective whose result nobody uses is taken for done after this much of its time more than the simulation says.
+#: An unused collective counts as done after its simulated end plus this fraction of its time.
 SLACK = 0.25
 
-#: Collectives that may always be in flight on a link.
+#: Number of collectives that may always be in flight on a link.
 PLACES = 2
 
-#: Parts of the bound on memory that are aimed at, and for each how often tasks are tied to those at whose run memory
-#: was short.
+#: Fractions of the memory bound that are tried, and for each the number of attempts with ties added at peaks.
 TRIES, ROUNDS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.75, 0.6), 8
-#: Orders whose times differ by less than this part are alike.
+#: Orders whose times differ by less than this fraction are equal.
 ALIKE = 1e-3
 
 
 def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
-    """The order in which to run `tasks`, which come in an order in which they may run.
+    """The order in which to run `tasks`, which are given in topological order.
 
     Args:
-        bound: most bytes that may be there at one time.
+        bound: maximum bytes live at one time.
 
-    Starts keep their order. The order of the tasks as they come, where none is found that is faster and keeps the
-    bound."""
+    Starts keep their order. Returns the given order if no faster one that keeps the bound is found.
+    """
     given = list(range(len(tasks)))
     if not any(task.link is not None for task in tasks):
         return given
     best, seconds = given, simulate(tasks, given).seconds
     longest = max((task.seconds for task in tasks if task.link is None), default=0.0)
-    least = math.inf  # seconds that an order takes which need not keep the bound
+    least = math.inf  # seconds of the best order without the bound
     for tried in TRIES:
         tied = list(tasks)
         for _ in range(ROUNDS):
@@ -85,11 +83,11 @@ def arrange(tasks: Sequence[Task], bound: float) -> list[int]:
 
 
 def _ties(tasks: Sequence[Task], order: Sequence[int], peak: int, over: float) -> list[tuple[int, int]]:
-    """Pairs of tasks of which the first has to run before the second, so that an order holds less at a peak.
+    """Pairs of tasks, the first of which has to run before the second, so that an order holds less at a peak.
 
-    What is live at the peak, and is not when that task runs in the order given, was made too early, or a reader of it
-    runs too late. A pair follows the order given, so that all of them can be kept. Those that save most come first,
-    until they save enough.
+    A buffer that is live at the peak, but not when that task runs in the given order, was made too early, or a reader
+    runs too late. Pairs follow the given order, so that all of them can be kept. Those that save most come first, until
+    they save enough.
 
     Args:
         peak: the task that runs at the peak.
@@ -129,7 +127,7 @@ def _saved(tasks: Sequence[Task], ran: set[int], peak: int) -> dict[tuple[int, i
 class _Arrangement:
     """One pass over the tasks.
 
-    Waits are no candidates: a task whose other needs are met is one, and the waits that it needs run with it.
+    Waits are not candidates: a task whose other dependencies are met is one, and the waits that it needs run with it.
     """
 
     def __init__(self, tasks: Sequence[Task], bound: float, longest: float) -> None:
@@ -201,7 +199,7 @@ class _Arrangement:
         return max((self.device.ends[start] for start in starts if start is not None), default=0.0)
 
     def _release(self) -> bool:
-        """What time has set free; whether a wait has run."""
+        """Releases tasks whose collectives have ended; returns whether a wait has run."""
         while self.held and self.held[0][0] <= self.device.now:
             index = heapq.heappop(self.held)[1]
             if not self.done[index]:
@@ -215,13 +213,13 @@ class _Arrangement:
         return self.device.live + self.tasks[index].bytes <= self.bound
 
     def _turn(self) -> int:
-        """The first task of the order given that has not run, waits left out."""
+        """The first task of the given order that has not run, except waits."""
         while self.first < len(self.tasks) and (self.done[self.first] or self.tasks[self.first].waits_for is not None):
             self.first += 1
         return self.first
 
     def _start(self) -> bool:
-        """The next start, if it may run now."""
+        """Runs the next start, if it may run now."""
         if self.place == len(self.starts):
             return False
         index = self.starts[self.place]
@@ -238,7 +236,7 @@ class _Arrangement:
         return True
 
     def _mark(self) -> None:
-        """Marks what the next start needs."""
+        """Marks the ancestors of the next start."""
         start = self.starts[self.place] if self.place < len(self.starts) else -1
         if start == self.wanted:
             return
@@ -249,7 +247,7 @@ class _Arrangement:
         heapq.heapify(self.toward)
 
     def _compute(self) -> bool:
-        """One task that nothing holds up, and that memory allows, or where nothing else can go on, does not."""
+        """Runs one task that is not held up, if memory allows it or nothing else can run."""
         self._mark()
         best, start = self._fitting(self.toward), self.tasks[self.wanted]
         if best is None or start.grows and self.device.backlog(start.link or "") > self.places:
@@ -277,7 +275,7 @@ class _Arrangement:
         return found
 
     def _stall(self) -> None:
-        """Nothing runs without waiting."""
+        """Waits, because nothing else can run."""
         start = self.starts[self.place] if self.place < len(self.starts) else None
         if start is not None and self.missing[start]:
             start = None  # not ready
@@ -302,7 +300,7 @@ class _Arrangement:
             self._execute(next(index for index in self.stray if not self.done[index]))
 
     def _go_on(self) -> None:
-        """Memory is short: what a reduction has read is given back, or the next task of the order given runs."""
+        """Memory is short: frees the input of a reduction, or runs the next task of the given order."""
         if self.unused:
             self._execute(heapq.heappop(self.unused)[1])
             return
@@ -327,7 +325,7 @@ class _Arrangement:
 
 
 def _needed(tasks: Sequence[Task], index: int, done: Sequence[bool]) -> set[int]:
-    """The tasks that have to run before one, of those that are not done."""
+    """The tasks that are not done and have to run before one."""
     found, stack = set[int](), [index]
     while stack:
         new = {before for before in tasks[stack.pop()].after if not done[before]} - found
@@ -337,5 +335,5 @@ def _needed(tasks: Sequence[Task], index: int, done: Sequence[bool]) -> set[int]
 
 
 def excess(fraction: float, peak: int) -> float:
-    """The bound on bytes for an allowance over the `peak` of the order given."""
+    """The bound in bytes for an allowed excess over the `peak` of the given order."""
     return math.inf if math.isinf(fraction) else peak * (1.0 + fraction)

@@ -1,5 +1,5 @@
-"""Passes over a lowered graph, in the order in which they run: products in parts, the form of each collective, how many
-of them, the order of all.
+"""Passes over a lowered graph, in the order in which they run: decomposition of matmuls, form and number of
+collectives, order of all nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dtensor_compile.schedule.schedule_graph import cluster_for
 from dtensor_compile.schedule.simulated_device import Simulation
 from dtensor_compile.topology.links import Cluster
 
-#: Names under which they can be left out.
+#: Names by which they can be disabled.
 LOWERED_PASSES: tuple[str, ...] = (
     "decompose_products",
     "bucket_collectives",
@@ -22,16 +22,15 @@ LOWERED_PASSES: tuple[str, ...] = (
     "schedule_graph",
     "receive_before_sending",
 )
-#: Those that run only where the user asks for them. `bucket_collectives` merges what the program groups by default, and
-#: more than that where the user asks for it, names a topology, whose latency says what pays, or runs on CPUs, where
-#: starting takes long on any network.
+#: Opt-in passes. `bucket_collectives` merges what the program groups by default. It merges more if the user asks for
+#: it, names a topology, whose latency decides what pays, or runs on CPUs, on which starting takes long on any network.
 LOWERED_OPTIONAL: tuple[str, ...] = ("decompose_products", "bucket_collectives")
 
 
 def decompose_products(
     graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, even: bool
 ) -> list[Decision]:
-    """`dtensor_compile.schedule.decompose`, where ranks may decide by the seconds of compute.
+    """`dtensor_compile.schedule.decompose`, if decisions may depend on the seconds of compute.
 
     Args:
         topology: of the job; None for the default of the device.

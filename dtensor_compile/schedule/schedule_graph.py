@@ -1,4 +1,4 @@
-"""A lowered graph in the order that `dtensor_compile.schedule.list_scheduler` finds for it.
+"""Orders a lowered graph by `dtensor_compile.schedule.list_scheduler`.
 
 In: a forward or backward graph of functional collectives, and a cluster. Out: the same nodes in another order, and a
 decision for each collective: hidden, or exposed and why.
@@ -6,13 +6,11 @@ decision for each collective: hidden, or exposed and why.
     before   s = all_gather(w); g = wait(s); y = mm(x, g); t = all_gather(v); h = wait(t); z = mm(y, h)
     after    s = all_gather(w); t = all_gather(v); g = wait(s); y = mm(x, g); h = wait(t); z = mm(y, h)
 
-What a node needs, besides its arguments: nodes that draw random numbers follow each other; a node that stays where it
-is (`is_fixed`) follows all nodes before it and comes before all after it; and in a graph with collectives of the
-program's own a wait stays behind the starts that it is behind, because ranks that run different programs could
-otherwise wait for each other.
+Dependencies besides arguments: nodes that draw random numbers keep their order; a fixed node (`is_fixed`) follows all
+nodes before it and precedes all after it; and in a graph with collectives of the program itself, a wait stays behind
+the starts that it follows, because ranks that run different programs could otherwise deadlock.
 
-Inductor puts its kernels in an order of its own afterwards. `schedule/kernel_order.py` arranges those again, by the
-same rules, with the kernels as they are.
+Inductor reorders its kernels afterwards. `schedule/kernel_order.py` orders those again by the same rules.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ OVER_BOUND = "overlap_memory"
 def schedule_graph(
     graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, measured: bool = False
 ) -> list[Decision]:
-    """Orders `graph` so that collectives run beside compute.
+    """Orders `graph` so that collectives overlap with compute.
 
     Args:
-        topology: what the seconds are of; None for the default of the device. They decide what runs between two starts,
-            never the order of starts.
-        overlap_memory: part of the peak of the graph as it is that may be added to it; what ``fully_shard``'s own order
-            holds may always be held.
+        topology: topology for which seconds are estimated; None for the default of the device. Seconds decide what runs
+            between two starts, never the order of starts.
+        overlap_memory: allowed increase of the peak, as a fraction of the peak of the given graph; the peak of
+            ``fully_shard``'s own order is always allowed.
         measured: as for `graph_tasks`.
     """
     cluster = cluster_for(graph, topology)
@@ -77,10 +75,10 @@ def schedule_graph(
 
 
 def _over(peak: int, bound: float, before: int, overlap_memory: float) -> list[Decision]:
-    """A decision that says by how much an order exceeds its bound, where it does.
+    """A decision about the excess of an order over its bound, if any.
 
-    That happens where gathers start earlier than in the program (`hoist_gathers`), and no order of the same starts
-    holds less. Ranks keep the order of starts, since each of them knows the memory of its own shards alone.
+    That happens if gathers start earlier than in the program (`hoist_gathers`), and no order of the same starts holds
+    less. Ranks keep the order of starts, since each of them knows only the memory of its own shards.
     """
     if peak <= bound:
         return []
@@ -101,8 +99,8 @@ def is_wrapped(node: torch.fx.Node | None) -> bool | None:
 def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
     """The link that carries a collective, and for how many seconds.
 
-    Groups of all mesh dims share what leads to other hosts, since a rank has one way out; a mesh dim whose link the
-    topology names has its own.
+    Groups of all mesh dims share the link to other hosts, since a rank has only one; a mesh dim whose link the topology
+    names has its own.
     """
     named = cluster.mesh_dims.get(this.mesh_dim)
     if named is not None:
@@ -114,14 +112,12 @@ def cost_of(cluster: Cluster, this: SentCollective) -> tuple[str, float]:
 
 
 def default_cluster(device_type: str) -> Cluster:
-    """What is assumed where the user names no topology: hosts on a 1 Gbit/s network, or those of the preset of a
-    GPU.
-    """
+    """The default cluster without a topology of the user: hosts on a 1 Gbit/s network, or the preset of a GPU."""
     return CLUSTERS["cpu-1gbit" if device_type == "cpu" else "h100"]
 
 
 def cluster_for(graph: torch.fx.Graph, topology: Cluster | None) -> Cluster | None:
-    """What the seconds of a graph are of; None for a graph that waits for no collective."""
+    """The cluster for which seconds of a graph are estimated; None for a graph that waits for no collective."""
     first = next((node for node in graph.nodes if is_wait(node)), None)
     return None if first is None else topology or default_cluster(value_of(first).device.type)
 
@@ -130,7 +126,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
     """The nodes of a graph as tasks, one each, in order.
 
     Args:
-        measured: operators that can be are measured (`measured_seconds`); ranks then have other seconds.
+        measured: whether operators are measured if possible (`measured_seconds`); seconds then differ between ranks.
     """
     nodes = list(graph.nodes)
     number = {node: index for index, node in enumerate(nodes)}
@@ -194,7 +190,9 @@ def _memory(
 
 
 def _is_parameter(node: torch.fx.Node) -> bool:
-    """An input that the caller holds anyway. What a forward saved for its backward is given back as it is used."""
+    """Whether a node is an input that the caller holds anyway. Tensors saved for the backward are freed as they are
+    used.
+    """
     return str(node.target).startswith(("primals", "arg"))
 
 
@@ -211,7 +209,7 @@ def explain(
     """A decision for each collective of an order: hidden, or exposed and why.
 
     Args:
-        found: what `order` was simulated to take.
+        found: the simulation of `order`.
         collectives: the records of the starts among `tasks`; those without one are left out.
     """
     place = {index: at for at, index in enumerate(order)}
@@ -242,7 +240,7 @@ def explain(
 
 
 def _why(start: int, wait: int, computes: Sequence[int]) -> str:
-    """Why nothing hides a collective that starts and is waited for at these places of an order."""
+    """The reason why a collective with this start and wait is exposed."""
     if not computes or start < computes[0]:
         return "it starts with the graph, and the first compute needs it"
     if wait > computes[-1]:

@@ -1,5 +1,5 @@
-"""Tasks, and what happens when they run in an order on a simulated device: one stream computes, and each link carries
-one collective after the other, as ``report/schedule.py`` shows it.
+"""Tasks, and their simulation in an order: one stream computes, and each link carries one collective after the other,
+as ``report/schedule.py`` shows it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Buffer:
     """Memory that a task fills.
 
     Attributes:
-        bytes: there from when the task runs until the last of its readers has run.
-        freed: bytes that are given back then; fewer where another buffer shares the memory.
-        kept: never given back (outputs).
+        bytes: bytes that are live from when the task runs until its last reader has run.
+        freed: bytes that are freed then; fewer if another buffer shares the memory.
+        kept: whether it is never freed (outputs).
     """
 
     bytes: int
@@ -31,14 +31,14 @@ class Task:
     """One kernel, one start or one wait.
 
     Attributes:
-        seconds: on its stream; for a start those of the collective on its link, for a wait 0.
-        after: tasks that come before it.
+        seconds: seconds on its stream; for a start those of the collective on its link, for a wait 0.
+        after: tasks that it depends on.
         link: of a start, the link that carries it; None for others.
         waits_for: of a wait, its start; None for others.
         makes: memory that it fills.
         reads: memory that it needs; a wait needs what its start reads.
-        given: it is an input: it takes no time and has run before all others.
-        host: of a start, seconds before it during which nothing is computed.
+        given: whether it is an input, which takes no time and has run before all others.
+        host: for a start, seconds before it during which nothing is computed.
     """
 
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class Task:
 
     @property
     def bytes(self) -> int:
-        """Of the memory that it fills."""
+        """Bytes of the memory that it fills."""
         return sum(buffer.bytes for buffer in self.makes)
 
     @property
@@ -63,11 +63,11 @@ class Task:
 
 @dataclass
 class Simulation:
-    """What happens when tasks run in an order.
+    """The result of simulating an order of tasks.
 
     Attributes:
-        seconds: until all is done.
-        peak: most bytes there at one time.
+        seconds: total time.
+        peak: maximum bytes live at one time.
         exposed: by start, seconds for which compute waits for it.
     """
 
@@ -77,7 +77,7 @@ class Simulation:
 
 
 class SimulatedDevice:
-    """The simulated device, and which bytes are live."""
+    """The state of the simulated device: time, links and live bytes."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
@@ -118,7 +118,7 @@ class SimulatedDevice:
         return max(0.0, self.free.get(link, 0.0) - self.now)
 
     def in_flight(self, link: str) -> int:
-        """How many collectives have been started on a link and have not ended."""
+        """Number of collectives that have been started on a link and have not ended."""
         ends = self.carried.get(link, [])
         return len(ends) - bisect.bisect_right(ends, self.now)
 
@@ -127,13 +127,13 @@ class SimulatedDevice:
 
 
 def simulate(tasks: Sequence[Task], order: Sequence[int]) -> Simulation:
-    """What happens when `tasks` run in `order`."""
+    """Simulates `tasks` in `order`."""
     return replay(tasks, order, math.inf)[0]
 
 
 def replay(tasks: Sequence[Task], order: Sequence[int], bound: float) -> tuple[Simulation, dict[int, float]]:
-    """What happens in `order`; and of each stretch of it that is over the bound, the task at its peak and the bytes
-    over it.
+    """Simulates `order`; also returns, for each stretch over the bound, the task at its peak and the bytes over the
+    bound.
     """
     device, missing, at = SimulatedDevice(tasks), dict[int, float](), None
     for index in order:

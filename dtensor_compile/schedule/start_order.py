@@ -3,15 +3,14 @@
     before   start rs(g2); start ag(w1); wait; mm(w1); start rs(g1); start ag(w0); wait; mm(w0)
     after    start ag(w1); start rs(g2); wait; mm(w1); start ag(w0); start rs(g1); wait; mm(w0)
 
-Everything that starts follows the order of the program but gathers of what the graph is given (parameters in shards),
-which need nothing that the graph computes. Such a gather goes before the collectives that stand between it and the
-first use of the gather before it; of smaller ones, of as many before it as make up `AHEAD` of all gathered bytes.
-Without this a gather would queue behind reductions that nobody waits for, or behind an exchange of activations that is
-not even ready.
+Starts follow the order of the program, except gathers of inputs (sharded parameters), which need nothing that the graph
+computes. Such a gather moves before the collectives between it and the first use of the gather before it; if gathers
+are small, of as many gathers before it as make up `AHEAD` of all gathered bytes. Otherwise a gather would queue behind
+reductions that nothing waits for, or behind an exchange of activations that is not even ready.
 
 All ranks find the same order: it follows from which node uses which and from the sizes of what is gathered, which are
-padded and therefore equal, never from the time that something takes. Collectives that the program wrote itself
-(`REDISTRIBUTES` is not set) are never passed, because the ranks that meet there need not run the same program.
+padded and therefore equal, never from estimated times. Gathers do not move across collectives of the program itself
+(`REDISTRIBUTES` is not set), because their ranks need not run the same program.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from dtensor_compile.graph.nodes import is_fixed, is_start, is_wait
 from dtensor_compile.graph.operator_traits import MATMULS, draws, is_view
 from dtensor_compile.ops.groups import REDISTRIBUTES
 
-#: A gather starts before the use of the gathers before it that bring this part of all gathered bytes.
+#: A gather starts before the use of the preceding gathers that make up this fraction of all gathered bytes.
 AHEAD = 0.05
 
 
 def hoist_gathers(graph: torch.fx.Graph) -> int:
     """Moves gathers of inputs up, with the copies and casts that they need, and those that are used late down; returns
-    how many moved.
+    the number of moved gathers.
     """
     sunk = _sink_gathers(graph)
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -65,10 +64,10 @@ def hoist_gathers(graph: torch.fx.Graph) -> int:
 
 
 def _sink_gathers(graph: torch.fx.Graph) -> int:
-    """Moves each gather behind those that are used before it, as far as nothing stays in between; returns how many
-    moved.
+    """Moves each gather behind those that are used before it, but not past a fixed node; returns the number of moved
+    gathers.
 
-    A wrapper gathers what its module uses last together with what it uses first, at its beginning.
+    A wrapper gathers all parameters of its module at its beginning, including those that are used last.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     gathers = [node for node in graph.nodes if is_start(node) and _is_gather(node)]
@@ -90,7 +89,7 @@ def _sink_gathers(graph: torch.fx.Graph) -> int:
 
 
 def lower_users(start: torch.fx.Node, place: torch.fx.Node, position: dict[torch.fx.Node, int]) -> None:
-    """The waits for `start`, and the copies behind them, after `place`."""
+    """Moves the waits for `start`, and the copies behind them, after `place`."""
     found: set[torch.fx.Node] = set()
     stack = [start]
     while stack:
@@ -107,7 +106,7 @@ def _is_gather(node: torch.fx.Node) -> bool:
 
 
 def is_light(node: torch.fx.Node) -> bool:
-    """An operator that costs no more than a copy, and that may run anywhere."""
+    """Whether an operator costs no more than a copy, and may run anywhere."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or is_start(node) or is_wait(node) or is_fixed(node):
         return False
@@ -115,7 +114,7 @@ def is_light(node: torch.fx.Node) -> bool:
 
 
 def first_use(gather: torch.fx.Node, position: dict[torch.fx.Node, int]) -> int:
-    """Position of the first node that reads what was gathered; views, waits and items of a list do not."""
+    """Position of the first node that reads the gathered tensor; views, waits and items of a list do not count."""
     first, stack, seen = len(position), [gather], {gather}
     while stack:
         for user in stack.pop().users:
@@ -134,7 +133,7 @@ def _before(others: list[torch.fx.Node], position: dict[torch.fx.Node, int], lim
 
 
 def _move(gather: torch.fx.Node, target: torch.fx.Node, position: dict[torch.fx.Node, int]) -> None:
-    """`gather` and what it needs before `target`."""
+    """Moves `gather` and its operands before `target`."""
     needed, stack = {gather}, [gather]
     while stack:
         for source in stack.pop().all_input_nodes:

@@ -1,17 +1,16 @@
-"""The order in which ``fully_shard`` itself would run the tasks of a graph: what it takes, and above all what it holds.
+"""The order in which ``fully_shard`` itself would run the tasks of a graph, and its peak memory.
 
-In: tasks in an order in which they may run, and which starts gather and reduce for a wrapper. Out: another such order.
+In: tasks in topological order, and the starts of a wrapper's gathers and reductions. Out: another topological order.
 
     given     gather a; wait a; mm a; gather b; wait b; mm b; reduce b; wait; reduce a; wait
     wrapper   gather a; wait a; gather b; mm a; wait b; mm b; reduce b; ...; wait; reduce a; wait
 
 In eager each wrapped module gathers its parameters while the one before it computes, forward and backward, and a
-reduction is waited for when the next one starts (`torch.distributed.fsdp`, prefetching). At one time two modules have
-whole parameters, and one reduction holds its input. Somebody who wraps a model has chosen this much memory: it is the
-peak that a bound on memory is relative to, where the compiler's own order, which waits for all at once, has a lower
-one.
+reduction is waited for when the next one starts (`torch.distributed.fsdp`, prefetching). At any time two modules have
+unsharded parameters, and one reduction holds its input. A user who wraps a model accepts this much memory: a memory
+bound is relative to this peak if the compiler's own order, which waits at once, has a lower one.
 
-This order is measured, never run: it may start collectives in another order than other ranks do.
+This order is only simulated, never run: it may start collectives in another order than other ranks do.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dtensor_compile.schedule.simulated_device import Simulation, Task, simulate
 
 
 def wrapper_peak(tasks: Sequence[Task], wrapped: Mapping[int, bool]) -> int:
-    """Bytes that the wrapper's own order holds at most; 0 where there is no wrapper.
+    """Peak bytes of the wrapper's own order; 0 without a wrapper.
 
     Args:
         wrapped: starts of collectives of a wrapper, and whether they reduce.
@@ -31,7 +30,7 @@ def wrapper_peak(tasks: Sequence[Task], wrapped: Mapping[int, bool]) -> int:
 
 
 def simulate_wrapper(tasks: Sequence[Task], wrapped: Mapping[int, bool]) -> Simulation:
-    """What happens in the wrapper's own order; `wrapped` is as for `wrapper_peak`."""
+    """Simulates the wrapper's own order; `wrapped` is as for `wrapper_peak`."""
     gathers = {index for index, reduces in wrapped.items() if not reduces}
     return simulate(tasks, wrapper_order(tasks, gathers, wrapped.keys() - gathers))
 
@@ -77,7 +76,7 @@ class _Wrapper:
         self.reduced: list[int] = []
 
     def run(self, wanted: int) -> None:
-        """Runs a task behind what it needs. Where that waits for a gather, the next one starts."""
+        """Runs a task after its dependencies. If that waits for a gather, the next one starts."""
         stack = [wanted]
         while stack:
             index = stack[-1]
@@ -97,7 +96,7 @@ class _Wrapper:
                 stack.append(self.following.pop(start))
 
     def _missing(self, index: int) -> list[int]:
-        """What has to run before a task; a reduction waits for the one before it."""
+        """The tasks that have to run before a task; a reduction waits for the one before it."""
         missing = [before for before in _needs(self.tasks, index) if not self.done[before]]
         if index in self.reductions and self.reduced:
             waits = self.waits.get(self.reduced[-1], ())
@@ -106,7 +105,9 @@ class _Wrapper:
 
 
 def _needs(tasks: Sequence[Task], index: int) -> list[int]:
-    """What a task needs. Starts are tied to others only to keep the order of the ranks, which is no matter here."""
+    """The dependencies of a task. Starts depend on other starts only to keep the same order on all ranks, which does
+    not matter here.
+    """
     task = tasks[index]
     return [before for before in task.after if task.link is None or tasks[before].link is None]
 

@@ -1,10 +1,9 @@
-"""What `dtensor_compile.backend` does to a program, as lists of steps: one module for each kind of graph, in the order
-in which they come.
+"""The pipeline of `dtensor_compile.backend` as lists of steps: one module for each kind of graph, in this order.
 
-    program     the graph of torch functions over DTensors that Dynamo gives
+    program     the graph of torch functions over DTensors that Dynamo captures
     joint       the graph of forward and backward over local tensors that AOTAutograd traces, redistributions as nodes
     lowered     the forward graph, and the backward graph, with collectives in place of redistributions
-    kernels     what Inductor made of a lowered graph
+    kernels     Inductor's kernels of a lowered graph
 
-All are given one `compilation.Compilation`.
+All steps share one `compilation.Compilation`.
 """

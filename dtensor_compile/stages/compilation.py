@@ -1,4 +1,4 @@
-"""`Compilation`: what is known of one program while it is compiled. Every step of every stage is given it."""
+"""`Compilation`: the state of one program while it is compiled, passed to every step of every stage."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ class Compilation:
 
     Attributes:
         program, inputs: the Dynamo graph, and fake inputs of it.
-        options, agreement: of the user, and of the ranks about collectives.
-        log: of what is captured, decided and lowered, for recordings.
-        tangents: what is known of the gradients that come in.
-        sends: the program calls collectives itself.
-        writes: it may write to inputs.
-        bases: number of results that were added: the bases of views.
-        merged: the process groups over several mesh dims that plans may use are there.
-        even: shards are of the same size on all ranks, so that these may decide by the seconds of compute.
-        between_meshes: ranks of other meshes have other graphs, and would decide otherwise.
+        options, agreement: options of the user, and the agreement of the ranks about collectives.
+        log: log of captured, decided and lowered items, for recordings.
+        tangents: facts about the tangents.
+        sends: whether the program calls collectives itself.
+        writes: whether it may write to inputs.
+        bases: number of view bases that were added to the outputs.
+        merged: whether the process groups over several mesh dims that plans may use exist.
+        even: whether shards have the same size on all ranks, so that decisions may depend on the seconds of compute.
+        between_meshes: whether ranks of other meshes have other graphs, and would decide differently.
         communication: estimated seconds of the collectives of the graphs lowered so far.
-        order: what was decided about the order of the graph that was lowered last, where Inductor's kernels are ordered
-            again.
+        order: decisions about the order of the graph that was lowered last, kept if Inductor's kernels are reordered.
     """
 
     program: torch.fx.GraphModule
@@ -64,12 +63,12 @@ class Compilation:
 
     @property
     def orders_kernels(self) -> bool:
-        """Whether Inductor's kernels are put in order again."""
+        """Whether Inductor's kernels are reordered."""
         return self.options.schedule and not self.aten and orders_kernels()
 
     def decided(self, decisions: list[Decision]) -> None:
-        """Logs decisions. Those about the order of a graph are kept back where its kernels are ordered again, which
-        says more.
+        """Logs decisions. Those about the order of a graph are held back if its kernels are reordered: decisions about
+        kernels are more precise.
         """
         for decision in decisions:
             if decision.kind == ORDERED and self.orders_kernels:

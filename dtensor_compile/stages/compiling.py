@@ -1,6 +1,4 @@
-"""What holds while AOTAutograd traces and compiles a program: the scopes that make redistributions nodes, and the
-compilation itself.
-"""
+"""The scopes that are active while AOTAutograd traces and compiles a program, and the compilation itself."""
 
 from __future__ import annotations
 
@@ -66,14 +64,16 @@ def _scopes(this: Compilation) -> Iterator[None]:
 
 
 def key_of(this: Compilation) -> tuple[Any, ...] | None:
-    """What decides the work of the steps besides the graph; None keeps the compiled graph out of torch's caches."""
+    """The cache key of everything besides the graph on which the steps depend; None keeps the compiled graph out of
+    torch's caches.
+    """
     if recording() or this.tangents.assumed or not this.merged or not survives_caches(this.program):
         return None
     return (*this.options.cache_key(), implicit_replication_is_allowed(), async_inputs(this.inputs), cache_key())
 
 
 def compile_program(this: Compilation) -> Callable[..., Any]:
-    """The program traced, planned, lowered, scheduled and compiled."""
+    """Traces, plans, lowers, schedules and compiles the program; returns the compiled callable."""
     passes = {
         "joint_pass": functools.partial(plan_joint_graph, this=this),
         "post_grad_pass": functools.partial(lower_graph, this=this),

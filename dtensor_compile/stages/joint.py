@@ -1,5 +1,5 @@
-"""Steps on the joint graph of forward and backward: what redistributions become, which copies go, what is kept for the
-backward.
+"""Steps on the joint graph of forward and backward: rewriting of redistributions, removal of copies, choice of what is
+saved for the backward.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.bind_meshes import bind_meshes_to_primals
 from dtensor_compile.fixups.effect_tokens import make_tokens_real
 from dtensor_compile.fixups.empty_masks import make_masks_boolean
+from dtensor_compile.fixups.joined_waits import separate_waits
 from dtensor_compile.fixups.spread_by_mask import spread_by_mask
 from dtensor_compile.fixups.unread_collectives import drop_unread_collectives
 from dtensor_compile.fixups.view_again import view_again
@@ -30,48 +31,49 @@ from dtensor_compile.topology.network import plans_for
 
 
 def captured(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
-    """Tells recordings what was captured."""
+    """Records the captured redistributions."""
     this.log.captured(graph)
     return handed_back(graph)
 
 
 def planned(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
-    """Tells recordings what is left of it."""
+    """Records the redistributions that are left."""
     this.log.planned(graph)
     return []
 
 
 def judge_ranks(graph: torch.fx.Graph, this: Compilation) -> None:
-    """Notes by what ranks may decide: whether they have the same sizes, and whether all of them have this graph."""
+    """Notes what decisions may depend on: whether ranks have the same sizes, and whether all have this graph."""
     this.even = this.even and all(map(has_even_shards, redistributions(graph)))
     this.between_meshes = bool(across(graph))
 
 
 def check_hooks(graph: torch.fx.Graph) -> None:
-    """Gradients that hooks change are what the graph was traced for."""
+    """Checks that gradients changed by hooks are those for which the graph was traced."""
     check_gradients_of_hooks()
 
 
 def spread_marks_again(graph: torch.fx.Graph) -> None:
-    """Marks what passes have made, where marks are asked for: shards are uneven."""
+    """Marks nodes made by passes, if shards are uneven and passes therefore need marks."""
     if not may_use_sizes():
         spread_marks(graph)
 
 
 def tell_shapes_left(graph: torch.fx.Graph) -> list[Decision]:
-    """What stays as it is because ranks of one mesh alone would decide otherwise."""
+    """Decisions about what is left alone because only ranks of one mesh have this graph."""
     because = "ranks of one mesh alone have another graph, and would decide otherwise"
     return [*rows_left(graph, because), *columns_left(graph, because)]
 
 
 def repeatable(graph: torch.fx.Graph, this: Compilation) -> None:
-    """Notes whether the program gives the same when it runs again."""
+    """Notes whether the program gives the same results when it runs again."""
     this.tangents.repeatable = not this.writes and is_repeatable(graph)
 
 
 #: Redistributions.
 PLAN = (
     GraphStep(check_hooks, required=True, reads=True),
+    GraphStep(separate_waits, required=True),
     GraphStep(bind_meshes_to_primals, required=True),
     GraphStep(make_tokens_real, required=True),
     GraphStep(make_masks_boolean, required=True),
@@ -85,7 +87,7 @@ PLAN = (
     GraphStep(tell_shapes_left, when=lambda this: this.between_meshes, reads=True),
 )
 
-#: Copies, what the operators of the program have to keep, and what is kept from forward to backward.
+#: Copies, guarantees of the program's operators, and tensors saved for the backward.
 SHAPE = (
     GraphStep(spread_marks_again, required=True, reads=True),
     GraphStep(drop_copies),
@@ -103,7 +105,7 @@ SHAPE = (
 
 
 def plan_joint_graph(graph: torch.fx.Graph, this: Compilation) -> None:
-    """Runs them."""
+    """Runs the steps on the joint graph."""
     with plans_for(this.options.topology, this.options.redistribution_memory):
         run_steps(graph, PLAN, this)
         run_steps(graph, SHAPE, this)

@@ -15,15 +15,15 @@ from dtensor_compile.stages.compilation import Compilation
 
 
 def passes_over_kernels(this: Compilation) -> tuple[Callable[[Nodes], Nodes], Callable[[Nodes], Nodes]] | None:
-    """What runs over kernels before and after fusion; None where their order is Inductor's."""
+    """Passes over kernels before and after fusion; None if Inductor's order stays."""
     if not this.options.schedule:
         return None
     return tie_starts, lambda nodes: order_kernels(nodes, this)
 
 
 def order_kernels(nodes: Nodes, this: Compilation) -> Nodes:
-    """Kernels after fusion in an order in which collectives run beside compute; where that fails, the one that they
-    have.
+    """Kernels after fusion in an order in which collectives overlap with compute; if that fails, in their present
+    order.
     """
     options = this.options
     found = attempt(
@@ -53,5 +53,5 @@ def _tell(order: KernelOrder, this: Compilation) -> None:
 
 
 def tell_uncompiled(this: Compilation) -> Callable[[str, str], None] | None:
-    """What is told of a graph with a kernel that does not compile; None where that is an error."""
+    """Callback that reports a graph with a kernel that does not compile; None if that is an error."""
     return None if this.options.strict else lambda graph, said: this.log.decided([runs_uncompiled(graph, said)])

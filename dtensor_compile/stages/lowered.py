@@ -1,5 +1,5 @@
-"""Steps on a lowered graph, that of the forward and then that of the backward: redistributions become collectives, and
-these an order.
+"""Steps on a lowered graph, the forward and then the backward: redistributions become collectives, which are then
+ordered.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dtensor_compile.topology.network import plans_for
 
 
 def tell_order_left(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
-    """What the order of the graph leaves alone, for recordings."""
+    """Decisions about what the order of the graph leaves alone, for recordings."""
     return order_left(graph, this.options.topology, scheduled=this.options.schedule) if this.log.recordings else []
 
 
 def lowered(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
-    """Tells recordings what the graph became."""
+    """Records the lowered graph."""
     this.log.lowered(graph)
     if this.log.recordings:
         this.communication += communication_seconds(graph, this.options.topology)
@@ -37,7 +37,7 @@ def lowered(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
 
 
 def note_collectives(graph: torch.fx.Graph, this: Compilation) -> None:
-    """What this rank tells the others of the graph."""
+    """Notes the collectives of the graph, which this rank compares with those of other ranks."""
     this.agreement.note(graph)
 
 
@@ -48,8 +48,7 @@ LOWER = (
     GraphStep(send_contiguous, when=lambda this: not this.aten, required=True),
 )
 
-#: Products in parts, how many collectives there are, the form of each, the order of all. The names are those of
-#: options.
+#: Decomposition of matmuls, number and form of collectives, order of all nodes. The names are those of options.
 SCHEDULE = (
     GraphStep(
         decompose_products, lambda this: (this.options.topology, this.options.overlap_memory, this.even), asked=True
@@ -73,7 +72,7 @@ FINISH = (
 
 
 def lower_graph(graph: torch.fx.Graph, this: Compilation) -> None:
-    """Runs them."""
+    """Runs the steps on a lowered graph."""
     this.order.clear()
     steps = (*LOWER, *(SCHEDULE if this.options.schedule else ()), *FINISH)
     with plans_for(this.options.topology, this.options.redistribution_memory):

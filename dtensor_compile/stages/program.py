@@ -1,4 +1,4 @@
-"""Steps on the Dynamo graph, before anything is traced; and what is put around the compiled program because of them."""
+"""Steps on the Dynamo graph, before AOTAutograd traces it, and the wrappers of the compiled program that they need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.spmd.trackers import GRAPH_FUNCTIONS as ANNOTATIONS
 from dtensor_compile.stages.compilation import Compilation
 
-#: Functions of ours that a Dynamo graph may call and be kept in caches.
+#: Functions of this package that a cacheable Dynamo graph may call.
 GRAPH_FUNCTIONS = (redistribute, *ANNOTATIONS)
 
 
@@ -44,13 +44,13 @@ def make_groups(program: torch.fx.GraphModule, this: Compilation) -> list[Decisi
 
 
 def return_bases_of_views(program: torch.fx.GraphModule, this: Compilation) -> None:
-    """Adds the bases of views to the results; they are taken away again when the program has run."""
+    """Adds view bases to the outputs; `wrap` removes them after each run."""
     this.sends = calls_collectives(program)
     this.bases = return_bases(program)
 
 
 def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
-    """Says what has to be known where gradients come in otherwise than expected."""
+    """Notes what is needed if tangents differ from those expected."""
     this.writes = may_write(program)
     this.even = this.options.schedule and shards_are_even(program)
     tangents = this.tangents
@@ -59,9 +59,7 @@ def expect_gradients(program: torch.fx.GraphModule, this: Compilation) -> None:
 
 
 def tell_what_is_kept(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
-    """Names the modules of the program for the report, and says what keeps it out of caches, or its kernels out of an
-    order.
-    """
+    """Names the modules of the program for the report; returns decisions about what prevents caching."""
     if not recording():
         return []
     name_modules(program)
@@ -69,11 +67,11 @@ def tell_what_is_kept(program: torch.fx.GraphModule, this: Compilation) -> list[
 
 
 def tell_order_is_inductors(program: torch.fx.GraphModule) -> list[Decision]:
-    """Says where Inductor's own order of kernels stays."""
+    """Decisions about graphs that keep Inductor's own order of kernels."""
     return [unordered_kernels()]
 
 
-#: What runs whether the program is captured or compiled as stock compiles it.
+#: Steps that run whether the program is captured or compiled by stock torch.
 ALWAYS = (
     GraphStep(check_program, lambda this: (this.inputs,), required=True),
     GraphStep(check_counts, required=True),
@@ -96,9 +94,7 @@ CAPTURED = (
 
 
 def wrap(compiled: Callable[..., Any], this: Compilation) -> Callable[..., Any]:
-    """The compiled graph with what happens around it in each call: aliases, gradients that come otherwise, versions,
-    freed graphs, views.
-    """
+    """The compiled graph in its wrappers: aliases, unexpected tangents, versions, freed graphs, views."""
     run = heed_aliases(
         this.program, remember_arguments(compiled, this.tangents), this.log.decided, lambda: this.communication
     )

@@ -1,8 +1,8 @@
-"""What a job runs on: links between ranks, the device of a rank, the habits of the communication backend.
+"""The hardware of a job: links between ranks, the device of a rank, properties of the communication backend.
 
 - ``links``: links, devices, clusters of them with presets, and the times that follow.
-- ``files``: topologies by name or from a file, and into one.
-- ``backends``: what communication backends send beyond the textbook.
+- ``files``: topologies by name or from a file, and written to one.
+- ``backends``: traffic of communication backends beyond the textbook.
 - ``network``: the links along the dims of one mesh, and the topology for which plans are made.
 """
 

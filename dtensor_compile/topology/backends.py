@@ -1,10 +1,11 @@
-"""What communication backends really send, against what the textbook's algorithm sends.
+"""Actual traffic of communication backends, relative to textbook algorithms.
 
 A table of factors: bytes on the wire of one rank, divided by the bytes of `planner/step_costs.py` (ring algorithms).
-NCCL sends what the textbook says. gloo has no reduce_scatter: it reduces all and keeps a part, which is twice as much
-(measured on the wire, 2 ranks and a 16 MiB input: 16 MiB; all_gather and all_to_all send 8 MiB each, as the formulas
-say). Bytes are not time: gloo's all_to_all, and its all_gather of two ranks, use one direction of the network after the
-other, which `lowering/receive_before_sending.py` mends."""
+NCCL follows the textbook. gloo has no reduce_scatter: it reduces the whole input and keeps a part, which sends twice as
+much (measured on the wire, 2 ranks and a 16 MiB input: 16 MiB; all_gather and all_to_all send 8 MiB each, as the
+formulas say). Bytes are not time: gloo's all_to_all, and its all_gather of two ranks, use one direction of the network
+after the other, which `lowering/receive_before_sending.py` fixes.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ TRAFFIC: dict[str, dict[str, float]] = {
 }
 
 
-#: Backend, then kind of collective: what the lowering sends instead (`lowering/reduce_by_exchange.py`).
+#: Backend, then kind of collective: the kind that the lowering sends instead (`lowering/reduce_by_exchange.py`).
 SENT_AS: dict[str, dict[str, str]] = {"gloo": {"reduce_scatter": "all_to_all"}}
 
 
-#: Backend: seconds for which a collective keeps the thread that computes, besides its time on the link. gloo: 0.11 ms
-#: to start it and 0.05 ms for a wait that finds it done (medians of 300 with 64 KiB, one core for each of 2 ranks).
-#: NCCL's are on another stream.
+#: Backend: seconds for which a collective blocks the compute thread, besides its time on the link. gloo: 0.11 ms to
+#: start it and 0.05 ms for a wait that finds it done (medians of 300 with 64 KiB, one core for each of 2 ranks). NCCL's
+#: are on another stream.
 HOST_SECONDS: dict[str, float] = {"gloo": 1.6e-4}
 
 
 def host_seconds(backend: str) -> float:
-    """Seconds for which one collective keeps the thread that computes, besides its time on the link."""
+    """Seconds for which one collective blocks the compute thread, besides its time on the link."""
     return HOST_SECONDS.get(backend, 0.0)
 
 
@@ -36,7 +37,7 @@ def sent_as(backend: str, kind: str) -> str:
 
 
 def traffic(backend: str, kind: str, n: int) -> float:
-    """Bytes on the wire for each byte of the formula, in a collective of `n` ranks; 1 for what the table does not
+    """Bytes on the wire for each byte of the formula, in a collective of `n` ranks; 1 for kinds that the table does not
     list.
     """
     return TRAFFIC.get(backend, {}).get(kind, 1.0) if n > 1 else 1.0

@@ -1,9 +1,9 @@
-"""The devices of a job, in the form that `HybridMesh` takes: hosts from what launchers set, NVLink domains from
-``nvidia-smi``.
+"""The devices of a job, in the form that `HybridMesh` takes: hosts from environment variables of launchers, NVLink
+domains from ``nvidia-smi``.
 
-One granule per host (`hosts_from_environment`), or one per NVLink domain of each host (`nvlink_devices`). Where there
-is a process group, ranks tell each other where they are, so that they may be numbered in any order over the hosts, and
-hosts may differ; without one, ranks count host by host, and all hosts are as this one.
+One granule per host (`hosts_from_environment`), or one per NVLink domain of each host (`nvlink_devices`). With a
+process group, ranks exchange their hosts, so that they may be numbered in any order over the hosts, and hosts may
+differ; without one, ranks are numbered host by host, and all hosts are assumed to be like this one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from dtensor_compile.errors import MeshError
 
-#: Number of the host that a process runs on, as launchers call it: torchrun, Lightning, Slurm.
+#: Environment variables with the number of a process's host: torchrun, Lightning, Slurm.
 _HOST = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
-#: Ranks on a host: torchrun, Open MPI, Slurm.
+#: Environment variables with the number of ranks on a host: torchrun, Open MPI, Slurm.
 _ON_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
@@ -31,7 +31,7 @@ def _number(names: Sequence[str]) -> int | None:
 
 
 def _exchange(mine: Any) -> list[Any] | None:
-    """What each rank has to say, in order of rank; None where there is nobody to ask."""
+    """The values of all ranks, in order of rank; None without a process group."""
     if (
         not (dist.is_available() and dist.is_initialized())
         or dist.get_world_size() == 1
@@ -46,16 +46,17 @@ def _exchange(mine: Any) -> list[Any] | None:
 def hosts_from_environment(world_size: int | None = None) -> list[dict[str, Any]]:
     """One device per rank, with the number of its host as ``slice_index``.
 
-    With a process group each rank tells the number of its host (``GROUP_RANK``, ``NODE_RANK``, ``SLURM_NODEID``), and
-    all ranks have to call. Where one knows none, and without a process group, ``LOCAL_WORLD_SIZE`` ranks in a row are
-    on one host.
+    With a process group each rank reports the number of its host (``GROUP_RANK``, ``NODE_RANK``, ``SLURM_NODEID``), and
+    all ranks have to call. If one has no number, and without a process group, ``LOCAL_WORLD_SIZE`` consecutive ranks
+    are on one host.
 
     Args:
-        world_size: number of ranks, asked of nobody; otherwise that of the process group, or ``WORLD_SIZE``.
+        world_size: number of ranks, which then do not communicate; by default that of the process group, or
+            ``WORLD_SIZE``.
 
     Raises:
         MeshError: the number of ranks is not known, hosts differ in size, or this rank is not on the host that its
-            number says.
+            number implies.
     """
     hosts = None if world_size else _exchange(_number(_HOST))
     if hosts is not None and None not in hosts:
@@ -85,11 +86,11 @@ def nvlink_devices(
 ) -> list[dict[str, Any]]:
     """One device per rank, with the number of its NVLink domain as ``slice_index``; domains are counted host by host.
 
-    The i-th rank of a host is taken to use its GPU i. All ranks have to call.
+    The i-th rank of a host is assumed to use its GPU i. All ranks have to call.
 
     Args:
         topology: text of ``nvidia-smi topo -m`` on this host; the tool is called if not given.
-        hosts: as `hosts_from_environment` gives them, which is called if not given.
+        hosts: result of `hosts_from_environment`, which is called if not given.
 
     Raises:
         MeshError: there is no nvidia-smi, a host has fewer GPUs than ranks, or hosts are not known.

@@ -1,4 +1,4 @@
-"""Topologies and GPUs in files: TOML or JSON in, JSON out. By hand, or written by a measurement.
+"""Topologies and GPUs in files: reads TOML or JSON, writes JSON. Files are written by hand or by a measurement.
 
     name = "two racks"
     ranks_per_host = 8                     # 0: all ranks on one host
@@ -52,7 +52,7 @@ def topology(name: str | os.PathLike[str]) -> Cluster:
     """The preset of that name, or the topology in the file of that path.
 
     Raises:
-        TopologyError: neither is there, or the file does not say what a topology is.
+        TopologyError: neither exists, or the file does not describe a topology.
     """
     found = _preset_or_file(name, CLUSTERS, "topology")
     return found if isinstance(found, Cluster) else from_values(*found)
@@ -62,7 +62,7 @@ def gpu(name: str | os.PathLike[str]) -> Gpu:
     """The preset of that name, or the GPU in the file of that path.
 
     Raises:
-        TopologyError: neither is there, or the file does not say what a GPU is.
+        TopologyError: neither exists, or the file does not describe a GPU.
     """
     found = _preset_or_file(name, GPUS, "GPU")
     return found if isinstance(found, Gpu) else _gpu(*found)
@@ -91,10 +91,10 @@ def _load(path: str, changed: int, kind: str) -> Any:
 
 
 def from_values(values: Mapping[str, Any], where: str = "topology") -> Cluster:
-    """The topology that plain values describe, as they stand in a file.
+    """The topology that plain values, as in a file, describe.
 
     Raises:
-        TopologyError: a key is unknown or missing, or a value is no number above zero.
+        TopologyError: a key is unknown or missing, or a value is not a number above zero.
     """
     if not isinstance(values, Mapping) or not {"inside", "between"} <= values.keys() <= _KEYS:
         given = ", ".join(values) if isinstance(values, Mapping) else type(values).__name__

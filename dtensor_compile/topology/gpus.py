@@ -1,7 +1,7 @@
-"""What a rank computes on: devices for estimates of time, and GPUs for which code is made. One table for both.
+"""Devices for estimates of time, and GPUs for which code is compiled, in one table.
 
-A `Device` is the few numbers of a roofline (`topology/links.py`). A `Gpu` is what a compiler has to know besides: the
-architecture, how many multiprocessors there are, and what one has to share out among its threads.
+A `Device` is the few numbers of a roofline (`topology/links.py`). A `Gpu` adds the properties that a compiler needs:
+the architecture, the number of multiprocessors, and the resources of one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """The device of one rank.
 
     Attributes:
-        peak: floating-point operations per second of a matrix product, by bytes of an element (4: float32, 2:
-            bfloat16).
+        peak: floating-point operations per second of a matmul, by bytes of an element (4: float32, 2: bfloat16).
         memory: bytes per second to and from its memory.
-        launch: seconds that every operator takes at least.
+        launch: minimum seconds of an operator.
     """
 
     peak: tuple[tuple[int, float], ...]
@@ -25,7 +24,7 @@ class Device:
     launch: float
 
     def operations_per_second(self, itemsize: int) -> float:
-        """Peak for elements of that many bytes; the nearest larger ones where it has none of its own."""
+        """Peak for elements of that many bytes, or for the nearest larger ones."""
         sizes = dict(self.peak)
         return sizes.get(itemsize) or next(
             (rate for size, rate in sorted(self.peak) if size >= itemsize), self.peak[-1][1]
@@ -37,13 +36,12 @@ class Gpu:
     """A GPU as a compiler sees it; the words are those of the CUDA C++ Programming Guide (Compute Capabilities).
 
     Attributes:
-        name: by which ``torch.cuda.get_device_name`` and reports call it.
+        name: its name in ``torch.cuda.get_device_name`` and reports.
         capability: compute capability, (major, minor); (9, 0) is compiled for as sm_90.
         multiprocessors: number of streaming multiprocessors (SMs).
-        bytes: of its memory.
-        shared_memory: bytes that one thread block may have at most (opt-in).
-        l2: bytes of the level 2 cache.
-        device: what its operators take, for estimates.
+        bytes: size of its memory.
+        shared_memory: maximum bytes of one thread block (opt-in). l2: bytes of the level 2 cache.
+        device: `Device` for estimates.
         registers: 32-bit registers of a multiprocessor.
         threads: resident threads of a multiprocessor.
     """
@@ -67,7 +65,7 @@ class Gpu:
 CPU = Device(((4, 5e10), (8, 2.5e10)), 1e10, 2e-6)
 V100 = Device(((2, 125e12), (4, 15.7e12), (8, 7.8e12)), 0.9e12, 5e-6)
 
-#: Makers' figures, of the SXM form; rates are those of dense matrix products.
+#: Vendors' figures, of the SXM form; rates are those of dense matmuls.
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 166_912, 40 << 20,

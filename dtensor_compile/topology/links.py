@@ -1,4 +1,4 @@
-"""How long a collective and an operator take, from a few numbers of the machine.
+"""Estimated seconds of collectives and operators, from a few numbers of the machine.
 
 Collectives, with n ranks, B bytes that one rank sends, a link of bandwidth W (bytes/s) and start-up time a (s per
 message):
@@ -10,7 +10,7 @@ message):
     all_to_all                       n - 1              pairwise exchange
     broadcast and the rest           log2 n             a tree
 
-f is what the communication backend sends beyond B (`topology/backends.py`), 1 for most.
+f is the backend's traffic relative to B (`topology/backends.py`), 1 for most.
 
 (R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is
 R. Hockney's, 1994. B is counted as in `dtensor_compile.planner.search`.) The link is the slowest that the ranks of the
@@ -21,8 +21,8 @@ Roofline, 2009):
 
     seconds = max(F / peak, M / memory bandwidth) + launch
 
-These are estimates: they compare one program with another on one machine. They know nothing of contention, of what a
-compiler fuses, or of kernels that stay below the peak.
+These are estimates: they compare one program with another on one machine. They ignore contention, fusion, and kernels
+that stay below the peak.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from dtensor_compile.topology.gpus import CPU, GPUS, V100, Device
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks.
+    """A link between two ranks.
 
     Attributes:
         latency: seconds to start a message.
-        bandwidth: bytes per second that one rank sends; all ranks of a host together, where the link is shared.
+        bandwidth: bytes per second that one rank sends; all ranks of a host together, if the link is shared.
         shared: whether the ranks of a host send over it together (one network card for all, main memory), or each has
             its own.
     """
@@ -51,7 +51,7 @@ class Link:
     shared: bool = False
 
     def share(self, ranks: int) -> Link:
-        """What is left for one of `ranks` that send at the same time."""
+        """The share of one of `ranks` that send at the same time."""
         return Link(self.latency, self.bandwidth / ranks) if self.shared and ranks > 1 else self
 
 
@@ -61,13 +61,11 @@ class Cluster:
 
     Attributes:
         name: for reports and errors.
-        ranks_per_host: 0 where all ranks are on one host.
+        ranks_per_host: 0 if all ranks are on one host.
         inside, between: links within a host and between hosts.
-        device: what a rank computes on.
-        mesh_dims: links along mesh dims by their names, where they were measured or are known; they go before the other
-            two.
-        backend: communication backend whose habits count (``"gloo"``, ``"nccl"``; see `topology/backends.py`). Empty:
-            none has any.
+        device: device of a rank.
+        mesh_dims: links along mesh dims by their names, if measured or known; they take precedence over the other two.
+        backend: communication backend (``"gloo"``, ``"nccl"``; see `topology/backends.py`). Empty: textbook traffic.
     """
 
     name: str
@@ -82,14 +80,15 @@ class Cluster:
         """The slowest link that a group of global ranks uses.
 
         Args:
-            job: ranks that send at the same time, over all groups; where it is not given, those of this group.
+            job: ranks that send at the same time, over all groups; by default those of this group.
         """
         hosts = {rank // self.ranks_per_host for rank in ranks} if self.ranks_per_host else {0}
         link = self.inside if len(hosts) <= 1 else self.between
         return link.share(min(self.ranks_per_host or job or len(ranks), job or len(ranks)))
 
     def dim_link(self, name: str | None, groups: Sequence[Sequence[int]]) -> Link:
-        """The link along a mesh dim: that of its name, else the slowest that any of its `groups` of global ranks uses.
+        """The link along a mesh dim: the one for its name, else the slowest that any of its `groups` of global ranks
+        uses.
 
         The same on every rank, although a rank is part of one group only.
         """
@@ -100,13 +99,13 @@ class Cluster:
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """What a collective over all these links at once sees: the longest latency, the narrowest bandwidth."""
+    """The link that a collective over all these links sees: the longest latency, the lowest bandwidth."""
     return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
-#: Links by name. Bandwidth: makers' figures per device and direction (NVLink 2 to 5; PCIe with 16 lanes; InfiniBand and
-#: Ethernet per port, at line rate). Latency: typical of a collective's message through NCCL, for Ethernet through gloo
-#: over TCP. Loopback is a laptop's: copies through main memory, which all ranks share.
+#: Links by name. Bandwidth: vendors' figures per device and direction (NVLink 2 to 5; PCIe with 16 lanes; InfiniBand
+#: and Ethernet per port, at line rate). Latency: typical of a collective's message through NCCL, for Ethernet through
+#: gloo over TCP. Loopback is a laptop's: copies through main memory, which all ranks share.
 LINKS: dict[str, Link] = {
     "nvlink2": Link(3e-6, 150e9),
     "nvlink3": Link(3e-6, 300e9),
@@ -125,7 +124,7 @@ LINKS: dict[str, Link] = {
     "loopback": Link(5e-5, 4e9, shared=True),
 }
 
-#: Makers' figures, and laptop-like hosts.
+#: Clusters by name: vendors' figures, and laptop-like hosts.
 CLUSTERS: dict[str, Cluster] = {
     cluster.name: cluster
     for cluster in (
@@ -144,7 +143,7 @@ CLUSTERS: dict[str, Cluster] = {
 
 
 def rounds(kind: str, n: int) -> int:
-    """Messages that follow each other in a collective of that kind over `n` ranks."""
+    """Number of sequential messages in a collective of that kind over `n` ranks."""
     if n <= 1:
         return 0
     tree = math.ceil(math.log2(n))
@@ -152,7 +151,7 @@ def rounds(kind: str, n: int) -> int:
 
 
 def collective_seconds(cluster: Cluster, kind: str, bytes_sent: int, ranks: Sequence[int], job: int = 0) -> float:
-    """Seconds of one collective over the global `ranks`, of which each sends `bytes_sent` bytes.
+    """Seconds of one collective over the global `ranks`, each of which sends `bytes_sent` bytes.
 
     Args:
         job: as in `Cluster.link`.
@@ -164,9 +163,9 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
     """Seconds of one collective of `n` ranks over `link` (module docstring).
 
     Args:
-        bytes_sent: by one rank, as `planner/step_costs.py` counts them.
-        messages: that follow each other, where the collective is not the textbook's (an exchange in which few ranks
-            meet).
+        bytes_sent: bytes sent by one rank, as counted by `planner/step_costs.py`.
+        messages: number of sequential messages, if the collective is not the textbook's (an exchange in which a rank
+            has few partners).
     """
     if n <= 1:
         return 0.0
@@ -181,7 +180,7 @@ def compute_seconds(device: Device, operations: int, bytes_moved: int, itemsize:
         operations: floating-point operations.
         bytes_moved: bytes read and written.
         itemsize: bytes of an element.
-        fused: it is part of a kernel that was launched for another operator.
+        fused: whether it is part of a kernel that was launched for another operator.
     """
     busy = max(operations / device.operations_per_second(itemsize), bytes_moved / device.memory)
     return busy if fused else busy + device.launch

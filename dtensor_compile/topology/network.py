@@ -1,8 +1,8 @@
-"""The network that the ranks of one mesh see, and the topology that plans of this thread are made for.
+"""The network of the ranks of one mesh, and the topology for which this thread plans.
 
-A `Network` is what a plan depends on besides specs and sizes: a link per mesh dim and the habits of the communication
-backend. It follows from the mesh and the topology alone, never from the rank, so that all ranks choose the same plan.
-Where the user names no topology, all mesh dims are alike.
+A plan depends on specs, sizes and a `Network`: a link per mesh dim and the communication backend. It follows from the
+mesh and the topology alone, never from the rank, so that all ranks choose the same plan. If the user names no topology,
+all mesh dims are alike.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dtensor_compile.ir.mesh import MeshLayout, merges
 from dtensor_compile.topology.backends import sent_as
 from dtensor_compile.topology.links import Cluster, Link, seconds_over, slowest
 
-#: One link where nothing is known: about 10 Gbit/s. With equal links plans are chosen by bytes; this only weighs what
-#: sends the same.
+#: The default link: about 10 Gbit/s. With equal links plans are chosen by bytes; this only breaks ties.
 PLAIN = Link(2e-5, 1.25e9)
 
 
@@ -27,9 +26,9 @@ class Network:
     """Links along the mesh dims of one mesh.
 
     Attributes:
-        links: one per mesh dim; empty where all are alike.
-        backend: communication backend whose habits count, empty for none.
-        merges: whether there are process groups over several mesh dims.
+        links: one per mesh dim; empty if all are alike.
+        backend: communication backend, empty for none.
+        merges: whether process groups over several mesh dims exist.
     """
 
     links: tuple[Link, ...] = ()
@@ -42,7 +41,7 @@ class Network:
         return len(set(self.links)) <= 1 and not self.backend
 
     def link(self, mesh_dims: Sequence[int]) -> Link:
-        """What a collective over these mesh dims together sees."""
+        """The link that a collective over these mesh dims together sees."""
         return slowest([self.links[i] for i in mesh_dims]) if self.links else PLAIN
 
     def seconds(
@@ -54,7 +53,7 @@ class Network:
         return seconds_over(self.link(mesh_dims), self.backend, sent_as(self.backend, kind), bytes_sent, n, messages)
 
 
-#: What is assumed where the user names no topology: all mesh dims are alike.
+#: The default if the user names no topology: all mesh dims are alike.
 NO_TOPOLOGY = Network()
 
 
@@ -64,7 +63,7 @@ _memory: contextvars.ContextVar[int | None] = contextvars.ContextVar("dtensor_co
 
 @contextlib.contextmanager
 def plans_for(cluster: Cluster | None, memory: int | None = None) -> Iterator[None]:
-    """While it is entered, this thread plans for that topology; None: for mesh dims that are all alike.
+    """While active, this thread plans for that topology; None: for mesh dims that are all alike.
 
     Args:
         memory: bytes that a redistribution may hold at once besides its input; None for no bound.

@@ -1,4 +1,4 @@
-"""Axes of a logical mesh onto the axes of a torus.
+"""Maps axes of a logical mesh onto the axes of a torus.
 
 Each logical axis gets some of the torus's axes, whole, so that their sizes multiply to its own: neighbours along it are
 neighbours in the machine. Logical axes are served from the last to the first, as the last one communicates most by
@@ -8,12 +8,12 @@ convention. An axis prefers, in this order,
 2. axes of equal size, whose rings end together;
 3. the first axes.
 
-Where a choice leaves an earlier logical axis without a fit, the next one is tried, so that a layout is found where
-there is one.
+If a choice leaves an earlier logical axis without a fit, the next one is tried, so that a layout is found if one
+exists.
 
-With `split`, where there is no such layout, a logical axis may also get a divisor of a torus axis, and the rest goes to
-others. Every choice can be completed then, as what is left has the prime factors that are left to serve. The order is
-torch_xla's, so that a mesh has its devices in the same places there and here; an axis prefers
+With `split`, if there is no such layout, a logical axis may also get a divisor of a torus axis, and the rest goes to
+others. Every choice can be completed then, as the remaining torus axes have the prime factors of the remaining logical
+axes. The order is torch_xla's, so that a mesh has its devices in the same places there and here; an axis prefers
 
 1. more devices along torus axes that it has whole;
 2. more such axes;
@@ -36,7 +36,7 @@ import numpy as np
 
 from dtensor_compile.errors import MeshError
 
-#: Per logical axis the part of each torus axis that it gets; 1 where it gets none.
+#: Per logical axis the part of each torus axis that it gets; 1 for none.
 Assignment = tuple[tuple[int, ...], ...]
 
 
@@ -63,7 +63,7 @@ def assign_axes(torus: Sequence[int], mesh_shape: Sequence[int], split: bool = F
     return found
 
 
-#: What a logical axis of a size could take of torus axes, of which so much is left; the best first.
+#: The parts of the remaining torus axes that a logical axis of a size could take; the best first.
 _Parts = Callable[[tuple[int, ...], tuple[int, ...], int], list[tuple[int, ...]]]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.left_to_python import leave_frames_to_python
-from dtensor_compile.compat.patches import needs, patch
+from dtensor_compile.compat.patches import if_there, needs, patch
 
 
 def async_inputs(values: Sequence[Any]) -> tuple[int, ...]:
@@ -99,6 +100,17 @@ _WRAPPER = patch(
 )
 
 
+_codegen = if_there("torch._functorch._aot_autograd.subclass_codegen:codegen_subclass_wrapper")
+#: Whether torch notes an input that it waits for as a pair of its index and the path to an inner tensor, as of 2.15;
+#: before, as the index. The path of ours is empty.
+_HAS_PATHS = _codegen is not None and "act_input_paths" in inspect.signature(_codegen).parameters
+_NOTES = "act_input_paths" if _HAS_PATHS else "act_input_indices"
+
+
+def _note(place: int) -> Any:
+    return (place, ()) if _HAS_PATHS else place
+
+
 @needs(
     "gradients of inputs that are AsyncCollectiveTensors",
     _PROCESS,
@@ -119,23 +131,25 @@ def _traced_with_gradients() -> Iterator[None]:
         fake_mode: Any,
         shape_env: Any,
         ignore_shape_env: bool = False,
-    ) -> tuple[Any, list[int]]:
+    ) -> tuple[Any, list[Any]]:
         found = async_inputs(flat_args)
         for i in found:
             flat_args[i] = _as_traced(flat_args[i], fake_mode, ignore_shape_env)
         fake, others = stock(flat_args, aot_config, fake_mode, shape_env, ignore_shape_env)
-        return fake, sorted({*found, *others})
+        return fake, sorted({*map(_note, found), *others})
 
     def wrapper(
         stock: Any,
         compiled_fn: Callable[..., Any],
         *metas: Any,
-        act_input_indices: Sequence[int] | None = None,
         **others: Any,
     ) -> Any:
-        if not act_input_indices:
-            return stock(compiled_fn, *metas, act_input_indices=act_input_indices, **others)
-        return _waiting(stock(compiled_fn, *metas, **others), tuple(act_input_indices))
+        noted = others.pop(_NOTES, None) or ()
+        ours = [note for note in noted if not _HAS_PATHS or not note[1]]
+        if len(ours) < len(noted):
+            others[_NOTES] = [note for note in noted if note not in ours]
+        made = stock(compiled_fn, *metas, **others)
+        return _waiting(made, tuple(note[0] if _HAS_PATHS else note for note in ours)) if ours else made
 
     with patched(_PROCESS, process), patched(_WRAPPER, wrapper):
         yield

@@ -24,7 +24,7 @@ from dtensor_compile.compat.patches import hook, needs
     "backward passes that retain the graph",
     *BUILD,
     hook("torch._C._autograd:_get_current_graph_task_keep_graph"),
-    hook("torch._prims_common:clone_preserve_strides", "x"),
+    hook("torch._prims_common:clone_preserve_strides", "x", "x base"),
     without="torch refuses them if a backward pass reuses the memory of saved tensors, and ranks do not compare their "
     "backward passes",
     upstream="not reported: torch refuses them on purpose if it writes over saved tensors",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ PRE_FORWARD, RUN_FORWARD, POST_FORWARD = DDP._pre_forward, DDP._run_ddp_forward,
 REPLICATE_PRE_FORWARD, REPLICATE_POST_FORWARD = _ReplicateState.forward_pre_hook, _ReplicateState.forward_post_hook
 
 #: Files of the wrappers; only the forward of a module is worth a graph.
-_FILES = frozenset(inspect.getfile(thing) for thing in (DDP, _ReplicateState, Join))
+_FILES = frozenset(thing.__init__.__code__.co_filename for thing in (DDP, _ReplicateState, Join))
 
 
 def belongs_to_python(code: types.CodeType) -> bool:

@@ -68,6 +68,8 @@ def group_exists(name: str) -> bool:
     """Whether this process has a live process group of that name."""
     try:
         return _resolve_process_group(cast("GroupName", name)) is not None
+    except UnsupportedTorchError:  # torch has no such function
+        raise
     except (RuntimeError, LookupError):
         return False
 

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives
 from torch._C._distributed_c10d import Work, _register_work
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 from torch._prims_common import is_contiguous_or_false
-from torch.distributed import distributed_c10d
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -42,10 +41,8 @@ REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
     "bxor": dist.ReduceOp.BXOR,
 }
 
-
 #: torch's module of functional collectives.
-functional_collectives = torch.distributed._functional_collectives
-
+functional_collectives = _functional_collectives
 
 #: Flatten a list of tensors into one and back, as gradients are put into buckets.
 flatten_dense_tensors, unflatten_dense_tensors = (
@@ -75,6 +72,10 @@ def functional(name: str) -> torch._ops.OpOverload:
 
 
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+#: Waits for several results of one collective; None before 2.15.
+wait_tensors: torch._ops.OpOverload | None = (
+    torch.ops._c10d_functional.wait_tensors.default if hasattr(torch.ops._c10d_functional, "wait_tensors") else None
+)
 
 
 def wait_later(tensor: torch.Tensor, work: dist.Work | None) -> None:

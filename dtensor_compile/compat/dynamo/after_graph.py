@@ -105,7 +105,11 @@ def is_export(tx: Translator) -> bool:
 
 
 _LOGGER = patch("torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "self tx name args kwargs")
-_FORMAT = patch("torch._dynamo.variables.misc:StringFormatVariable.create", "cls format_string sym_args sym_kwargs")
+_FORMAT = patch(
+    "torch._dynamo.variables.misc:StringFormatVariable.create",
+    "cls format_string sym_args sym_kwargs",
+    "cls tx format_string sym_args sym_kwargs",  # as of 2.15
+)
 
 
 @needs(
@@ -133,10 +137,8 @@ def handle_loggers(call: MethodCall) -> Iterator[None]:
 def format_values_of_now() -> Iterator[None]:
     """While active, a string in which a tensor is formatted has the values of the tensor at that moment."""
 
-    def create(
-        stock: Any, cls: type, format_string: str, sym_args: list[VariableTracker], sym_kwargs: dict[str, Any]
-    ) -> VariableTracker:
-        made = stock(cls, format_string, sym_args, sym_kwargs)
+    def create(stock: Any, *args: Any) -> VariableTracker:
+        made = stock(*args)
         tx = InstructionTranslator.current_tx()
         return snapshot_or_same(tx, made) if isinstance(made, StringFormatVariable) else made
 

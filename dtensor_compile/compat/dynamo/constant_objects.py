@@ -20,17 +20,17 @@ from torch._dynamo.variables import distributed
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
-from torch._library.opaque_object import is_opaque_type
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from dtensor_compile.compat.apply_patches import patched
-from dtensor_compile.compat.patches import needs, patch
+from dtensor_compile.compat.patches import if_there, needs, patch
 
+_OPAQUE = "torch._library.opaque_object:"
 #: Whether torch itself carries these objects in graphs.
-OPAQUE = is_opaque_type(DeviceMesh)
+OPAQUE: bool = (if_there(_OPAQUE + "is_custom_class") or if_there(_OPAQUE + "is_opaque_type"))(DeviceMesh)
 
 
 def _with_subclasses(cls: type) -> Iterator[type]:

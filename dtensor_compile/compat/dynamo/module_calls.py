@@ -13,7 +13,7 @@ from torch._dynamo.source import AttrSource, GetItemSource
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.user_defined import UserDefinedDictVariable
 from torch._guards import GuardSource
@@ -34,12 +34,15 @@ FindCall = Callable[[UserFunctionVariable], "Call | None"]
 
 
 _CALL = patch("torch._dynamo.variables.functions:UserFunctionVariable.call_function", "self tx args kwargs")
+_CALL_METHOD = patch("torch._dynamo.variables.functions:UserMethodVariable.call_function", "self tx args kwargs")
+#: Calls of functions; those of methods, too, where the tracker of a method is not one of a function, as of 2.15.
+_CALLS = (_CALL,) if issubclass(UserMethodVariable, UserFunctionVariable) else (_CALL, _CALL_METHOD)
 _IS_OF_MODULE = patch("torch._guards:GuardSource.is_unspecialized_nn_module", "self")
 
 
 @needs(
     "functions of torch that are traced in our form",
-    _CALL,
+    *_CALLS,
     without="some programs break the graph",
     upstream="not reported: an extension point, substitute_in_graph applies to all backends",
     remove_when="torch.compiler.substitute_in_graph can be limited to a backend, and takes methods",
@@ -64,7 +67,9 @@ def handle_functions(find: FindCall) -> Iterator[None]:
             return stock(self, tx, args, kwargs)
         return call(tx, self, [*self.self_args(), *args], dict(kwargs))
 
-    with patched(_CALL, call_function):
+    with contextlib.ExitStack() as stack:
+        for row in _CALLS:
+            stack.enter_context(patched(row, call_function))
         yield
 
 
@@ -111,7 +116,7 @@ def real_value(tx: Translator, variable: VariableTracker) -> Any:
 
 def function_of(variable: UserFunctionVariable) -> Any:
     """The function that is called, unbound."""
-    return variable.fn
+    return variable.get_function()
 
 
 def tuple_of(*items: VariableTracker) -> VariableTracker:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.tensor._dispatch as _dispatch
 from torch._dynamo import exc
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.tensor import _dispatch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from dtensor_compile.compat.apply_patches import patched

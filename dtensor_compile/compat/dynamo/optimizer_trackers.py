@@ -33,7 +33,6 @@ from torch._dynamo.utils import get_static_address_type
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.optimizer import ArgMappingException, OptimizerVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -45,6 +44,7 @@ from dtensor_compile.compat.dynamo.guards import Together, guarded_together
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Source,
     Translator,
+    bound_method,
     fact_guard,
     read_attribute,
     source_of,
@@ -74,7 +74,7 @@ class TracedOptimizerVariable(OptimizerVariable):
     def var_getattr(self, tx: Translator, name: str) -> VariableTracker:
         if name in _TRACEABLE and name not in vars(self.value):
             method = getattr(type(self.value), name)
-            return UserMethodVariable(getattr(method, "__wrapped__", method), self)
+            return bound_method(getattr(method, "__wrapped__", method), self)
         if name == "param_groups":
             for group in self.value.param_groups:
                 _mark_static(group["params"])

@@ -16,13 +16,13 @@ import torch
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import UserMethodVariable
 
 from dtensor_compile.compat.dynamo.calls import handle_calls
 from dtensor_compile.compat.dynamo.left_to_python import leave_to_python
 from dtensor_compile.compat.dynamo.tracker_entries import Retrack
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
+    bound_method,
     build,
     graph_break,
     member_function,
@@ -56,7 +56,7 @@ class StandInVariable(VariableTracker):
             return self.fields[name]
         found = inspect.getattr_static(self.cls, name, None)
         if isinstance(found, types.FunctionType):
-            return UserMethodVariable(found, self)
+            return bound_method(found, self)
         if name == "__class__":
             return build(tx, self.python_type())
         if name in self.refused:

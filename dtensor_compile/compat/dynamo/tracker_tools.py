@@ -110,6 +110,25 @@ def function_variable(function: Callable[..., Any]) -> UserFunctionVariable:
     return UserFunctionVariable(cast("types.FunctionType", function))
 
 
+#: Whether the tracker of a bound method holds one of its function, as of 2.15; before, it is one itself.
+_HOLDS_FUNCTION = "im_func" in inspect.signature(UserMethodVariable.__init__).parameters
+
+
+def bound_method(
+    function: Callable[..., Any], owner: VariableTracker, source: Source | None = None
+) -> UserMethodVariable:
+    """The tracker of `function` as a method of `owner`.
+
+    Args:
+        source: of the bound method; None if guards need not check it.
+    """
+    if not _HOLDS_FUNCTION:
+        return UserMethodVariable(function, owner, source=source)
+    of_function = AttrSource(source, "__func__") if source is not None else None
+    traced = UserFunctionVariable(cast("types.FunctionType", function), source=of_function)
+    return UserMethodVariable(cast("Any", traced), owner, source=source)
+
+
 def member_function(
     owner: VariableTracker,
     name: str,
@@ -129,10 +148,10 @@ def inline_member(owner: VariableTracker, tx: Translator, name: str) -> Variable
     found = inspect.getattr_static(type(real), name, None)
     if isinstance(found, types.FunctionType):
         if hasattr(found, STANDS_FOR):  # guards would check the current replacement
-            return UserMethodVariable(getattr(found, STANDS_FOR), owner)
-        return UserMethodVariable(found, owner, source=source)
+            return bound_method(getattr(found, STANDS_FOR), owner)
+        return bound_method(found, owner, source)
     if isinstance(found, property) and isinstance(found.fget, types.FunctionType):
-        return UserMethodVariable(found.fget, owner).call_function(tx, [], {})
+        return bound_method(found.fget, owner).call_function(tx, [], {})
     if name in getattr(real, "__dict__", ()):
         return build_member(owner, tx, name, vars(real)[name])
     return None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.tensor._random
 from torch._dynamo import device_interface
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
