@@ -15,10 +15,12 @@ release is added in one place:
 - ``emulation/``: an emulated GPU.
 """
 
-import torch._dynamo  # noqa: F401 - the first of torch's private modules: those of AOTAutograd import it, and it them
+import importlib
 
 from dtensor_compile.compat.missing_names import tolerate_missing_names
 from dtensor_compile.compat.release import check_release
 
 check_release()
+# The first of torch's private modules: those of AOTAutograd cannot be imported before it on 2.15.
+importlib.import_module("torch._dynamo")
 tolerate_missing_names()

@@ -185,7 +185,7 @@ class Feature:
     def done_by(self, function: F) -> F:
         """Decorator: records `function` as the one that provides the feature."""
         sentence = " ".join((function.__doc__ or "").partition("\n\n")[0].split())
-        self.scope = f"{function.__module__}:{function.__qualname__}", sentence
+        self.scope, self.module = (f"{function.__module__}:{function.__qualname__}", sentence), function.__module__
         return function
 
     def problems(self) -> list[str]:
@@ -224,10 +224,7 @@ def feature(
     name: str, *hooks: Hook, without: str, essential: bool = False, upstream: str = "", remove_when: str = ""
 ) -> Feature:
     """Creates a `Feature` and registers it in `FEATURES`."""
-    caller = sys._getframe(1)
-    while caller.f_back is not None and caller.f_globals is globals():  # `needs`
-        caller = caller.f_back
-    module = caller.f_globals["__name__"]
+    module = sys._getframe(1).f_globals["__name__"]  # of a scope, `done_by` says it
     FEATURES[name] = made = Feature(name, hooks, without, essential, upstream, remove_when, module=module)
     return made
 

@@ -25,7 +25,7 @@ from dtensor_compile.graph.node_builder import add_call, inherited
 def separate_waits(graph: torch.fx.Graph) -> None:
     """Replaces every ``wait_tensors`` in `graph` by waits for its arguments."""
     for joined in list(graph.nodes):
-        if wait_tensors is None or joined.target is not wait_tensors:
+        if joined.target is not wait_tensors:  # None before 2.15
             continue
         with graph.inserting_before(joined):
             waits = [

@@ -111,6 +111,14 @@ def _note(place: int) -> Any:
     return (place, ()) if _HAS_PATHS else place
 
 
+def _place_of(note: Any) -> int | None:
+    """The position that a note of ours stands for; None for a note of torch's own, which has a path."""
+    if not _HAS_PATHS:
+        return note
+    place, path = note
+    return None if path else place
+
+
 @needs(
     "gradients of inputs that are AsyncCollectiveTensors",
     _PROCESS,
@@ -145,11 +153,11 @@ def _traced_with_gradients() -> Iterator[None]:
         **others: Any,
     ) -> Any:
         noted = others.pop(_NOTES, None) or ()
-        ours = [note for note in noted if not _HAS_PATHS or not note[1]]
+        ours = tuple(place for note in noted if (place := _place_of(note)) is not None)
         if len(ours) < len(noted):
-            others[_NOTES] = [note for note in noted if note not in ours]
+            others[_NOTES] = [note for note in noted if _place_of(note) is None]
         made = stock(compiled_fn, *metas, **others)
-        return _waiting(made, tuple(note[0] if _HAS_PATHS else note for note in ours)) if ours else made
+        return _waiting(made, ours) if ours else made
 
     with patched(_PROCESS, process), patched(_WRAPPER, wrapper):
         yield
