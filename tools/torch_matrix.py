@@ -27,7 +27,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CORPUS = ROOT.parent / "shared" / "corpus"
 #: The primary release first.
-RELEASES = ("2.13.0", "2.14.1", "2.11.0")
+RELEASES = ("2.13.0", "2.14.1", "2.15.0", "2.11.0")
 NEEDED = (
     "setuptools>=77", "wheel", "numpy", "sympy", "networkx>=3", "rich>=13", "jinja2>=3", "pytest>=8", "pytest-timeout",
     "pytest-xdist", "expecttest", "hypothesis", "jsonschema",

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -159,12 +160,29 @@ _meshes: weakref.WeakValueDictionary[str, DeviceMesh] = weakref.WeakValueDiction
 _ordered_groups: set[str] = set()
 
 
+class _Job:
+    """The job whose meshes are remembered: its default process group."""
+
+    group: weakref.ref[ProcessGroup] | None = None
+
+
+def _forget_other_jobs() -> None:
+    """Forgets meshes of a job that this process has left (``destroy_process_group``): the next one gives its process
+    groups the same names.
+    """
+    group = dist.group.WORLD
+    if group is not (_Job.group() if _Job.group is not None else None):
+        forget_meshes()
+        _Job.group = weakref.ref(group) if group is not None else None
+
+
 def mesh_text(mesh: DeviceMesh) -> str:
     """Text of a mesh; remembers the mesh, so that `group_name` finds its process groups by the text.
 
     Of two meshes with the same text the newer one is remembered, but a mesh with groups in its own order is never
     replaced by one ordered by torch.
     """
+    _forget_other_jobs()
     mesh = compat_mesh.real_mesh(mesh)
     layout = mesh_layout(mesh)
     text, known = str(layout), _meshes.get(str(layout))
@@ -180,6 +198,7 @@ def mesh_in_its_order(device_type: str, ranks: torch.Tensor, names: tuple[str, .
     dim, it scatters and gathers shards by rank, but computes the shard of a rank by its coordinate. All ranks have to
     call this.
     """
+    _forget_other_jobs()
     groups = []
     for dim, name in enumerate(names):
         for line in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
@@ -196,6 +215,7 @@ def groups_in_mesh_order(mesh: DeviceMesh, layout: MeshLayout) -> bool:
     """
     if layout.in_rank_order or not compat_mesh.is_member(mesh):
         return True
+    _forget_other_jobs()
     return all(compat_mesh.group_name(mesh, dim) in _ordered_groups for dim in range(mesh.ndim))
 
 
@@ -238,6 +258,7 @@ def group_name(text: str, mesh_dim: int, rank: int) -> str:
     Raises:
         NoProcessGroupError: this process has no such group.
     """
+    _forget_other_jobs()
     mesh = _meshes.get(text)
     if mesh is not None:
         name = compat_mesh.group_name(mesh, mesh_dim)
@@ -267,6 +288,7 @@ _merged: dict[str, bool] = {}
 
 def merges(text: str) -> bool:
     """Whether plans on the mesh with that text may use collectives over several of its dims at once."""
+    _forget_other_jobs()
     return _merged.get(text, True)
 
 
@@ -350,6 +372,7 @@ def join_meshes(texts: Sequence[str], ranks: Sequence[int]) -> str:
 
 def group_dim_name(group: ProcessGroup) -> str:
     """Name of the mesh dim that a process group belongs to; the group's own name if no known mesh has it."""
+    _forget_other_jobs()
     for mesh in list(_meshes.values()):
         for dim in range(mesh.ndim) if compat_mesh.is_member(mesh) else ():
             if compat_mesh.group_name(mesh, dim) == group.group_name:

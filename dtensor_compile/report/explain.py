@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.capture.checks import tensor_meshes
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
 from dtensor_compile.compat.dynamo import counters
@@ -88,6 +89,7 @@ def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]]
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_modules(gm)
+            tensor_meshes(gm)  # remembers them: a collective is reported by the mesh dim of its process group
             return compile_to_aten(gm, example_inputs, joint_pass=lambda graph: None, post_grad_pass=recording.observe)
 
         run(torch.compile(model, backend=stock))

@@ -50,6 +50,7 @@ _STATES: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     (capture_mesh, "_meshes", weakref.WeakValueDictionary),
     (capture_mesh, "_merged", dict),
     (capture_mesh, "_ordered_groups", set),
+    (capture_mesh._Job, "group", lambda: None),
     (compat_mesh._Made, "group", lambda: None),
     (compat_mesh._Made, "counts", collections.Counter),
     (spmd_mesh, "_device_meshes", dict),

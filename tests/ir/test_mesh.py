@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.distributed.device_meshes import group_named, new_group_in_order
+from dtensor_compile.compat.distributed.fake_group import simulated_job
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError, UnsupportedTorchError
 from dtensor_compile.ir.mesh import (
     MeshDim,
     MeshLayout,
+    group_dim_name,
     group_name,
     mesh_in_its_order,
     mesh_layout,
@@ -158,6 +160,16 @@ def test_group_of_a_mesh_that_is_gone_is_found_by_its_ranks():
     del mesh
     gc.collect()
     assert dist.get_process_group_ranks(group_named(group_name(text, 0, dist.get_rank()))) == [0, 1]
+
+
+def test_a_mesh_of_a_job_that_this_process_has_left_names_no_group_of_the_next_job():
+    kept = []
+    for name in ("dp", "tp"):  # both jobs call their groups the same
+        with simulated_job(2, 0):
+            kept.append(init_device_mesh("cpu", (2,), mesh_dim_names=(name,)))
+            mesh_text(kept[-1])
+            group = kept[-1].get_group()
+            assert group_dim_name(group) == name
 
 
 @on_ranks(2)

@@ -209,7 +209,13 @@ def test_autocast(kind):
         layer, x = getattr(nn, kind)(4, 6), torch.randn(5, 3, 4)
         mark_sharding(layer.weight_hh_l0, Mesh(range(2), (2,), ("x",)), (None, None))
         torch._dynamo.reset()
-        got, want = (leaves(run(x)) for run in (torch.compile(layer, backend="dtensor_aten", fullgraph=True), layer))
+        try:
+            want = leaves(layer(x))
+        except RuntimeError as error:
+            if "could not create a primitive descriptor" not in str(error):
+                raise
+            pytest.skip(f"eager's oneDNN has no bfloat16 {kind} for this CPU")
+        got = leaves(torch.compile(layer, backend="dtensor_aten", fullgraph=True)(x))
         torch.testing.assert_close(got, want)
 
 
