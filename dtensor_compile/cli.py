@@ -23,6 +23,10 @@ def main(argv: list[str] | None = None) -> int:
         from dtensor_compile.report import kernels_command as kernels
 
         return kernels.main(argv[1:])
+    if argv[:1] == ["build"]:
+        from dtensor_compile.report import build_command
+
+        return build_command.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="dtensor-compile", description='tools around torch.compile(model, backend="dtensor")'
     )
@@ -32,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands.add_parser("parity", help="compares compiled with eager, on ranks: dtensor-compile parity --help")
     commands.add_parser("kernels", help="GPU code of a program, for an emulated GPU: dtensor-compile kernels --help")
+    commands.add_parser(
+        "build", help="compiles a program for all ranks of a job in advance: dtensor-compile build --help"
+    )
     demo = commands.add_parser(
         "demo", help="train a small Llama in eager, with stock Inductor and with this backend, and compare"
     )

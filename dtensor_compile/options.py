@@ -6,6 +6,7 @@ Our own options are the fields of `Options`; keys that Inductor knows are passed
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -72,6 +73,9 @@ class Options:
             sent), ``"never"`` keeps them, including those that FSDP or a checkpointed region would gather again, and a
             number keeps up to so many bytes on each rank (`lowering/regather.py` decides which). ``None``: as
             checkpointed regions and ``reshard_after_forward`` specify.
+        artifacts: A folder that ``dtensor-compile build`` filled: graphs and kernels of programs that were compiled for
+            this job in advance are taken from it, on ranks that compiled nothing themselves. What does not fit this job
+            is compiled, and a warning says why (`runtime/artifacts.py`). ``None``: only torch's caches.
         inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 
@@ -87,6 +91,7 @@ class Options:
     overlap_memory: float = 0.05
     redistribution_memory: int | None = None
     regather: str | int | None = None
+    artifacts: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def cache_key(self) -> tuple[Any, ...]:
@@ -96,6 +101,7 @@ class Options:
         Every option counts but those of Inductor, which are in torch's own key.
         """
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "inductor"}
+        values["artifacts"] = self.artifacts is not None  # graphs are rank-free then; which folder does not matter
         values["topology"] = str(self.topology and to_values(self.topology))
         return tuple(values.items())
 
@@ -164,6 +170,12 @@ def _when_to_gather_again(name: str, value: Any) -> Any:
     return value
 
 
+def _folder(name: str, value: Any) -> str | None:
+    if value is not None and not (isinstance(value, (str, os.PathLike)) and str(value)):
+        raise OptionError(f"option {name!r} takes the path of a folder, or None, not {value!r}")
+    return None if value is None else os.fspath(value)
+
+
 def _cluster(name: str, value: Any) -> Cluster | None:
     try:
         return value if value is None or isinstance(value, Cluster) else topology(value)
@@ -201,6 +213,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "schedule": _flag,
     "overlap_memory": _part_of_the_peak,
     "redistribution_memory": _bytes_or_no_bound,
+    "artifacts": _folder,
     "regather": _when_to_gather_again,
     "topology": _cluster,
 }

@@ -29,6 +29,7 @@ from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dynamo.tracker_tools import fact_guard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError
+from dtensor_compile.ir.rank_free import dims_of_name, is_rank_free, name_on_all_ranks, rank_free
 from dtensor_compile.store.rendezvous import all_meet
 
 _TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[0-9]+(\.[0-9]+)*\.?)")
@@ -260,11 +261,26 @@ def group_name(text: str, mesh_dim: int, rank: int) -> str:
     """
     _forget_other_jobs()
     mesh = _meshes.get(text)
-    if mesh is not None:
-        name = compat_mesh.group_name(mesh, mesh_dim)
-        if compat_mesh.group_exists(name):
-            return name
-    return compat_mesh.group_of_ranks(parse_mesh(text).group(rank, mesh_dim))
+    name = compat_mesh.group_name(mesh, mesh_dim) if mesh is not None else ""
+    if mesh is None or not compat_mesh.group_exists(name):
+        name = compat_mesh.group_of_ranks(parse_mesh(text).group(rank, mesh_dim))
+    return _named(name, text, (mesh_dim,))
+
+
+def _named(name: str, text: str, mesh_dims: Sequence[int]) -> str:
+    """The name of a process group along dims of a mesh; in rank-free graphs the one that all ranks know."""
+    if not is_rank_free():
+        return name
+    alias = name_on_all_ranks(text, mesh_dims)
+    compat_mesh.also_called(name, alias)
+    return alias
+
+
+def know_group(name: str) -> None:
+    """Makes a process group known by its name in rank-free graphs, before one runs that was compiled elsewhere."""
+    if (place := dims_of_name(name)) is not None:
+        with rank_free():
+            merged_group_name(*place, compat_mesh.my_rank())
 
 
 def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
@@ -276,7 +292,8 @@ def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:
         return group_name(text, mesh_dims[0], rank)
     layout = parse_mesh(text)
     description = "mesh_" + ",".join(layout.dim_name(i) for i in mesh_dims)
-    return compat_mesh.group_of_ranks(sorted(layout.group_over(rank, mesh_dims)), make=description)
+    name = compat_mesh.group_of_ranks(sorted(layout.group_over(rank, mesh_dims)), make=description)
+    return _named(name, text, mesh_dims)
 
 
 #: Maximum number of mesh dims for which every subset gets its process group in advance: 4 groups for 3 mesh dims.

@@ -17,6 +17,7 @@ import torch
 from dtensor_compile.compat.aot.shapes import has_hint, is_multiple
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard, StridedShard
 from dtensor_compile.ir.mesh import MeshLayout
+from dtensor_compile.ops.coordinates import mesh_coordinate, shard_of
 from dtensor_compile.ops.rearrange import rearrange
 from dtensor_compile.planner.problem import Step
 
@@ -27,11 +28,16 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of execution: the mesh, a global rank in it, and its process groups."""
+    """The place of execution: the mesh, a global rank in it, and its process groups.
+
+    Attributes:
+        read_at_run_time: whether the coordinate is read when the traced graph runs, where shards are even.
+    """
 
     layout: MeshLayout
     rank: int
     group_name: GroupName
+    read_at_run_time: bool = False
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -134,6 +140,8 @@ def _change(x: torch.Tensor, step: Step, place: RankPlace, sizes: list[Any]) -> 
     source, target, n, c = step.before[i], step.after[i], place.layout.shape[i], place.coordinate[i]
     if step.kind == "slice" and isinstance(target, StridedShard):
         return _slice_strided(x, target, sizes, n, c)
+    if step.kind == "slice" and place.read_at_run_time and is_multiple(x.size(_dim(target)), n):
+        return shard_of(x, _dim(target), str(place.layout), i)
     if step.kind == "slice":
         start, length = shard_range(x.size(_dim(target)), n, c)
         return x.narrow(_dim(target), start, length).clone()
@@ -141,6 +149,10 @@ def _change(x: torch.Tensor, step: Step, place: RankPlace, sizes: list[Any]) -> 
         return x / n if _reduce_op(target) == "sum" else x.clone()
     assert step.kind == "spread", f"{step.kind} is not a step that can be expanded"
     d = _dim(source)
+    if place.read_at_run_time and is_multiple(sizes[d], n):
+        mine = torch.arange(n, device=x.device) == mesh_coordinate(str(place.layout), i, x.device)
+        chunks = x.unsqueeze(d).expand(*x.shape[:d], n, *x.shape[d:])
+        return torch.where(mine.view(n, *[1] * (x.dim() - d)), chunks, x.new_zeros(())).flatten(d, d + 1)
     start, length = shard_range(sizes[d], n, c)
     return torch.constant_pad_nd(x, [0, 0] * (x.dim() - d - 1) + [start, sizes[d] - start - length])
 

@@ -25,6 +25,7 @@ from dtensor_compile.compat.aot.shapes import divisors, size_hints
 from dtensor_compile.compat.distributed.device_meshes import my_rank
 from dtensor_compile.errors import NoProcessGroupError, PlanError
 from dtensor_compile.ir.mesh import MeshLayout, merged_group_name, parse_mesh
+from dtensor_compile.ir.rank_free import is_rank_free
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.ops.expand import RankPlace, canonical, expand, local_shape
 from dtensor_compile.planner.problem import Step
@@ -76,15 +77,16 @@ def carry_out(local: torch.Tensor, source: str, target: str, mesh: str, shape: S
 
 def _carry_out(local: torch.Tensor, steps: Sequence[Step], mesh: str, shape: Sequence[Any]) -> torch.Tensor:
     layout, rank = parse_mesh(mesh), _my_rank()
-    out = expand(local, steps, RankPlace(layout, rank, lambda dims: merged_group_name(mesh, dims, rank)), shape)
+    place = RankPlace(layout, rank, lambda dims: merged_group_name(mesh, dims, rank), is_rank_free())
+    out = expand(local, steps, place, shape)
     if _sends(steps) or any(isinstance(size, int) and size == 0 for size in out.shape):
         out = canonical(out)
     return local.clone() if out is local else out
 
 
 def decided_by(source: str, target: str, mesh: str, shape: Sequence[int], itemsize: int) -> tuple[Any, ...]:
-    """What, besides its arguments and the local tensor, decides what `carry_out` calls: the rank, the plan, and its
-    process groups.
+    """What, besides its arguments and the local tensor, decides what `carry_out` calls: the rank, whether the graph is
+    rank-free, the plan, and its process groups.
 
     Makes missing groups that the plan needs.
     """
@@ -92,7 +94,8 @@ def decided_by(source: str, target: str, mesh: str, shape: Sequence[int], itemsi
     if layout.coordinate(rank) is None:
         return (rank,)
     steps = plan_of(source, target, layout, shape, itemsize)
-    return (rank, steps, *(merged_group_name(mesh, step.mesh_dims, rank) for step in steps if step.sends))
+    names = [merged_group_name(mesh, step.mesh_dims, rank) for step in steps if step.sends]
+    return (rank, is_rank_free(), steps, *names)
 
 
 def _sends(steps: Sequence[Step]) -> bool:

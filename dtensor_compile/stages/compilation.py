@@ -33,6 +33,8 @@ class Compilation:
         even: whether shards have the same size on all ranks, so that decisions may depend on the seconds of compute.
         between_meshes: whether ranks of other meshes have other graphs, and would decide differently.
         communication: estimated seconds of the collectives of the graphs lowered so far.
+        digest: identifies the program in artifacts that were compiled in advance; empty without them.
+        shares: the rank whose graphs in these artifacts this rank shares; None if they do not have the program.
         order: decisions about the order of the graph that was lowered last, kept if Inductor's kernels are reordered.
     """
 
@@ -49,12 +51,19 @@ class Compilation:
     even: bool = False
     between_meshes: bool = False
     communication: float = 0.0
+    digest: str = ""
+    shares: int | None = None
     order: list[Decision] = field(default_factory=list)
 
     @property
     def aten(self) -> bool:
         """Whether graphs run operator by operator, without Inductor."""
         return self.options.kernels == "aten"
+
+    @property
+    def rank_free(self) -> bool:
+        """Whether graphs are the same on every rank, as far as they can be."""
+        return self.options.artifacts is not None
 
     @property
     def measured(self) -> bool:

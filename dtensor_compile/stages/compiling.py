@@ -21,12 +21,17 @@ from dtensor_compile.compat.aot.partition import bind_shard_sizes, place_random_
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
 from dtensor_compile.compat.aot.shapes import sizes_from_expressions
 from dtensor_compile.compat.aot.unwrap import native_calls
+from dtensor_compile.compat.dtensor.lookup_masks import masks_at_run_time
+from dtensor_compile.compat.dynamo.counters import cached_programs
 from dtensor_compile.compat.dynamo.data_dependent_scalars import backward_in_time
 from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
 from dtensor_compile.compat.inductor.compile import compile_with_inductor
 from dtensor_compile.fixups.failing_backward import defer_backward_errors
 from dtensor_compile.graph.global_annotations import mark_local_tensors
+from dtensor_compile.ir.rank_free import rank_free
+from dtensor_compile.ops.coordinates import coordinate_in
 from dtensor_compile.recording.recorder import cache_key, recording
+from dtensor_compile.runtime.artifacts import ArtifactsError, current_build, not_used
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.joint import plan_joint_graph
 from dtensor_compile.stages.kernels import passes_over_kernels, tell_uncompiled
@@ -37,6 +42,8 @@ from dtensor_compile.topology.network import plans_for
 #: Entered in this order.
 SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: plans_for(this.options.topology),
+    lambda this: rank_free(this.rank_free),
+    lambda this: masks_at_run_time(coordinate_in) if this.rank_free else contextlib.nullcontext(),
     lambda this: capture_redistributions(),
     lambda this: mark_local_tensors(),
     lambda this: dtensor_tangents(this.program, this.tangents),
@@ -69,7 +76,11 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
     """
     if recording() or this.tangents.assumed or not this.merged or not survives_caches(this.program):
         return None
-    return (*this.options.cache_key(), implicit_replication_is_allowed(), async_inputs(this.inputs), cache_key())
+    if (build := current_build()) is not None and not build.kernels:
+        return None
+    # A program of which it is shown that ranks have the same graphs has the key of the first of them.
+    place = cache_key() if this.shares is None else ("artifacts", this.digest, this.shares)
+    return (*this.options.cache_key(), implicit_replication_is_allowed(), async_inputs(this.inputs), place)
 
 
 def compile_program(this: Compilation) -> Callable[..., Any]:
@@ -81,7 +92,8 @@ def compile_program(this: Compilation) -> Callable[..., Any]:
     with _scopes(this):
         if this.aten:
             return plan_until_sizes_stay(functools.partial(compile_to_aten, this.program, this.inputs, **passes))
-        return plan_until_sizes_stay(
+        before = cached_programs()
+        compiled = plan_until_sizes_stay(
             functools.partial(
                 compile_with_inductor,
                 this.program,
@@ -92,5 +104,10 @@ def compile_program(this: Compilation) -> Callable[..., Any]:
                 settings=this.options.inductor,
                 cacheable=GRAPH_FUNCTIONS,
                 uncompiled=tell_uncompiled(this),
+                kernels=(build := current_build()) is None or build.kernels,
             )
         )
+        if this.shares is not None and current_build() is None and cached_programs() == before:
+            error = ArtifactsError("torch has another key for it (settings of Inductor or of Dynamo differ)")
+            this.log.decided([not_used(this.options.artifacts or "", this.agreement.function, error)])
+        return compiled

@@ -18,6 +18,7 @@ from dtensor_compile.fixups.view_again import view_again
 from dtensor_compile.graph.nodes import across, has_even_shards, redistributions
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, spread_marks
 from dtensor_compile.graph.runner import GraphStep, run_steps
+from dtensor_compile.ir.rank_free import rank_free
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.lower_collectives import hold_collectives, hold_draws, is_repeatable, order_collectives
@@ -106,6 +107,6 @@ SHAPE = (
 
 def plan_joint_graph(graph: torch.fx.Graph, this: Compilation) -> None:
     """Runs the steps on the joint graph."""
-    with plans_for(this.options.topology, this.options.redistribution_memory):
+    with plans_for(this.options.topology, this.options.redistribution_memory), rank_free(this.rank_free):
         run_steps(graph, PLAN, this)
         run_steps(graph, SHAPE, this)

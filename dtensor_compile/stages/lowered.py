@@ -11,10 +11,12 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.fixups.send_contiguous import send_contiguous
 from dtensor_compile.fixups.view_again import view_again
 from dtensor_compile.graph.runner import GraphStep, run_steps
+from dtensor_compile.ir.rank_free import rank_free
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.lowering.lower_collectives import lower_collectives
 from dtensor_compile.lowering.receive_before_sending import receive_before_sending
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
+from dtensor_compile.runtime.artifacts import current_build
 from dtensor_compile.schedule.fuse_products import fuse_products
 from dtensor_compile.schedule.left_alone import communication_seconds, estimated_kernels, order_left
 from dtensor_compile.schedule.overlap import bucket_collectives, decompose_products
@@ -31,6 +33,8 @@ def tell_order_left(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
 def lowered(graph: torch.fx.Graph, this: Compilation) -> list[Decision]:
     """Records the lowered graph."""
     this.log.lowered(graph)
+    if (build := current_build()) is not None and this.digest:
+        build.lowered(this.digest, graph)
     if this.log.recordings:
         this.communication += communication_seconds(graph, this.options.topology)
     return estimated_kernels() if this.measured else []
@@ -75,5 +79,5 @@ def lower_graph(graph: torch.fx.Graph, this: Compilation) -> None:
     """Runs the steps on a lowered graph."""
     this.order.clear()
     steps = (*LOWER, *(SCHEDULE if this.options.schedule else ()), *FINISH)
-    with plans_for(this.options.topology, this.options.redistribution_memory):
+    with plans_for(this.options.topology, this.options.redistribution_memory), rank_free(this.rank_free):
         run_steps(graph, steps, this)

@@ -26,6 +26,7 @@ from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merg
 from dtensor_compile.native.loader import without_native
 from dtensor_compile.ops.redistribute_across import ORDERED
 from dtensor_compile.recording.recorder import recording
+from dtensor_compile.runtime.artifacts import ArtifactsError, not_used, program_digest, shared_rank
 from dtensor_compile.schedule.left_alone import unordered_kernels
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.spmd.trackers import GRAPH_FUNCTIONS as ANNOTATIONS
@@ -71,6 +72,19 @@ def tell_order_is_inductors(program: torch.fx.GraphModule) -> list[Decision]:
     return [unordered_kernels()]
 
 
+def find_artifacts(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
+    """Looks the program up in the artifacts that the options name."""
+    folder = this.options.artifacts
+    if folder is None:
+        return []
+    this.digest = program_digest(program, this.inputs, this.options.cache_key())
+    try:
+        this.shares = shared_rank(folder, this.digest)
+    except ArtifactsError as error:
+        return [not_used(folder, this.agreement.function, error)]
+    return []
+
+
 #: Steps that run whether the program is captured or compiled by stock torch.
 ALWAYS = (
     GraphStep(check_program, lambda this: (this.inputs,), required=True),
@@ -84,6 +98,7 @@ CAPTURED = (
     GraphStep(make_groups, lambda this: (this,), required=True),
     GraphStep(return_bases_of_views, lambda this: (this,), required=True),
     GraphStep(expect_gradients, lambda this: (this,), required=True),
+    GraphStep(find_artifacts, lambda this: (this,), reads=True),
     GraphStep(tell_what_is_kept, lambda this: (this,), reads=True),
     GraphStep(
         tell_order_is_inductors,

@@ -15,7 +15,13 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_name, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _get_process_group_name,
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from dtensor_compile.compat.apply_patches import patched
@@ -77,6 +83,19 @@ def group_exists(name: str) -> bool:
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(cast("GroupName", name))
+
+
+def also_called(name: str, alias: str) -> None:
+    """Gives the process group of that name another one, under which collectives in graphs find it.
+
+    torch forgets it with the default process group. A group that has been destroyed and made again is named anew.
+    """
+    group = group_named(name)
+    if group_exists(alias):
+        if group_named(alias) is group:
+            return
+        _unregister_process_group(cast("GroupName", alias))
+    _register_process_group(cast("GroupName", alias), group)
 
 
 def all_groups() -> list[tuple[str, tuple[int, ...], str]]:

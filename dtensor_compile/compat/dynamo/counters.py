@@ -16,6 +16,11 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def cached_programs() -> int:
+    """The number of programs that AOTAutograd found in its cache since the last `reset`."""
+    return int(counters["aot_autograd"]["autograd_cache_hit"])
+
+
 def reset() -> None:
     """Discards all compiled functions and sets the counters to zero."""
     torch._dynamo.reset()

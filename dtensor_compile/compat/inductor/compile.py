@@ -22,7 +22,7 @@ from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guard
 from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
-from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_uncompiled
+from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_lowered, run_uncompiled
 from dtensor_compile.compat.patches import feature, hook, if_there
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ def package_digest() -> str:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
+
+#: Inductor's settings for passes over the joint graph before and after its own, and over each lowered graph.
+_PLACES = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
 
 #: Reorders Inductor's kernels.
 KernelPass = Callable[[list[Any]], list[Any]]
@@ -151,6 +154,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     settings: Mapping[str, Any],
     cacheable: Sequence[Callable[..., Any]] = (),
     uncompiled: Callable[[str, str], None] | None = None,
+    kernels: bool = True,
 ) -> Callable[..., Any]:
     """Runs AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
 
@@ -163,6 +167,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
         cacheable: functions that depend on nothing but their arguments, so that caches may keep graphs that call them.
         uncompiled: called with the graph (``"forward"``, ``"backward"``) whose kernels do not compile, and the
             compiler's message; the graph then runs operator by operator. None: that is an error.
+        kernels: whether Inductor generates kernels; if not, each graph runs operator by operator once it is lowered.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -186,18 +191,16 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     patches = {**EAGER_NUMBERS, **settings}
     if _CACHEABLE.works():
         patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
-    patches["joint_custom_pre_pass"] = GraphPass(plan, key, _configured(patches, "joint_custom_pre_pass"))
-    patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
-    patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
+    for place, pass_ in zip(_PLACES, (plan, held.restore, lower)):
+        patches[place] = GraphPass(pass_, key, _configured(patches, place))
     if kernel_passes is not None and ORDER.works():
         patches["reorder_for_peak_memory"] = False  # included in the pass after fusion
     for place, run in _passes_over_kernels(kernel_passes).items():
         patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
     # `inner` also compiles a backward graph when it first runs.
     inner = waits_are_kept()(inputs_checked_at_once()(masks_are_sent_as_they_are()(compile_fx_inner)))
-    if uncompiled is not None:
-        inner = run_uncompiled(inner, lowered, uncompiled)
-    inner = guards_of_local_sizes()(inner)
+    inner = run_uncompiled(inner, lowered, uncompiled) if uncompiled is not None else inner
+    inner = guards_of_local_sizes()(inner if kernels else run_lowered(lower))
     with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():  # returns a callable for a module
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches))
 

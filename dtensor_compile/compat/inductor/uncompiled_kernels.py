@@ -83,6 +83,17 @@ def run_uncompiled(
     return compile_or_run
 
 
+def run_lowered(lower: Callable[[torch.fx.Graph], None]) -> Callable[..., Any]:
+    """In place of Inductor: lowers a graph, and runs it operator by operator."""
+
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        lower(gm.graph)
+        gm.recompile()
+        return _Operators(run=run_boxed(gm))
+
+    return compile_graph
+
+
 def compiler_said(error: BaseException) -> str | None:
     """The last lines of a compiler's message; None if the error is not a compiler's."""
     from torch._inductor.compile_worker.subproc_pool import SubprocException

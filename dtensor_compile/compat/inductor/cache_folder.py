@@ -1,0 +1,27 @@
+"""Inductor's folder of caches, and what compiled C++ in it depends on."""
+
+from __future__ import annotations
+
+from dtensor_compile.compat.patches import feature, hook
+
+_FOLDER = feature(
+    "artifacts that were compiled in advance",
+    hook("torch._inductor.runtime.cache_dir_utils:cache_dir"),
+    hook("torch._inductor.cpu_vec_isa:pick_vec_isa"),
+    without='the option "artifacts" is ignored, and programs are compiled',
+)
+
+
+def cache_folder() -> str:
+    """The folder of Inductor's caches, which is made if it is missing."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    _FOLDER.works()
+    return cache_dir()
+
+
+def instruction_set() -> str:
+    """The vector instructions for which C++ kernels are compiled on this machine."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return str(pick_vec_isa()) or "none"

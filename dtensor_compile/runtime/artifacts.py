@@ -1,0 +1,297 @@
+"""Graphs and kernels that were compiled in advance, for ranks that compile nothing themselves: ``options={"artifacts":
+FOLDER}``, with what ``dtensor-compile build`` wrote there.
+
+    manifest.json   what the folder was built for, and by program which ranks have the same graphs
+    caches-0.tar    Inductor's caches of rank 0, which stands for these ranks
+
+Graphs are rank-free then (`ir/rank_free.py`). The build lowers each program on every simulated rank: ranks whose graphs
+are the same to the last character share the caches of the first of them. Torch finds a program in its own caches, whose
+key has the first rank in place of this one, so that a program that was not built, or was changed since, is never taken
+for another: it is compiled as usual.
+
+Cached graphs are code: load only folders that you trust as you trust the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import platform
+import re
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from dtensor_compile.compat import pytree
+from dtensor_compile.compat.distributed.device_meshes import group_exists, real_mesh
+from dtensor_compile.compat.inductor.cache_folder import cache_folder, instruction_set
+from dtensor_compile.compat.inductor.compile import package_digest
+from dtensor_compile.decisions import Decision
+from dtensor_compile.ir.mesh import know_group, mesh_text
+
+log = logging.getLogger("dtensor_compile")
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class ArtifactsError(Exception):
+    """Artifacts cannot be used, for the reason in the message; programs are compiled as usual."""
+
+
+@dataclass
+class Build:
+    """A build in progress in this process.
+
+    Attributes:
+        kernels: whether programs are compiled; if not, they are only lowered, and run operator by operator.
+        graphs: the texts of the lowered graphs of each program, by its digest.
+        groups: the names of the process groups over which they communicate.
+    """
+
+    kernels: bool
+    graphs: dict[str, list[str]] = field(default_factory=dict)
+    groups: dict[str, set[str]] = field(default_factory=dict)
+
+    def lowered(self, digest: str, graph: torch.fx.Graph) -> None:
+        """Notes a lowered graph of a program, with dtypes, shapes and strides of its values."""
+        values = [_about(node.meta.get("val")) for node in graph.nodes]
+        self.graphs.setdefault(digest, []).append(f"{graph}\n{values}")
+        named = (arg for node in graph.nodes for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str))
+        self.groups.setdefault(digest, set()).update(name for name in set(named) if group_exists(name))
+
+
+_builds: list[Build] = []
+
+
+@contextlib.contextmanager
+def building(build: Build) -> Iterator[None]:
+    """While active, programs that are compiled with the option ``artifacts`` are part of `build`."""
+    _builds.append(build)
+    try:
+        yield
+    finally:
+        _builds.remove(build)
+
+
+def current_build() -> Build | None:
+    """The build in progress."""
+    return _builds[-1] if _builds else None
+
+
+# ---- digests -------------------------------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def program_digest(gm: torch.fx.GraphModule, inputs: Sequence[Any], options: tuple[Any, ...]) -> str:
+    """Digest of everything that determines the lowered graphs of a program, the same in every process and on every rank
+    with the same local shapes.
+
+    Args:
+        gm, inputs: a Dynamo graph with its subgraphs, and its fake inputs.
+        options: the cache key of the options.
+    """
+    parts = [repr(options), repr([_about(value) for value in inputs])]
+    for name, module in gm.named_modules():
+        if isinstance(module, torch.fx.GraphModule):
+            values = [node.meta.get("example_value") for node in module.graph.nodes]
+            parts += [name, _ADDRESS.sub("", str(module.graph)), repr([_about(value) for value in values])]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _about(value: Any) -> Any:
+    """What two values have in common that are the same to a compiler."""
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return [_about(leaf) for leaf in leaves]
+    if isinstance(value, DTensor):
+        placed = (str(value.placements), mesh_text(real_mesh(value.device_mesh)))
+        return (str(tuple(value.shape)), str(value.stride()), *placed, _about(value._local_tensor))
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout is torch.strided else ()
+        return (str(value.dtype), str(value.device.type), str(tuple(value.shape)), str(strides), value.requires_grad)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (str(value), str(value.node.hint))
+    return type(value).__name__
+
+
+# ---- the folder ----------------------------------------------------------------------------------------------------
+
+
+def made_for(world: int) -> dict[str, Any]:
+    """What artifacts of this process fit: they are used where all of it is equal."""
+    return {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "dtensor_compile": package_digest()[:16],
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "machine": f"{platform.machine()} {instruction_set()}",
+        "CPU threads": torch.get_num_threads(),
+        "ranks": world,
+    }
+
+
+def write(
+    folder: pathlib.Path,
+    world: int,
+    shared: Mapping[str, Mapping[int, int]],
+    groups: Mapping[str, Sequence[str]],
+    caches: Mapping[int, pathlib.Path],
+) -> None:
+    """Writes a folder of artifacts.
+
+    Args:
+        world: number of ranks of the job.
+        shared: by the digest of a program, for each rank the rank whose graphs it shares.
+        groups: by the digest of a program, the names of the process groups over which it communicates.
+        caches: Inductor's cache folder of each of these ranks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for rank, cache in caches.items():
+        path = folder / f"caches-{rank}.tar"
+        with tarfile.open(path, "w") as archive:
+            for entry in sorted(cache.rglob("*")):
+                if entry.is_file():
+                    archive.add(entry, str(entry.relative_to(cache)))
+        files[str(rank)] = {"name": path.name, "sha256": _digest_of(path)}
+    programs = {
+        digest: {"ranks": {str(rank): first for rank, first in firsts.items()}, "groups": list(groups[digest])}
+        for digest, firsts in shared.items()
+    }
+    manifest = {"made_for": made_for(world), "programs": programs, "caches": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _digest_of(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """A folder of artifacts that fit this process.
+
+    Attributes:
+        folder: its path.
+        programs: by the digest of a program: ``"ranks"``, for each rank the rank whose graphs it shares, and
+            ``"groups"``, the names of the process groups over which it communicates.
+        caches: by rank, name and digest of the archive of its caches.
+    """
+
+    folder: pathlib.Path
+    programs: Mapping[str, Mapping[str, Any]]
+    caches: Mapping[str, Mapping[str, str]]
+
+    def rank_of(self, digest: str, rank: int) -> int:
+        """The rank whose graphs of a program `rank` shares; its caches are in Inductor's cache folder then.
+
+        Raises:
+            ArtifactsError: there are none, or they cannot be read or written.
+        """
+        program = self.programs.get(digest)
+        if program is None or str(rank) not in program["ranks"]:
+            raise ArtifactsError(
+                "it is not among the programs that were built (its code, the sizes of its inputs, its mesh, placements "
+                "or options changed since)"
+            )
+        first: int = program["ranks"][str(rank)]
+        for name in program["groups"]:
+            know_group(name)
+        _unpack(str(self.folder), first, self.caches[str(first)]["name"], self.caches[str(first)]["sha256"])
+        return first
+
+
+@functools.cache
+def _read(folder: str, world: int) -> Artifacts | str:
+    """The artifacts in a folder, or the reason why they cannot be used."""
+    try:
+        manifest = json.loads((pathlib.Path(folder) / MANIFEST).read_text())
+        found, programs, caches = manifest["made_for"], manifest["programs"], manifest["caches"]
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} is damaged: {type(error).__name__}: {error}"
+    here = made_for(world)
+    other = [f"{key} {found.get(key)}, here {here[key]}" for key in here if found.get(key) != here[key]]
+    return f"it was built for {'; '.join(other)}" if other else Artifacts(pathlib.Path(folder), programs, caches)
+
+
+@functools.cache
+def _unpacked(folder: str, first: int, name: str, sha256: str, into: str) -> str:
+    """Writes the files of an archive that are missing into the cache folder; returns what went wrong, or nothing."""
+    path = pathlib.Path(folder) / name
+    try:
+        if _digest_of(path) != sha256:
+            return f"{name} is damaged: its SHA-256 is not that in {MANIFEST}"
+        with tarfile.open(path) as archive:
+            for member in archive:
+                _write_file(archive, member, pathlib.Path(into))
+    except (OSError, tarfile.TarError) as error:
+        return f"{name} cannot be unpacked into {into}: {type(error).__name__}: {error}"
+    return ""
+
+
+def _unpack(folder: str, first: int, name: str, sha256: str) -> None:
+    try:
+        into = cache_folder()
+    except OSError as error:
+        raise ArtifactsError(f"Inductor's cache folder cannot be made: {error}") from error
+    if wrong := _unpacked(folder, first, name, sha256, into):
+        raise ArtifactsError(wrong)
+
+
+def _write_file(archive: tarfile.TarFile, member: tarfile.TarInfo, into: pathlib.Path) -> None:
+    target = (into / member.name).resolve()
+    if not member.isfile() or into.resolve() not in target.parents:
+        raise tarfile.TarError(f"{member.name} is no file of a cache")
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    content = archive.extractfile(member)
+    assert content is not None
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:  # other ranks write the same file
+        file.write(content.read())
+    os.chmod(file.name, member.mode)
+    os.replace(file.name, target)
+
+
+# ---- use -----------------------------------------------------------------------------------------------------------
+
+
+def shared_rank(folder: str, digest: str) -> int:
+    """The rank that stands for this one in the cache key of a program.
+
+    Raises:
+        ArtifactsError: the artifacts do not have the program, or do not fit.
+    """
+    if current_build() is not None:
+        return dist.get_rank()
+    found = _read(os.path.abspath(folder), dist.get_world_size())
+    if isinstance(found, str):
+        raise ArtifactsError(found)
+    return found.rank_of(digest, dist.get_rank())
+
+
+def not_used(folder: str, function: str, error: ArtifactsError) -> Decision:
+    """Warns, once for each reason, that a program is compiled although there are artifacts; returns a decision."""
+    reason = f"artifacts in {folder} are not used for {function or 'a program'}: {error}; it is compiled"
+    if reason not in _told:
+        _told.add(reason)
+        log.warning("%s", reason)
+    return Decision("artifacts", "", reason, folder, "compiled", left_alone=True)
+
+
+_told: set[str] = set()

@@ -1,0 +1,319 @@
+"""Graphs that are the same on every rank, and programs that were compiled in advance: eager's numbers on ranks that
+compile nothing, and a reason where artifacts are not used."""
+
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dtensor_compile.compat.distributed.device_meshes import group_exists, group_named
+from dtensor_compile.errors import OptionError
+from dtensor_compile.ir.mesh import forget_meshes, know_group, mesh_text, parse_mesh
+from dtensor_compile.ir.rank_free import dims_of_name, name_on_all_ranks, rank_free
+from dtensor_compile.ir.spec import parse_spec
+from dtensor_compile.offline.simulated_job import job
+from dtensor_compile.ops.expand import local_shape
+from dtensor_compile.ops.redistribute import carry_out
+from dtensor_compile.options import Options
+from dtensor_compile.recording.recorder import record, watch_graphs
+from dtensor_compile.report.build_command import share
+from dtensor_compile.runtime import artifacts
+from dtensor_compile.runtime.artifacts import MANIFEST, ArtifactsError, made_for, shared_rank, write
+from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
+
+RANKS = 4
+OPTIONS = {"artifacts": "nothing was built here"}
+
+
+class Words(nn.Module):
+    """A lookup in a table that is sharded by rows, two matmuls, and a loss."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(rows, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, tokens):
+        return self.down(self.up(self.table(tokens)).relu()).square().mean()
+
+
+def words(mesh, rows=16):
+    torch.manual_seed(0)
+    plan = {
+        "table": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }  # fmt: skip
+    return parallelize_module(Words(rows), mesh, plan), torch.arange(24).reshape(2, 12) % rows
+
+
+def keep_a_shard(x):
+    """Of replicated values each rank keeps a shard."""
+    return (x * 2).redistribute(placements=[Shard(1)])
+
+
+def lowered(program, options, rank):
+    """The lowered graphs of a program on one simulated rank."""
+    texts = []
+    torch._dynamo.reset()
+    with job(RANKS, rank), watch_graphs(lambda stage, graph: texts.append(str(graph)) if stage == "lowered" else None):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+        program(mesh, lambda function: torch.compile(function, backend="dtensor_aten", options=options))
+    assert texts
+    return texts
+
+
+def trained(mesh, compiled, rows=16):
+    model, tokens = words(mesh, rows)
+    loss = compiled(model)(tokens)
+    loss.backward()
+    return [loss, *(p.grad for p in model.parameters())]
+
+
+def sliced(mesh, compiled):
+    x = distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [Replicate()]).requires_grad_()
+    out = compiled(keep_a_shard)(x)
+    out.sum().backward()
+    return [out, x.grad]
+
+
+@pytest.mark.parametrize("program", [trained, sliced])
+def test_graphs_are_the_same_on_all_ranks(program):
+    first, *others = (lowered(program, OPTIONS, rank) for rank in range(RANKS))
+    assert all(texts == first for texts in others)
+    assert lowered(program, None, 0) != lowered(program, None, 1), "the test is of something"
+
+
+def test_graphs_of_uneven_shards_are_those_of_the_rank():
+    def program(mesh, compiled):
+        return trained(mesh, compiled, rows=18)
+
+    assert lowered(program, OPTIONS, 0) != lowered(program, OPTIONS, 3)
+
+
+@pytest.mark.parametrize("rows", [16, 18], ids=["even", "uneven"])
+@pytest.mark.parametrize("program", [trained, sliced])
+def test_graphs_that_read_their_rank_have_eagers_numbers(program, rows):
+    run_on_ranks(RANKS, numbers_of_eager, program, rows)
+
+
+def numbers_of_eager(program, rows):
+    mesh = make_mesh((RANKS,), ("tp",))
+    more = {"rows": rows} if program is trained else {}
+    want = program(mesh, lambda f: f, **more)
+    got = program(mesh, lambda f: torch.compile(f, backend="dtensor_aten", fullgraph=True, options=OPTIONS), **more)
+    for mine, eagers in zip(got, want, strict=True):
+        torch.testing.assert_close(*(x.full_tensor() if isinstance(x, DTensor) else x for x in (mine, eagers)))
+
+
+@on_ranks(RANKS)
+def test_every_redistribution_of_even_shards_is_the_same_read_at_run_time():
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    text, shape = mesh_text(mesh), [4, 8]
+    specs = ["".join(pair) for pair in itertools.product(("R", "S(0)", "S(1)", "P(sum)"), repeat=2)]
+    torch.manual_seed(torch.distributed.get_rank())
+    for source, target in itertools.product(specs, specs):
+        size = local_shape(parse_spec(source), parse_mesh(text), mesh.get_coordinate(), shape)
+        x = torch.randn(size)
+        want = carry_out(x, source, target, text, shape)
+        with rank_free():
+            got = carry_out(x, source, target, text, shape)
+        assert torch.equal(got, want) and got.stride() == want.stride(), (source, target)
+
+
+@on_ranks(2)
+def test_a_process_group_has_one_name_on_all_ranks():
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "tp"))
+    name = name_on_all_ranks(mesh_text(mesh), (0,))
+    assert dims_of_name(name) == ("cpu[dp=2:1,tp=1:1]@2", (0,)) and dims_of_name("0") is None
+    assert not group_exists(name)
+    know_group(name)
+    assert group_named(name) is mesh.get_group("dp")
+    forget_meshes()
+    know_group(name)  # found again by its ranks
+    assert group_named(name).size() == 2
+
+
+def test_ranks_share_graphs_that_are_equal():
+    name = name_on_all_ranks("cpu[tp=4:1]@4", (0,))
+    lowered = {0: {"a": ("x", [name])}, 1: {"a": ("y", [name])}, 2: {"a": ("x", [name]), "b": ("z", ["7"])}}
+    assert share(lowered) == {"a": {0: 0, 1: 1, 2: 0}}
+
+
+def test_the_option_takes_a_folder(tmp_path):
+    assert Options.parse(None, {"artifacts": tmp_path}).artifacts == str(tmp_path)
+    for wrong in (3, "", ["x"]):
+        with pytest.raises(OptionError, match="takes the path of a folder"):
+            Options.parse(None, {"artifacts": wrong})
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with one program for two ranks, whose caches hold one file, and an empty cache folder."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    built = tmp_path / "built"
+    (built / "ab").mkdir(parents=True)
+    (built / "ab" / "kernel").write_text("code")
+    with job(2, 1):
+        write(tmp_path / "artifacts", 2, {"program": {0: 0, 1: 0}}, {"program": []}, {0: built})
+        yield tmp_path / "artifacts"
+
+
+def refused(folder, program="program"):
+    artifacts._read.cache_clear()
+    artifacts._unpacked.cache_clear()
+    with pytest.raises(ArtifactsError) as caught:
+        shared_rank(str(folder), program)
+    return str(caught.value)
+
+
+def test_a_rank_takes_the_caches_of_the_rank_whose_graphs_it_shares(folder):
+    assert shared_rank(str(folder), "program") == 0
+    assert (folder.parent / "own" / "ab" / "kernel").read_text() == "code"
+
+
+def test_a_program_that_was_not_built(folder):
+    assert "not among the programs that were built" in refused(folder, "another")
+
+
+@pytest.mark.parametrize(
+    "key, value, told",
+    [("torch", "1.0", "torch 1.0, here"), ("ranks", 8, "ranks 8, here 2"), ("CPU threads", 99, "CPU threads 99, here")],
+)
+def test_another_release_job_or_machine(folder, key, value, told):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["made_for"][key] = value
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert told in refused(folder)
+
+
+def test_a_damaged_or_missing_manifest(folder):
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text[: len(text) // 2])
+    assert "manifest.json is damaged" in refused(folder)
+    (folder / MANIFEST).write_text("{}")
+    assert "manifest.json is damaged: KeyError" in refused(folder)
+    (folder / MANIFEST).unlink()
+    assert "manifest.json cannot be read" in refused(folder)
+
+
+def test_damaged_caches_are_never_unpacked(folder):
+    path = folder / "caches-0.tar"
+    path.write_bytes(path.read_bytes()[:-700])
+    assert "caches-0.tar is damaged" in refused(folder)
+    assert not (folder.parent / "own" / "ab").exists()
+    path.unlink()
+    assert "cannot be unpacked" in refused(folder)
+
+
+def test_an_archive_that_would_write_elsewhere(folder):
+    import tarfile
+
+    path = folder / "caches-0.tar"
+    with tarfile.open(path, "w") as archive:
+        archive.add(folder / MANIFEST, "../outside")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["caches"]["0"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert "../outside is no file of a cache" in refused(folder)
+    assert not (folder.parent / "outside").exists()
+
+
+def test_a_cache_folder_that_cannot_be_written(folder, monkeypatch):
+    (folder.parent / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder.parent / "file"))
+    assert "cache folder cannot be made" in refused(folder)
+
+
+def test_a_program_without_artifacts_is_compiled_and_says_why(caplog):
+    with job(2, 0), record() as recording:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        torch._dynamo.reset()
+        for _ in range(2):
+            torch.compile(lambda x: x + 1, backend="dtensor_aten", options={"artifacts": "not there"})(x)
+    (decision,) = [d for d in recording.decisions if d.kind == "artifacts"]
+    assert decision.left_alone and "manifest.json cannot be read" in decision.reason
+    assert len([r for r in caplog.records if "artifacts in not there" in r.message]) <= 1
+    assert set(made_for(2)) >= {"torch", "dtensor_compile", "machine", "ranks"}
+
+
+# ---- from end to end -----------------------------------------------------------------------------------------------
+
+TARGET = """
+    import torch
+    from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, tokens):
+            return self.down(self.up(self.table(tokens)).relu())
+
+
+    def built(mesh):
+        torch.manual_seed(0)
+        plan = {"table": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        return parallelize_module(Net(), mesh, plan), torch.arange(24).reshape(2, 12) % 16
+"""
+
+JOB = """
+    import json, sys
+    import torch, torch.distributed as dist
+    from torch._dynamo.utils import counters
+    from torch.distributed.device_mesh import init_device_mesh
+    from target import built
+
+    dist.init_process_group("gloo")
+
+
+    def results(wrap):
+        model, tokens = built(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+        out = wrap(model)(tokens)
+        out.sum().backward()
+        return [out.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+
+
+    want = results(lambda model: model)
+    got = results(lambda model: torch.compile(model, backend="dtensor", options={"artifacts": sys.argv[1]}))
+    torch.testing.assert_close(got, want)
+    print(json.dumps([dist.get_rank(), counters["aot_autograd"]["autograd_cache_hit"]]))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_what_was_built_without_a_job_serves_the_ranks_of_one(tmp_path):
+    (tmp_path / "target.py").write_text(textwrap.dedent(TARGET))
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
+
+    def run(*command):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    monkeypatched = pytest.MonkeyPatch()
+    with monkeypatched.context() as context:
+        context.setenv("OMP_NUM_THREADS", "1")
+        told = run("dtensor_compile.cli", "build", "target.py:built", "--mesh", "tp=2", "-o", "artifacts")
+        assert "1 program for 2 ranks" in told and "1 with the same graphs on all ranks, 1 compiled" in told
+        context.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))
+        printed = run("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py", "artifacts")
+    found = sorted(json.loads(line) for line in printed.splitlines() if line.startswith("["))
+    assert found == [[0, 1], [1, 1]]
