@@ -256,6 +256,7 @@ def bytes_of_cases():
     return rows
 
 
+@pytest.mark.slow
 def test_nobody_receives_an_element_twice_or_one_that_it_has():
     ranks = run_on_ranks(4, bytes_of_cases, timeout=300)
     assert len(ranks[0]) > 20

@@ -23,7 +23,7 @@ def test_a_sample(operator, mesh, which):
     assert not outcome.wrong and outcome.equal + outcome.refused == which and outcome.equal
 
 
-@pytest.mark.parametrize("number", [9, 19])
+@pytest.mark.parametrize("number", [9, pytest.param(19, marks=pytest.mark.slow)])
 def test_gradients_of_a_strided_shard_that_is_a_sum_are_placed_as_in_eager(number):
     """AOTAutograd took the strided shard of such a gradient for an order of shards, and the sum of two of them was
     replicated.

@@ -28,6 +28,12 @@ def dtensor(mesh, value, size=4):
     return DTensor.from_local(torch.full((size,), value), mesh, [Shard(0)], run_check=False)
 
 
+#: Those that `make test` runs through C++ alone.
+NATIVE = pytest.mark.parametrize(
+    "mesh", [pytest.param("native", marks=needs_native), pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+)
+
+
 class Job:
     """Three parameters that only their values tell apart, and an optimizer of them."""
 
@@ -75,10 +81,12 @@ def test_state_is_loaded_in_another_order(mesh, name):
 
 
 @pytest.mark.parametrize("name", MAKE)
+@NATIVE
 def test_parameters_in_another_order(mesh, name):
     follows_eager(mesh, MAKE[name], lambda job: job.optimizer.param_groups[0]["params"].reverse())
 
 
+@NATIVE
 def test_the_first_parameter_gets_its_state_last(mesh):
     def late(job):
         job.optimizer = job.make(job.parameters)
@@ -99,6 +107,7 @@ def test_state_in_other_tensors(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], renew)
 
 
+@NATIVE
 def test_a_parameter_is_replaced(mesh):
     def replace(job):
         job.parameters[1] = nn.Parameter(dtensor(mesh, 5.0))
@@ -107,6 +116,7 @@ def test_a_parameter_is_replaced(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], replace)
 
 
+@NATIVE
 def test_a_parameter_of_another_size_takes_the_place_of_one(mesh):
     def replace(job):
         job.parameters[1] = nn.Parameter(dtensor(mesh, 5.0, size=6))
@@ -125,6 +135,7 @@ def test_two_states_in_one_memory(mesh):
     follows_eager(mesh, MAKE["sgd"], share)
 
 
+@NATIVE
 def test_gradients_that_are_placed_otherwise(mesh):
     def gather(job):
         for parameter in job.parameters:
@@ -164,6 +175,7 @@ def test_steps_are_counted_from_another_number(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], jump)
 
 
+@NATIVE
 def test_a_group_is_added(mesh):
     def add(job):
         job.parameters.append(nn.Parameter(dtensor(mesh, 7.0)))
@@ -241,6 +253,10 @@ MAKE_SCALED = MAKE | {
 }
 
 
+#: Of each there is another one of its kind.
+ALIKE = ("adam", "adamw foreach", "sgd nesterov", "sgd damped", "adamw maximize")
+
+
 def scaler_follows_eager(*args, **arguments):
     mine, theirs = (scaled(args[0], args[1], compiled, *args[2:], **arguments) for compiled in (True, False))
     for (_, states, *_), (_, expected, *_) in zip(mine, theirs):
@@ -254,18 +270,29 @@ def scaler_follows_eager(*args, **arguments):
     assert not differences, "\n".join(map(str, differences))
 
 
-@pytest.mark.parametrize("name", MAKE_SCALED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in MAKE_SCALED]
+)
 @pytest.mark.parametrize("infinite", [pytest.param("-++--+-", marks=pytest.mark.slow), "+-++-"])
+@NATIVE
 def test_scaler_leaves_steps_out(mesh, name, infinite):
     scaler_follows_eager(mesh, MAKE_SCALED[name], [sign == "+" for sign in infinite])
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw foreach", "sgd", "sgd nesterov", "sgd without state"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw foreach",
+        "sgd",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("adam", "sgd nesterov", "sgd without state")),
+    ],
+)
 def test_scaled_step_is_one_graph(mesh, name):
     scaler_follows_eager(mesh, MAKE_SCALED[name], [False, True, False], fullgraph=True)
     assert counters.graphs() == 1
 
 
+@NATIVE
 def test_scaled_step_with_a_hook_is_left_out_too(mesh):
     """Its hook does not run: such a step stays with eager's branch."""
     seen = []
@@ -279,6 +306,7 @@ def test_scaled_step_with_a_hook_is_left_out_too(mesh):
     assert len(seen) == 4  # two steps, eager and compiled
 
 
+@NATIVE
 def test_learning_rate_of_a_scaled_step_follows_a_scheduler(mesh):
     schedulers = {}
 

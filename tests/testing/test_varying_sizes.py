@@ -52,7 +52,7 @@ def test_sizes_that_do_and_do_not_divide_cost_what_they_cost_stock(rank, sizes):
     assert ours == graphs(sizes, rank, backend="aot_eager") and sum(ours) <= (4 if 3 in sizes and rank else 3)
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_values_of_every_size(marked):
     def body(rank):
         mesh, wrong = make_mesh((3,), ("tp",)), []
