@@ -60,7 +60,7 @@ def test_a_rowwise_lookup_that_is_returned():
         ours.full_tensor()
 
 
-@pytest.mark.parametrize("rows", [10, 7, 2])
+@pytest.mark.parametrize("rows", [pytest.param(10, marks=pytest.mark.slow), 7, 2])
 @on_ranks(2)
 def test_argmax_over_a_sharded_dim(rows):
     x = tensor(rows, 4, grad=False)

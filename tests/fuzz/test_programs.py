@@ -48,6 +48,7 @@ def test_a_difference_is_seen_and_a_refusal_is_none():
     assert run_on_ranks(2, verdict, refused, timeout=280)[0][0] == "refused"
 
 
+@pytest.mark.slow
 def test_what_eager_refuses_on_some_ranks_only_ends_the_job():
     some = Program(
         (2,),
@@ -139,12 +140,14 @@ def test_a_result_with_strided_shards():
     check(Program((1, 2), (x,), ("v0 = a0 * 2", "v1 = v0.reshape([35])"), ("v0", "v1")))
 
 
+@pytest.mark.slow
 def test_a_redistribution_there_and_back_of_symbolic_sizes():
     x = "tensor(mesh, 0, [1, 7, 6, 4], torch.float32, [Shard(3)], False)"
     lines = ("v0 = a0.redistribute(placements=[Shard(2)])", "v1 = v0.redistribute(placements=[Shard(3)])")
     check(Program((2,), (x,), lines, ("v0", "v1"), True))
 
 
+@pytest.mark.slow
 def test_a_stride_that_is_symbolic_where_no_size_is():
     x = "tensor(mesh, 2, [1, 8], torch.float32, [Replicate()], True)"
     y = "tensor(mesh, 1, [6, 4, 8], torch.float32, [Shard(0)], True)"
@@ -195,6 +198,7 @@ def test_a_redistribution_of_uneven_shards_that_backward_alone_needs():
     check(Program((2, 1), (x, i), lines, ("v0", "v2")))
 
 
+@pytest.mark.slow
 def test_a_norm_of_uneven_shards_whose_reduction_backward_alone_needs():
     x = "tensor(mesh, 1, [5, 5], torch.float32, [Shard(0)], True)"
     lines = ("v0 = F.rms_norm(a0, a0.shape[-1:])", "v1 = v0 + torch.linalg.vector_norm(a0, dim=0)")

@@ -95,6 +95,7 @@ def test_the_first_parameter_gets_its_state_last(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], late)
 
 
+@NATIVE
 def test_state_of_one_parameter_goes(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state.pop(job.parameters[1]))
 
@@ -184,6 +185,7 @@ def test_a_group_is_added(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], add)
 
 
+@NATIVE
 def test_state_that_is_placed_otherwise(mesh):
     def gather(job):
         entry = job.optimizer.state[job.parameters[1]]
@@ -213,6 +215,7 @@ def test_state_that_is_no_dtensor_any_more(mesh):
             job.steps()
 
 
+@NATIVE
 def test_state_of_one_parameter_is_empty(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state[job.parameters[1]].clear())
 
@@ -318,7 +321,7 @@ def test_learning_rate_of_a_scaled_step_follows_a_scheduler(mesh):
     scaler_follows_eager(mesh, MAKE["adamw foreach"], [False, False, True, False, False], between)
 
 
-@pytest.mark.parametrize("name", ["adamw foreach", "sgd"])
+@pytest.mark.parametrize("name", [pytest.param("adamw foreach", marks=pytest.mark.slow), "sgd"])
 @on_ranks(2)
 def test_scaler_hears_of_infinite_gradients_of_other_ranks(name):
     mesh, rank = make_mesh((2,), ("tp",)), torch.distributed.get_rank()

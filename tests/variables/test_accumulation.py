@@ -181,10 +181,14 @@ def test_through_inductor():
 @pytest.mark.parametrize(
     "name", ["per block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixed", "in a list"))]
 )
+@pytest.mark.parametrize(
+    "backends",
+    [(BACKEND, None), pytest.param((None, BACKEND), marks=pytest.mark.slow)],
+    ids=["compiled first", "eager first"],
+)
 @on_ranks(2)
-def test_eager_and_compiled_microbatches_take_turns(name):
-    assert_same(*BUILD[name], backends=(BACKEND, None))
-    assert_same(*BUILD[name], backends=(None, BACKEND))
+def test_eager_and_compiled_microbatches_take_turns(name, backends):
+    assert_same(*BUILD[name], backends=backends)
 
 
 @pytest.mark.slow

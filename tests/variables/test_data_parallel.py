@@ -173,6 +173,7 @@ def test_mixed_precision():
     assert_same(build, width=6, computed_in=torch.bfloat16)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_mixed_precision_reduced_in_half():
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
@@ -225,6 +226,7 @@ def test_sharded_along_another_dim():
     assert_same(build, width=6)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_modules_in_one_group():
     def build():

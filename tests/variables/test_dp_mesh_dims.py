@@ -100,7 +100,7 @@ def assert_same(case, backend="dtensor_aten", computed_in=None, **kwargs):
         assert not differences, "\n".join(map(str, differences))
 
 
-SLOW = ("tensor parallel first", "replicated and sharded")
+SLOW = ("tensor parallel first", "replicated and sharded", "replicated")
 
 
 @pytest.mark.parametrize(
