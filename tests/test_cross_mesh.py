@@ -549,6 +549,7 @@ def cached():
     return found, hits
 
 
+@pytest.mark.slow
 def test_caches_tell_meshes_and_placements_apart():
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
         for found, hits in run_on_ranks(4, cached, timeout=300):

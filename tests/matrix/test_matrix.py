@@ -14,7 +14,11 @@ def test_there_are_twenty_operators_fifty_pairs_and_three_meshes():
     assert all(len(set(pairs(dims))) == PAIRS for dims in (1, 2))
 
 
-SAMPLE = [("linear", (2,), [1, 7, 40]), ("narrow", (3,), [2, 9]), ("linear", (2, 2), [1])]
+SAMPLE = [
+    ("linear", (2,), [1, 7, 40]),
+    ("narrow", (3,), [2, 9]),
+    pytest.param("linear", (2, 2), [1], marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("operator", "mesh", "which"), SAMPLE)

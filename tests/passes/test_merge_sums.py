@@ -184,6 +184,7 @@ def assert_projections(mesh, layout, batch):
     assert_parity(model, [x], loss=lambda out: out.square().sum(), backend="dtensor_aten", options={"strict": True})
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_projections_have_eagers_numbers():
     assert_projections(make_mesh((2,), ("tp",)), Shard(1), 3)

@@ -33,6 +33,10 @@ NATIVE = pytest.mark.parametrize(
     "mesh", [pytest.param("native", marks=needs_native), pytest.param("torch", marks=pytest.mark.slow)], indirect=True
 )
 
+of_each_kind = pytest.mark.parametrize(
+    "name", [name if name in ("sgd", "adamw fused") else pytest.param(name, marks=pytest.mark.slow) for name in MAKE]
+)
+
 
 class Job:
     """Three parameters that only their values tell apart, and an optimizer of them."""
@@ -70,7 +74,7 @@ def follows_eager(mesh, make, between):
     assert not differences, "\n".join(map(str, differences))
 
 
-@pytest.mark.parametrize("name", MAKE)
+@of_each_kind
 def test_state_is_loaded_in_another_order(mesh, name):
     def load(job):
         state = job.optimizer.state_dict()
@@ -80,7 +84,7 @@ def test_state_is_loaded_in_another_order(mesh, name):
     follows_eager(mesh, MAKE[name], load)
 
 
-@pytest.mark.parametrize("name", MAKE)
+@of_each_kind
 @NATIVE
 def test_parameters_in_another_order(mesh, name):
     follows_eager(mesh, MAKE[name], lambda job: job.optimizer.param_groups[0]["params"].reverse())

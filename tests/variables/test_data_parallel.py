@@ -196,11 +196,13 @@ def test_inputs_in_containers_are_cast():
     assert_same(build, call, computed_in=torch.bfloat16)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_hsdp():
     assert_same(lambda: per_block(mesh=make_mesh((2, 2), ("replicate", "shard"))), width=6)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_with_tensor_parallel():
     def build():
