@@ -149,7 +149,8 @@ def check_seeded(name, settings):
         check_case(case, settings)
 
 
-@pytest.mark.parametrize("name", [PASSES[0].__name__, pytest.param(PASSES[-1].__name__, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_command.py has it, too
+@pytest.mark.parametrize("name", [PASSES[0].__name__, PASSES[-1].__name__])
 def test_a_wrong_pass_is_caught_and_named(name):
     with pytest.raises(
         RankError, match=f"differs from eager[\\s\\S]*rank 0: output[\\s\\S]*the graph pass {name} makes"
