@@ -172,8 +172,17 @@ def assert_as_in_eager(layer, use, backend):
     assert (compiled_version > 0) == (version > 0), use.__name__
 
 
-@BACKENDS
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "layer, backend",
+    [
+        ("tensor", "dtensor"),
+        ("tensor", "dtensor_aten"),
+        pytest.param("in a DTensor", "dtensor", marks=pytest.mark.slow),
+        ("in a DTensor", "dtensor_aten"),
+        pytest.param("gathered", "dtensor", marks=pytest.mark.slow),
+        ("gathered", "dtensor_aten"),
+    ],
+)
 @on_ranks(2)
 def test_results_and_gradients_of_inputs_that_were_not_waited_for(layer, backend):
     for use in USES:
@@ -188,8 +197,9 @@ def test_inputs_that_were_not_waited_for_are_written_in_place(backend):
 
 
 @pytest.mark.parametrize("backend", ["dtensor_aten", pytest.param("dtensor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batches", [(2,), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
 @on_ranks(2)
-def test_blocks_of_a_tensor_parallel_model_are_compiled_one_by_one(backend):
+def test_blocks_of_a_tensor_parallel_model_are_compiled_one_by_one(backend, batches):
     config = LlamaConfig(layers=2, dim=32, ffn_dim=48, heads=4, kv_heads=2, vocab=64, sequence=16)
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     seen = {}
@@ -199,7 +209,7 @@ def test_blocks_of_a_tensor_parallel_model_are_compiled_one_by_one(backend):
         if compiled:
             for block in model.blocks:
                 block.compile(backend=backend, fullgraph=True)
-        for rows in (2, 1):
+        for rows in batches:
             model(tokens[:rows]).square().mean().backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         seen[compiled] = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}

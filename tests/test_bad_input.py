@@ -59,8 +59,11 @@ def test_a_program_that_needs_a_process_group_and_has_none():
     assert "Default process group has not been initialized" in result.stdout
 
 
-def test_a_program_without_anything_distributed_needs_no_process_group():
-    result = _alone("""
+@pytest.mark.parametrize(
+    "backends", [pytest.param(("dtensor", "dtensor_aten"), marks=pytest.mark.slow), ("dtensor_aten",)]
+)
+def test_a_program_without_anything_distributed_needs_no_process_group(backends):
+    result = _alone(f"""
         import torch, warnings
 
         torch.manual_seed(0)
@@ -72,7 +75,7 @@ def test_a_program_without_anything_distributed_needs_no_process_group():
 
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            for backend in ("dtensor", "dtensor_aten"):
+            for backend in {backends}:
                 for batch in (3, 5):
                     x = torch.randn(batch, 4)
                     results = []

@@ -62,5 +62,6 @@ def test_kernels_train_as_eager(name):
     run_on_ranks(4, compare, name, "dtensor", timeout=800)
 
 
+@pytest.mark.slow
 def test_two_dims_of_parallelism_train_as_eager():
     run_on_ranks(4, compare, "fully_shard x tensor parallel: plain", "dtensor_aten")

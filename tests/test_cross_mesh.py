@@ -256,6 +256,7 @@ def bytes_of_cases():
     return rows
 
 
+@pytest.mark.slow
 def test_nobody_receives_an_element_twice_or_one_that_it_has():
     ranks = run_on_ranks(4, bytes_of_cases, timeout=300)
     assert len(ranks[0]) > 20
@@ -548,6 +549,7 @@ def cached():
     return found, hits
 
 
+@pytest.mark.slow
 def test_caches_tell_meshes_and_placements_apart():
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
         for found, hits in run_on_ranks(4, cached, timeout=300):

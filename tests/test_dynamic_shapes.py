@@ -84,7 +84,9 @@ def of_each_size(sizes):
     return compiled_for
 
 
-@pytest.mark.parametrize("sizes", [(7, 9), (9, 7, 8, 12, 3, 2), (6, 3, 9, 0, 1, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(7, 9), pytest.param((9, 7, 8, 12, 3, 2), marks=pytest.mark.slow), (6, 3, 9, 0, 1, 2)]
+)
 def test_shards_that_vary_on_some_ranks_only(sizes):
     """Of 7 rows and then 9, the shard of the last rank of three grows and the others stay: all ranks trace with
     symbols.

@@ -35,15 +35,24 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name, world", [("tp", 2), *(pytest.param(*case, marks=slow) for case in (("tp", 4), ("fsdp", 2), ("2d", 4)))]
+    "name, world, beside_stock",
+    [
+        pytest.param("tp", 2, False, id="tp-2-without stock"),
+        *(
+            pytest.param(*case, True, marks=slow, id="-".join(map(str, case)))
+            for case in (("tp", 2), ("tp", 4), ("fsdp", 2), ("2d", 4))
+        ),
+    ],
 )
-def test_layout_trains_like_eager(name, world):
-    answers = run_on_ranks(world, train, name, world, True, timeout=280)
+def test_layout_trains_like_eager(name, world, beside_stock):
+    answers = run_on_ranks(world, train, name, world, beside_stock, timeout=280)
     print(json.dumps(answers[0], indent=2))
     for runs in answers:
-        ours, stock = runs["ours"], runs["stock"]
+        ours = runs["ours"]
         assert ours["breaks"] == 0 and ours["graphs"] == 1
         assert ours["loss"] < 1e-5 and ours["gradient"] < 1e-5
         assert ours["nodes"] > 0
-        assert 0 < ours["collectives"] <= stock["collectives"]
-        assert 0 < ours["bytes"] <= stock["bytes"]
+        assert ours["collectives"] > 0 and ours["bytes"] > 0
+        if beside_stock:
+            assert ours["collectives"] <= runs["stock"]["collectives"]
+            assert ours["bytes"] <= runs["stock"]["bytes"]

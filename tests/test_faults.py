@@ -69,7 +69,13 @@ def dies_in_the_middle_of_a_step():
     dist.barrier()
 
 
-@pytest.mark.parametrize("program", [dies_in_compile, dies_between_compile_and_run, dies_in_the_middle_of_a_step])
+#: A rank that dies while a compiled call runs is in tests/runtime/test_dying_rank.py, too.
+LATER = (dies_between_compile_and_run, dies_in_the_middle_of_a_step)
+
+
+@pytest.mark.parametrize(
+    "program", [dies_in_compile, *(pytest.param(program, marks=pytest.mark.slow) for program in LATER)]
+)
 def test_the_death_of_a_rank_ends_the_others_with_an_error(program):
     begin = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0: Traceback[\s\S]*rank 1: the process ended") as error:
@@ -114,7 +120,8 @@ def job(tmp_path, before="", **environment):
     return said
 
 
-@pytest.mark.parametrize("where", ["", pytest.param('[ "$RANK" = 0 ] ||', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["", '[ "$RANK" = 0 ] ||'])
 def test_a_compiler_that_dies_leaves_the_graph_to_operators(tmp_path, where):
     # On every rank, or on rank 1 alone: collectives are the same either way.
     compiler = tmp_path / "g++"

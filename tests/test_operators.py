@@ -60,7 +60,7 @@ def test_a_rowwise_lookup_that_is_returned():
         ours.full_tensor()
 
 
-@pytest.mark.parametrize("rows", [10, 7, 2])
+@pytest.mark.parametrize("rows", [pytest.param(10, marks=pytest.mark.slow), 7, 2])
 @on_ranks(2)
 def test_argmax_over_a_sharded_dim(rows):
     x = tensor(rows, 4, grad=False)
@@ -186,7 +186,7 @@ def test_fill_keeps_the_shards():
     torch.testing.assert_close(out.full_tensor(), x.full_tensor() + 3)
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (2, 1, 8, 8), (2, 4, 8, 8)])
+@pytest.mark.parametrize("shape", [(8, 8), pytest.param((2, 1, 8, 8), marks=pytest.mark.slow), (2, 4, 8, 8)])
 @on_ranks(2)
 def test_attention_with_a_mask(shape):
     """Heads or batch stay sharded where the mask allows it; torch has no rule for it, so the reference are whole

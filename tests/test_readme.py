@@ -43,6 +43,7 @@ def test_first_example_runs_on_two_ranks(tmp_path):
     assert result.returncode == 0 and result.stdout.count("done") == 2, result.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_example_without_a_gpu_runs():
     (block,) = [
         text

@@ -27,6 +27,17 @@ VIEWS = {
 }
 
 
+#: Those that `make test` compiles: of each kind one.
+QUICK = (
+    "view_as_complex",
+    "view_as_complex beside another result",
+    "view_as_real of a slice",
+    "conj transposed",
+    "int16 of a slice",
+    "float64",
+)
+
+
 def made(rows, dtype, grad):
     torch.manual_seed(rows)
     local = torch.randn(rows, 4, 2) if dtype is REAL else torch.randn(rows, 4, dtype=COMPLEX)
@@ -37,11 +48,15 @@ def first(results):
     return results[0] if isinstance(results, tuple) else results
 
 
+@pytest.mark.parametrize(
+    "names", [pytest.param(tuple(VIEWS), marks=pytest.mark.slow, id="all"), pytest.param(QUICK, id="some")]
+)
 @pytest.mark.parametrize("dynamic", [pytest.param(True, marks=pytest.mark.slow), None])
 @pytest.mark.parametrize("backend", ["dtensor_aten", pytest.param("dtensor", marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_numbers_of_another_kind_in_the_memory_of_an_input(backend, dynamic):
-    for name, (dtype, view) in VIEWS.items():
+def test_numbers_of_another_kind_in_the_memory_of_an_input(backend, dynamic, names):
+    for name in names:
+        dtype, view = VIEWS[name]
         for grad in (False, True):
             torch._dynamo.reset()
             counters.reset()

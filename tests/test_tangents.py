@@ -85,6 +85,7 @@ def test_gradients_are_placed_as_in_eager(name):
     check(name, "dtensor_aten")
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_gradients_are_placed_as_in_eager_through_inductor():
     check("two results", "dtensor")

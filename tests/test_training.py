@@ -194,6 +194,7 @@ def test_second_batch_size_compiles_at_most_once_more_and_a_third_not_at_all():
     assert graphs[0] == 1 and graphs[1] <= 2 and graphs[-1] == graphs[1]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_dynamic_batch_in_a_redistribution():
     def step(x, w):
@@ -212,6 +213,7 @@ def test_dynamic_batch_in_a_redistribution():
         torch.testing.assert_close(ga.full_tensor(), gb.full_tensor())
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_two_dim_mesh_with_explicit_redistributions():
     mesh = make_mesh((2, 2), ("dp", "tp"))

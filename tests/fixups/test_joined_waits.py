@@ -2,6 +2,7 @@
 
 import operator
 
+import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from expecttest import assert_expected_inline
@@ -53,8 +54,9 @@ def test_other_graphs_stay_as_they_are(monkeypatch):
     assert graph_text(graph) == before
 
 
+@pytest.mark.parametrize("backend", [pytest.param("dtensor", marks=pytest.mark.slow), "dtensor_aten"])
 @on_ranks(2)
-def test_coalesced_collectives_have_eagers_numbers():
+def test_coalesced_collectives_have_eagers_numbers(backend):
     group = make_mesh((2,)).get_group()
 
     def program(x, y):
@@ -63,5 +65,4 @@ def test_coalesced_collectives_have_eagers_numbers():
         return a * 3, b.sin(), c
 
     inputs = [torch.arange(4.0), torch.ones(3)]
-    for backend in ("dtensor", "dtensor_aten"):
-        assert_parity(program, inputs, backend=backend, loss=None)
+    assert_parity(program, inputs, backend=backend, loss=None)

@@ -42,8 +42,15 @@ return [pow_8, arg1_1]
     )
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("backend", ["dtensor", "dtensor_aten"])
+@pytest.mark.parametrize(
+    "backend, alone",
+    [
+        pytest.param("dtensor", False, marks=pytest.mark.slow),
+        ("dtensor", True),
+        ("dtensor_aten", False),
+        pytest.param("dtensor_aten", True, marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(2)
 def test_its_gradient(alone, backend):
     """Inductor's partitioner refused the graph: what was not read had been put into the backward pass (fuzz seed

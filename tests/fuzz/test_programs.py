@@ -48,6 +48,7 @@ def test_a_difference_is_seen_and_a_refusal_is_none():
     assert run_on_ranks(2, verdict, refused, timeout=280)[0][0] == "refused"
 
 
+@pytest.mark.slow
 def test_what_eager_refuses_on_some_ranks_only_ends_the_job():
     some = Program(
         (2,),
@@ -65,7 +66,13 @@ def test_smaller_programs_have_one_part_less():
     assert {p.outputs for p in small} == {("v1",), ("v2",), ("v1", "v2")} and small[-1].dynamic is None
 
 
-@settings(max_examples=12, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+def examples(most):
+    return settings(
+        max_examples=most, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+@examples(4)
 @given(st.randoms(use_true_random=False))
 def test_programs_on_two_ranks(draw):
     program = made(draw, TWO)
@@ -73,7 +80,16 @@ def test_programs_on_two_ranks(draw):
         check(program)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
+@examples(12)
+@given(st.randoms(use_true_random=False))
+def test_more_programs_on_two_ranks(draw):
+    program = made(draw, TWO)
+    if program is not None:
+        check(program)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_programs_on_four_ranks(seed):
     program = made(random.Random(seed), [(4,), (2, 2), (1, 2, 2)], lines=4)
     assert program is not None
@@ -88,6 +104,7 @@ def test_the_square_of_a_symbolic_size_in_a_stride():
     check(Program((2,), (x,), ("v0 = torch.matmul(a0, a0.transpose(-1, -2))", "v1 = v0.unsqueeze(0)"), ("v1",), True))
 
 
+@pytest.mark.slow
 def test_a_product_of_three_symbolic_sizes_in_a_stride():
     x = "tensor(mesh, 1, [2, 3, 6], torch.float32, [Shard(0), Partial()], True)"
     check(
@@ -123,12 +140,14 @@ def test_a_result_with_strided_shards():
     check(Program((1, 2), (x,), ("v0 = a0 * 2", "v1 = v0.reshape([35])"), ("v0", "v1")))
 
 
+@pytest.mark.slow
 def test_a_redistribution_there_and_back_of_symbolic_sizes():
     x = "tensor(mesh, 0, [1, 7, 6, 4], torch.float32, [Shard(3)], False)"
     lines = ("v0 = a0.redistribute(placements=[Shard(2)])", "v1 = v0.redistribute(placements=[Shard(3)])")
     check(Program((2,), (x,), lines, ("v0", "v1"), True))
 
 
+@pytest.mark.slow
 def test_a_stride_that_is_symbolic_where_no_size_is():
     x = "tensor(mesh, 2, [1, 8], torch.float32, [Replicate()], True)"
     y = "tensor(mesh, 1, [6, 4, 8], torch.float32, [Shard(0)], True)"
@@ -179,6 +198,7 @@ def test_a_redistribution_of_uneven_shards_that_backward_alone_needs():
     check(Program((2, 1), (x, i), lines, ("v0", "v2")))
 
 
+@pytest.mark.slow
 def test_a_norm_of_uneven_shards_whose_reduction_backward_alone_needs():
     x = "tensor(mesh, 1, [5, 5], torch.float32, [Shard(0)], True)"
     lines = ("v0 = F.rms_norm(a0, a0.shape[-1:])", "v1 = v0 + torch.linalg.vector_norm(a0, dim=0)")
@@ -203,6 +223,7 @@ def test_products_over_a_dim_of_which_each_rank_has_one_row():
     check(Program((2,), (x, w), lines, ("v1", "v2")), "inductor")
 
 
+@pytest.mark.slow
 def test_sizes_that_vary_where_some_ranks_get_one_row():
     x = "tensor(mesh, 2, [4, 4], torch.float32, [Shard(0), Shard(0), Partial()], True)"
     lines = (
@@ -213,7 +234,7 @@ def test_sizes_that_vary_where_some_ranks_get_one_row():
     check(Program((1, 2, 2), (x,), lines, ("v2",), True))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_mask_of_a_dropout_of_shards_that_are_empty_on_some_ranks(dynamic):
     x = "tensor(mesh, 1, [1, 5], torch.float32, [Shard(0), Shard(0)], True)"
     w = "tensor(mesh, 2, [4, 5], torch.float32, [Shard(0), Shard(0)], False)"

@@ -82,6 +82,7 @@ def test_parameters(ranks):
     assert rows[7 * 6 * 4] == ([3, 2], [AGAIN, AGAIN, KEPT])
 
 
+@pytest.mark.slow
 def test_parameters_through_inductor():
     rows = run_on_ranks(2, results, "inductor")[0]
     assert rows["always"][0] == [3, 3] and rows["never"][0] == [3, 0]

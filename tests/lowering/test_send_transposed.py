@@ -234,6 +234,7 @@ def steps():
     return plain[2], ours[2]
 
 
+@pytest.mark.slow
 def test_forward_and_backward_with_sharded_columns():
     for plain, ours in run_on_ranks(4, steps, timeout=280):
         assert (

@@ -14,7 +14,11 @@ def test_there_are_twenty_operators_fifty_pairs_and_three_meshes():
     assert all(len(set(pairs(dims))) == PAIRS for dims in (1, 2))
 
 
-SAMPLE = [("linear", (2,), [1, 7, 40]), ("narrow", (3,), [2, 9]), ("linear", (2, 2), [1])]
+SAMPLE = [
+    ("linear", (2,), [1, 7, 40]),
+    ("narrow", (3,), [2, 9]),
+    pytest.param("linear", (2, 2), [1], marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("operator", "mesh", "which"), SAMPLE)
@@ -23,7 +27,7 @@ def test_a_sample(operator, mesh, which):
     assert not outcome.wrong and outcome.equal + outcome.refused == which and outcome.equal
 
 
-@pytest.mark.parametrize("number", [9, 19])
+@pytest.mark.parametrize("number", [9, pytest.param(19, marks=pytest.mark.slow)])
 def test_gradients_of_a_strided_shard_that_is_a_sum_are_placed_as_in_eager(number):
     """AOTAutograd took the strided shard of such a gradient for an order of shards, and the sum of two of them was
     replicated.

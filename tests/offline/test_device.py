@@ -272,6 +272,7 @@ def _run(script):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_inductor_makes_the_same_code_for_a_cpu_before_and_after():
     assert _run(_CODE) is True
 

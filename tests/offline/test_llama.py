@@ -68,6 +68,7 @@ def skip_unless_texts_are_those_of_this_torch():
         )
 
 
+@pytest.mark.slow
 def test_tensor_and_sequence_parallel_on_eight_h200():
     device = step("tp", 8, "h200")
     check(device)

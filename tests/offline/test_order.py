@@ -32,12 +32,13 @@ def compiled(name, layers, change=lambda built: None):
         return written, recording
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "fully_shard x tensor parallel: plain",
-        pytest.param("fully_shard x tensor parallel: uneven", marks=pytest.mark.slow),
-        pytest.param("fully_shard x tensor parallel: sharded loss", marks=pytest.mark.slow),
+        "fully_shard x tensor parallel: uneven",
+        "fully_shard x tensor parallel: sharded loss",
     ],
 )
 def test_data_parallel_collectives_run_beside_kernels(name):

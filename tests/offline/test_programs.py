@@ -158,12 +158,13 @@ def compiled(name, config=TINY, **kwargs):
     return device
 
 
-SLOW = {name for name in configurations.CONFIGURATIONS if not name.endswith(("plain", "uneven"))}
+#: Those that `make test` compiles; of the others `make test-slow` does, and test_order.py another one.
+QUICK = ("DDP: plain", "fully_shard x tensor parallel: uneven")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in configurations.CONFIGURATIONS],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in configurations.CONFIGURATIONS],
 )
 def test_each_configuration_compiles_to_two_graphs(name):
     forward, backward = compiled(name).graphs
@@ -197,7 +198,8 @@ def test_clipping_and_an_optimizer_step_are_one_graph_more():
     assert updates.kernels
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW fused", pytest.param("SGD foreach", marks=pytest.mark.slow), "SGD fused"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD foreach", "SGD fused"])
 def test_steps_of_optimizers_compile(optimizer):
     with offline.job(configurations.RANKS), offline.device("h100") as device:
         built = configurations.build("fully_shard x tensor parallel: plain", "cuda", TINY)
@@ -209,6 +211,7 @@ def test_steps_of_optimizers_compile(optimizer):
     assert device.graphs and not any(step.kind == "start" for graph in device.graphs for step in graph.steps)
 
 
+@pytest.mark.slow
 def test_checkpoint_wrapper_under_autocast():
     with offline.job(8), offline.device("h100") as device:
         mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))

@@ -55,7 +55,15 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("mesh_shape, words, shapes", MATRIX, ids=str)
+#: `make test-redistributions` runs all of them.
+SLOW = () if ALL else (MATRIX[4], MATRIX[8])
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, words, shapes",
+    [pytest.param(*case, marks=pytest.mark.slow) if case in SLOW else case for case in MATRIX],
+    ids=str,
+)
 def test_values_and_bytes(mesh_shape, words, shapes):
     for shape in shapes:
         cases = [(*pair, shape) for pair in pairs(len(mesh_shape), words, 60)]

@@ -184,11 +184,14 @@ def test_scalars():
     assert_like_torch(2, (2,), ("R", "P(sum)", "P(max)"), [()], [torch.float32], ["contiguous"])
 
 
-@pytest.mark.parametrize("shape", [(8, 8), pytest.param((5, 6, 3), marks=pytest.mark.slow), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(8, 8), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((5, 6, 3), (3, 1)))], ids=str
+)
 def test_every_change_on_two_mesh_dims(shape):
     assert_like_torch(4, (2, 2), ("R", "S(0)", "S(1)", "P(sum)"), [shape], [torch.float32], ["contiguous"])
 
 
+@pytest.mark.slow
 def test_two_mesh_dims_and_locals_that_are_not_contiguous():
     assert_like_torch(4, (2, 2), ("R", "S(0)", "S(1)", "P(sum)"), [(4, 6)], [torch.float32], ["reversed"])
 

@@ -197,12 +197,13 @@ def random_chains(seeds):
     return changed
 
 
+@pytest.mark.slow
 def test_random_chains_have_the_same_numbers():
     counts = run_on_ranks(4, random_chains, list(range(60)))
     assert len(set(counts)) == 1 and counts[0] > 10, counts
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sequence_to_heads_has_eagers_numbers(world):
     run_on_ranks(world, assert_sequence_to_heads, world)
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from expecttest import TestCase
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -110,20 +111,26 @@ def test_result_that_is_returned_is_a_tensor_of_its_own():
     rewritten(compose_redistributions, lambda x: (move(move(x, "S(0)", "R"), "R", "S(0)"),), local(2, 6))
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        [[Replicate(), Replicate()], [Shard(0), Shard(1)]],
+        pytest.param([[Shard(1), Shard(0)], [Shard(0), Replicate()]], marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(4)
-def test_chains_on_a_2d_mesh_with_uneven_shards_have_eagers_numbers():
+def test_chains_on_a_2d_mesh_with_uneven_shards_have_eagers_numbers(path):
     mesh = make_mesh((2, 2), ("dp", "tp"))
-    for path in ([[Replicate(), Replicate()], [Shard(0), Shard(1)]], [[Shard(1), Shard(0)], [Shard(0), Replicate()]]):
 
-        def function(x):
-            for placements in path:
-                x = x.redistribute(placements=placements)
-            return x * 2
+    def function(x):
+        for placements in path:
+            x = x.redistribute(placements=placements)
+        return x * 2
 
-        for start in ([Partial(), Shard(1)], [Partial(), Partial()], [Shard(0), Shard(0)]):
-            x = DTensor.from_local(torch.randn(3, 5), mesh, start, run_check=False).requires_grad_()
-            loss = lambda out: out.square().sum().full_tensor()  # noqa: E731
-            assert_parity(function, [x], loss=loss, backend="dtensor_aten", options={"strict": True})
+    for start in ([Partial(), Shard(1)], [Partial(), Partial()], [Shard(0), Shard(0)]):
+        x = DTensor.from_local(torch.randn(3, 5), mesh, start, run_check=False).requires_grad_()
+        loss = lambda out: out.square().sum().full_tensor()  # noqa: E731
+        assert_parity(function, [x], loss=loss, backend="dtensor_aten", options={"strict": True})
 
 
 @on_ranks(2)

@@ -100,8 +100,14 @@ def sent(make, tokens, backend="dtensor_aten", options=None):
     )
 
 
-@pytest.mark.parametrize("backend", ["dtensor_aten", "dtensor"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "world, backend",
+    [
+        *((world, "dtensor_aten") for world in (2, 3)),
+        (2, "dtensor"),
+        pytest.param(3, "dtensor", marks=pytest.mark.slow),
+    ],
+)
 def test_rows_travel_and_not_the_table(world, backend):
     run_on_ranks(world, _rows_travel, backend)
 
@@ -173,7 +179,7 @@ def test_tables_over_other_mesh_dims_gather_indices_over_those():
     assert len(decisions) == 2 and text.count("S(0)R->RR)") == text.count("RS(0)->RR)") == 1, text
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_model_under_fully_shard(reshard):
     run_on_ranks(2, _fully_sharded, reshard)
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -90,23 +91,21 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @on_ranks(4)
-def test_programs_have_eagers_numbers_forward_and_backward():
+def test_programs_have_eagers_numbers_forward_and_backward(dtype):
     mesh = make_mesh((4,))
-    for dtype in (torch.float32, torch.bfloat16):
-        for name, function in PROGRAMS.items():
-            values = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
-            table = distribute_tensor(values, mesh, [Shard(0)]).requires_grad_()
-            indices = distribute_tensor(torch.tensor([[0, 31], [7, 8]]), mesh, [Replicate()])
-            loss = lambda out: out.square().sum()  # noqa: E731
-            assert_parity(
-                function, [table, indices], loss=loss, backend="dtensor_aten", options={"strict": True}, calls=2
-            )
-            torch._dynamo.reset()
-            with torch.no_grad(), record() as recording:
-                torch.compile(function, backend="dtensor_aten")(table, indices)
-            kinds = {decision.kind for decision in recording.decisions}
-            assert "look_up_before_sending" in kinds and recording.bytes_sent < 3 * 8 * 4 * dtype.itemsize, name
+    for name, function in PROGRAMS.items():
+        values = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+        table = distribute_tensor(values, mesh, [Shard(0)]).requires_grad_()
+        indices = distribute_tensor(torch.tensor([[0, 31], [7, 8]]), mesh, [Replicate()])
+        loss = lambda out: out.square().sum()  # noqa: E731
+        assert_parity(function, [table, indices], loss=loss, backend="dtensor_aten", options={"strict": True}, calls=2)
+        torch._dynamo.reset()
+        with torch.no_grad(), record() as recording:
+            torch.compile(function, backend="dtensor_aten")(table, indices)
+        kinds = {decision.kind for decision in recording.decisions}
+        assert "look_up_before_sending" in kinds and recording.bytes_sent < 3 * 8 * 4 * dtype.itemsize, name
 
 
 @on_ranks(2)
@@ -148,6 +147,7 @@ def test_what_would_not_be_right_or_pay_stays():
     unchanged(look_up_before_sending, read_whole_too, local(8, 6))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_through_inductor():
     mesh = make_mesh((2,))

@@ -184,6 +184,7 @@ def assert_projections(mesh, layout, batch):
     assert_parity(model, [x], loss=lambda out: out.square().sum(), backend="dtensor_aten", options={"strict": True})
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_projections_have_eagers_numbers():
     assert_projections(make_mesh((2,), ("tp",)), Shard(1), 3)
@@ -195,6 +196,7 @@ def test_projections_on_a_dim_of_a_2d_mesh_have_eagers_numbers():
     assert_projections(make_mesh((2, 2), ("dp", "tp"))["tp"], Shard(1), 2)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_uneven_partial_sums_on_a_2d_mesh_have_eagers_numbers():
     mesh = make_mesh((2, 2), ("dp", "tp"))

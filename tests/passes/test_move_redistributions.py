@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -133,6 +134,7 @@ def test_rows_of_a_table_that_is_sharded_by_columns_are_gathered_and_not_the_tab
     assert sent == 4 * 4 * 4 and "move_redistributions" in kinds
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_on_a_2d_mesh():
     mesh = make_mesh((2, 2), ("dp", "tp"))

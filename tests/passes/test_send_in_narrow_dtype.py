@@ -1,3 +1,4 @@
+import pytest
 import torch
 from expecttest import TestCase
 from torch import nn
@@ -136,6 +137,7 @@ def test_sharded_parameters_have_eagers_numbers():
         )
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_sharded_parameters_on_a_2d_mesh_have_eagers_numbers():
     for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):

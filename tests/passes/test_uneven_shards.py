@@ -76,7 +76,7 @@ def on_uneven_shards(world):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_decide_alike_and_numbers_are_eagers(world):
     first, *others = run_on_ranks(world, on_uneven_shards, world)
     assert all(other == first for other in others)
@@ -101,7 +101,7 @@ def after_an_eager_call(world):
     return decided(layers, (x,))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_is_done_in_one_layer_is_done_in_all(world):
     first, *others = run_on_ranks(world, after_an_eager_call, world)
     assert all(other == first for other in others)
@@ -126,7 +126,7 @@ def broadcast_on_some_ranks(world):
     return decided(function, (a, b, c))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_is_broadcast_on_some_ranks_alone_is_left_on_all(world):
     first, *others = run_on_ranks(world, broadcast_on_some_ranks, world)
     assert all(other == first for other in others) and len(first[1]) == 3

@@ -124,12 +124,19 @@ None: exchange[0,1] S(0)P(sum)->S(1)S(1): sends 192, holds 512
         )
 
 
-def test_memory_first_then_bytes_as_before():
+@pytest.mark.parametrize(
+    ("shapes", "mesh_shapes", "least"),
+    [
+        pytest.param([(16, 8)], [(2, 2)], 1, id="one shape"),
+        pytest.param([(16, 8), (5, 3)], [(2, 2), (2, 4)], 51, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_memory_first_then_bytes_as_before(shapes, mesh_shapes, least):
     """Whatever the bound: nothing over it, never fewer bytes for less memory, and the same plan where it does not
     bind.
     """
     changed = 0
-    for shape, mesh_shape in itertools.product([(16, 8), (5, 3)], [(2, 2), (2, 4)]):
+    for shape, mesh_shape in itertools.product(shapes, mesh_shapes):
         for source, target in itertools.product(
             itertools.product(SPECS, repeat=2), itertools.product(SPECS[:3], repeat=2)
         ):
@@ -148,7 +155,7 @@ def test_memory_first_then_bytes_as_before():
                 assert bytes_sent(steps, 4) >= sent
                 sent = bytes_sent(steps, 4)
                 changed += steps != free
-    assert changed > 50
+    assert changed >= least
 
 
 @pytest.mark.parametrize(

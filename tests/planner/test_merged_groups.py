@@ -41,6 +41,7 @@ def local_mean(x):
     return x.to_local().mean()
 
 
+@pytest.mark.slow
 @on_ranks(5)
 def test_a_rank_that_compiles_alone_does_not_wait_for_ever():
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])

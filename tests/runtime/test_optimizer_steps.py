@@ -28,6 +28,16 @@ def dtensor(mesh, value, size=4):
     return DTensor.from_local(torch.full((size,), value), mesh, [Shard(0)], run_check=False)
 
 
+#: Those that `make test` runs through C++ alone.
+NATIVE = pytest.mark.parametrize(
+    "mesh", [pytest.param("native", marks=needs_native), pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+)
+
+of_each_kind = pytest.mark.parametrize(
+    "name", [name if name in ("sgd", "adamw fused") else pytest.param(name, marks=pytest.mark.slow) for name in MAKE]
+)
+
+
 class Job:
     """Three parameters that only their values tell apart, and an optimizer of them."""
 
@@ -64,7 +74,7 @@ def follows_eager(mesh, make, between):
     assert not differences, "\n".join(map(str, differences))
 
 
-@pytest.mark.parametrize("name", MAKE)
+@of_each_kind
 def test_state_is_loaded_in_another_order(mesh, name):
     def load(job):
         state = job.optimizer.state_dict()
@@ -74,11 +84,13 @@ def test_state_is_loaded_in_another_order(mesh, name):
     follows_eager(mesh, MAKE[name], load)
 
 
-@pytest.mark.parametrize("name", MAKE)
+@of_each_kind
+@NATIVE
 def test_parameters_in_another_order(mesh, name):
     follows_eager(mesh, MAKE[name], lambda job: job.optimizer.param_groups[0]["params"].reverse())
 
 
+@NATIVE
 def test_the_first_parameter_gets_its_state_last(mesh):
     def late(job):
         job.optimizer = job.make(job.parameters)
@@ -87,6 +99,7 @@ def test_the_first_parameter_gets_its_state_last(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], late)
 
 
+@NATIVE
 def test_state_of_one_parameter_goes(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state.pop(job.parameters[1]))
 
@@ -99,6 +112,7 @@ def test_state_in_other_tensors(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], renew)
 
 
+@NATIVE
 def test_a_parameter_is_replaced(mesh):
     def replace(job):
         job.parameters[1] = nn.Parameter(dtensor(mesh, 5.0))
@@ -107,6 +121,7 @@ def test_a_parameter_is_replaced(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], replace)
 
 
+@NATIVE
 def test_a_parameter_of_another_size_takes_the_place_of_one(mesh):
     def replace(job):
         job.parameters[1] = nn.Parameter(dtensor(mesh, 5.0, size=6))
@@ -125,6 +140,7 @@ def test_two_states_in_one_memory(mesh):
     follows_eager(mesh, MAKE["sgd"], share)
 
 
+@NATIVE
 def test_gradients_that_are_placed_otherwise(mesh):
     def gather(job):
         for parameter in job.parameters:
@@ -164,6 +180,7 @@ def test_steps_are_counted_from_another_number(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], jump)
 
 
+@NATIVE
 def test_a_group_is_added(mesh):
     def add(job):
         job.parameters.append(nn.Parameter(dtensor(mesh, 7.0)))
@@ -172,6 +189,7 @@ def test_a_group_is_added(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], add)
 
 
+@NATIVE
 def test_state_that_is_placed_otherwise(mesh):
     def gather(job):
         entry = job.optimizer.state[job.parameters[1]]
@@ -201,6 +219,7 @@ def test_state_that_is_no_dtensor_any_more(mesh):
             job.steps()
 
 
+@NATIVE
 def test_state_of_one_parameter_is_empty(mesh):
     follows_eager(mesh, MAKE["adamw foreach"], lambda job: job.optimizer.state[job.parameters[1]].clear())
 
@@ -241,6 +260,10 @@ MAKE_SCALED = MAKE | {
 }
 
 
+#: Of each there is another one of its kind.
+ALIKE = ("adam", "adamw foreach", "sgd nesterov", "sgd damped", "adamw maximize")
+
+
 def scaler_follows_eager(*args, **arguments):
     mine, theirs = (scaled(args[0], args[1], compiled, *args[2:], **arguments) for compiled in (True, False))
     for (_, states, *_), (_, expected, *_) in zip(mine, theirs):
@@ -254,18 +277,29 @@ def scaler_follows_eager(*args, **arguments):
     assert not differences, "\n".join(map(str, differences))
 
 
-@pytest.mark.parametrize("name", MAKE_SCALED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in MAKE_SCALED]
+)
 @pytest.mark.parametrize("infinite", [pytest.param("-++--+-", marks=pytest.mark.slow), "+-++-"])
+@NATIVE
 def test_scaler_leaves_steps_out(mesh, name, infinite):
     scaler_follows_eager(mesh, MAKE_SCALED[name], [sign == "+" for sign in infinite])
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw foreach", "sgd", "sgd nesterov", "sgd without state"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw foreach",
+        "sgd",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("adam", "sgd nesterov", "sgd without state")),
+    ],
+)
 def test_scaled_step_is_one_graph(mesh, name):
     scaler_follows_eager(mesh, MAKE_SCALED[name], [False, True, False], fullgraph=True)
     assert counters.graphs() == 1
 
 
+@NATIVE
 def test_scaled_step_with_a_hook_is_left_out_too(mesh):
     """Its hook does not run: such a step stays with eager's branch."""
     seen = []
@@ -279,6 +313,7 @@ def test_scaled_step_with_a_hook_is_left_out_too(mesh):
     assert len(seen) == 4  # two steps, eager and compiled
 
 
+@NATIVE
 def test_learning_rate_of_a_scaled_step_follows_a_scheduler(mesh):
     schedulers = {}
 
@@ -290,7 +325,7 @@ def test_learning_rate_of_a_scaled_step_follows_a_scheduler(mesh):
     scaler_follows_eager(mesh, MAKE["adamw foreach"], [False, False, True, False, False], between)
 
 
-@pytest.mark.parametrize("name", ["adamw foreach", "sgd"])
+@pytest.mark.parametrize("name", [pytest.param("adamw foreach", marks=pytest.mark.slow), "sgd"])
 @on_ranks(2)
 def test_scaler_hears_of_infinite_gradients_of_other_ranks(name):
     mesh, rank = make_mesh((2,), ("tp",)), torch.distributed.get_rank()

@@ -83,7 +83,9 @@ LARGER = {
 }
 
 
-@pytest.mark.parametrize("name", LARGER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "2x1x2" else name for name in LARGER]
+)
 @on_ranks(4)
 def test_shards_on_four_ranks(name):
     shape, placements, size = LARGER[name]

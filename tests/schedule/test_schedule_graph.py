@@ -267,7 +267,7 @@ def starts(layout_name, uneven, topology):
     "layout, ranks, uneven, topology",
     [
         ("fsdp", 2, True, None),
-        ("tp", 2, False, None),
+        pytest.param("tp", 2, False, None, marks=pytest.mark.slow),
         pytest.param("2d", 4, False, "cpu-1gbit", marks=pytest.mark.slow),
     ],
 )

@@ -4,6 +4,7 @@ neighbours'.
 
 import re
 
+import pytest
 import torch
 from expecttest import TestCase
 from torch import nn
@@ -74,6 +75,7 @@ return [mul_2, mul_8]
 """,
         )
 
+    @pytest.mark.slow
     def test_kernels_end_at_the_barrier(self):
         self.assertEqual(len(kernels_of_backward(waves(False))), 1)
         called = [barrier or kernel for barrier, kernel in kernels_of_backward(waves(True))]

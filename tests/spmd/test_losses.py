@@ -24,7 +24,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+#: Another one has the same in it.
+ALIKE = ("a module", "smoothed", "of weighted classes")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in LOSSES]
+)
 @on_ranks(2)
 def test_values_and_gradients(name):
     mesh = Mesh(range(2), (2,), ("data",))
@@ -46,7 +52,7 @@ def test_values_and_gradients(name):
 
 
 @pytest.mark.parametrize("kernels", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", [7, 3, 8])
+@pytest.mark.parametrize("rows", [7, 3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("targets", ["none counts on the last ranks", "none counts"])
 @on_ranks(4)
 def test_uneven_batches_and_cut_classes(targets, rows, kernels):

@@ -57,7 +57,10 @@ def _every_pair(ids, mesh_shape, shape):
                 assert torch.equal(ours, here), (source, target)
 
 
-@pytest.mark.parametrize("ids, mesh_shape, shape", MESHES)
+@pytest.mark.parametrize(
+    "ids, mesh_shape, shape",
+    [pytest.param(*case, marks=pytest.mark.slow) if case is MESHES[1] else case for case in MESHES],
+)
 def test_every_pair_of_placements(ids, mesh_shape, shape):
     run_on_ranks(4, _every_pair, ids, mesh_shape, shape, timeout=250)
 

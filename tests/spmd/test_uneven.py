@@ -2,6 +2,7 @@
 for all ranks.
 """
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -29,11 +30,14 @@ PROGRAMS = {
 }
 #: Those that fall back to whole tensors where a rank has no rows.
 NEED_ROWS = {"amax", "max", "min", "argmax", "aminmax", "median"}
+#: Those of which `make test` asks whether ranks agree.
+QUICK = (*sorted(NEED_ROWS), "softmax", "cross entropy")
 
 
-def _decided(rows):
+def _decided(rows, names):
     mesh, told = Mesh(range(4), (2, 2), ("dp", "tp")), {}
-    for name, program in PROGRAMS.items():
+    for name in names:
+        program = PROGRAMS[name]
         x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
         mark_sharding(x, mesh, (("dp", "tp"), None))
         torch._dynamo.reset()
@@ -49,10 +53,13 @@ def _decided(rows):
     return told
 
 
-def test_all_ranks_fall_back_or_none():
+@pytest.mark.parametrize(
+    "names", [pytest.param(tuple(PROGRAMS), marks=pytest.mark.slow, id="all"), pytest.param(QUICK, id="some")]
+)
+def test_all_ranks_fall_back_or_none(names):
     """3 rows on 4 ranks: the last one has none, and could not run what the others can; with 5 rows each has some."""
     for rows in (3, 5):
-        told = run_on_ranks(4, _decided, rows, timeout=280)
+        told = run_on_ranks(4, _decided, rows, names, timeout=280)
         for other in told[1:]:
             assert {name: row[:2] for name, row in other.items()} == {name: row[:2] for name, row in told[0].items()}
         fell = {
@@ -63,10 +70,17 @@ def test_all_ranks_fall_back_or_none():
         assert (fell >= NEED_ROWS) == (rows == 3), (rows, told[0])
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("amax", "max", "std", "softmax", "logsumexp", "prod"), marks=pytest.mark.slow, id="all"),
+        pytest.param(("amax", "softmax"), id="some"),
+    ],
+)
 @on_ranks(4, timeout=280)
-def test_gradients_where_a_rank_has_nothing():
+def test_gradients_where_a_rank_has_nothing(names):
     mesh = Mesh(range(4), (2, 2), ("dp", "tp"))
-    for name in ("amax", "max", "std", "softmax", "logsumexp", "prod"):
+    for name in names:
         grads = []
         for compiled in (False, True):
             x = torch.randn(3, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()

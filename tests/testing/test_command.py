@@ -94,10 +94,15 @@ def test_a_difference_is_told_bisected_and_minified(capsys, tmp_path):
         ranks.end_jobs()
 
 
-@pytest.mark.parametrize("target, says", [
-    ("nothing", "nothing to compare"), ("raises", "ValueError: no such data"), ("modle", "did you mean 'model'"),
-    ("model", "mesh"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "target, says",
+    [
+        pytest.param("nothing", "nothing to compare", marks=pytest.mark.slow),
+        ("raises", "ValueError: no such data"),
+        ("modle", "did you mean 'model'"),
+        ("model", "mesh"),
+    ],
+)
 def test_what_cannot_be_compared_is_one_line_and_status_2(capsys, target, says):
     extra = ["--mesh", "4by2"] if target == "model" else []
     status, said = run(capsys, f"{HERE}{target}", "--kernels", "aten", *extra)

@@ -149,6 +149,7 @@ def check_seeded(name, settings):
         check_case(case, settings)
 
 
+@pytest.mark.slow  # test_command.py has it, too
 @pytest.mark.parametrize("name", [PASSES[0].__name__, PASSES[-1].__name__])
 def test_a_wrong_pass_is_caught_and_named(name):
     with pytest.raises(

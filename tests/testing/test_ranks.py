@@ -66,6 +66,7 @@ def test_groups_share_the_thread_that_waits_for_the_network_and_nothing_else():
     assert run_on_ranks(2, groups_and_threads, 4) == [([10, 11, 12, 13], 0, 4)] * 2
 
 
+@pytest.mark.slow
 def test_failure_of_one_rank_names_it_and_ends_the_others():
     with pytest.raises(RankError, match="only rank 1"):
         run_on_ranks(2, fail_on_one)

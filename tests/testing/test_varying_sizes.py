@@ -42,8 +42,15 @@ def test_sizes_that_divide_cost_one_graph_more(rank):
     assert graphs([4, 6, 8, 10, 64], rank, marked=True) == [1, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("sizes", [[4, 6, 9, 8, 3, 5], [9, 7, 4, 6]])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "rank, sizes",
+    [
+        pytest.param(0, [4, 6, 9, 8, 3, 5], id="0-sizes0", marks=pytest.mark.slow),
+        pytest.param(0, [9, 7, 4, 6], id="0-sizes1"),
+        pytest.param(1, [4, 6, 9, 8, 3, 5], id="1-sizes0"),
+        pytest.param(1, [9, 7, 4, 6], id="1-sizes1", marks=pytest.mark.slow),
+    ],
+)
 def test_sizes_that_do_and_do_not_divide_cost_what_they_cost_stock(rank, sizes):
     """torch pads uneven shards and guards whether they are; a shard of size 1 (rank 1 of 3 rows) has a graph of its
     own.
@@ -52,7 +59,7 @@ def test_sizes_that_do_and_do_not_divide_cost_what_they_cost_stock(rank, sizes):
     assert ours == graphs(sizes, rank, backend="aot_eager") and sum(ours) <= (4 if 3 in sizes and rank else 3)
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_values_of_every_size(marked):
     def body(rank):
         mesh, wrong = make_mesh((3,), ("tp",)), []

@@ -108,14 +108,18 @@ def assert_same(build, width, backends=(BACKEND,), computed_in=None, **about):
         assert not differences, "\n".join(map(str, differences))
 
 
-@pytest.mark.parametrize("name", ["nested uneven", "per block", "mixed", "in a list"])
+@pytest.mark.parametrize(
+    "name", ["nested uneven", pytest.param("per block", marks=pytest.mark.slow), "mixed", "in a list"]
+)
 @on_ranks(2)
 def test_accumulates_as_eager(name):
     assert_same(*BUILD[name])
     assert counters.graphs() == 3  # with held gradients, without, and holding them
 
 
-@pytest.mark.parametrize("name", ["nested uneven", "per block", "mixed"])
+@pytest.mark.parametrize(
+    "name", ["nested uneven", *(pytest.param(name, marks=pytest.mark.slow) for name in ("per block", "mixed"))]
+)
 @on_ranks(2)
 def test_accumulates_as_eager_under_a_root_whose_hooks_run_in_eager(name):
     def compiled(model, backend):  # torch calls hooks of the module that it is given outside of the graph
@@ -124,7 +128,9 @@ def test_accumulates_as_eager_under_a_root_whose_hooks_run_in_eager(name):
     assert_same(*BUILD[name], compiled=compiled)
 
 
-@pytest.mark.parametrize("name", ["two dims", "hybrid", "nested uneven"])
+@pytest.mark.parametrize(
+    "name", ["two dims", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "nested uneven"))]
+)
 @on_ranks(4)
 def test_accumulates_as_eager_on_four_ranks(name):
     assert_same(*BUILD[name])
@@ -135,7 +141,7 @@ def test_accumulates_as_eager_on_four_ranks(name):
 IN_STAGES = (False, SHARDS, True, SHARDS, SHARDS, True, True)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "hybrid uneven"])
+@pytest.mark.parametrize("name", [pytest.param("hybrid", marks=pytest.mark.slow), "hybrid uneven"])
 @on_ranks(4)
 def test_shards_wait_for_replicas(name):
     assert_same(*BUILD[name], sync=IN_STAGES)
@@ -172,11 +178,17 @@ def test_through_inductor():
     assert_same(mixed, 6, ("dtensor",), torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["per block", "mixed", "in a list"])
+@pytest.mark.parametrize(
+    "name", ["per block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixed", "in a list"))]
+)
+@pytest.mark.parametrize(
+    "backends",
+    [(BACKEND, None), pytest.param((None, BACKEND), marks=pytest.mark.slow)],
+    ids=["compiled first", "eager first"],
+)
 @on_ranks(2)
-def test_eager_and_compiled_microbatches_take_turns(name):
-    assert_same(*BUILD[name], backends=(BACKEND, None))
-    assert_same(*BUILD[name], backends=(None, BACKEND))
+def test_eager_and_compiled_microbatches_take_turns(name, backends):
+    assert_same(*BUILD[name], backends=backends)
 
 
 @pytest.mark.slow
@@ -186,6 +198,7 @@ def test_eager_and_compiled_microbatches_take_turns_under_tensor_parallel():
     assert_same(*BUILD["two dims"], backends=(None, BACKEND))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_two_graphs_serve_all_steps():
     sync = (False, False, False, True) * 3
@@ -213,7 +226,7 @@ def test_held_gradients_are_reduced_in_as_many_collectives_as_others():
     assert 0 < reductions((False, True)) == reductions((True,))
 
 
-@pytest.mark.parametrize("name", ["per block", "in a list"])
+@pytest.mark.parametrize("name", ["per block", pytest.param("in a list", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_evaluation_and_forwards_without_a_backward_in_between(name):
     def between(model, call):
@@ -225,7 +238,7 @@ def test_evaluation_and_forwards_without_a_backward_in_between(name):
     assert_same(*BUILD[name], between=between)
 
 
-@pytest.mark.parametrize("name", ["per block", "in a list"])
+@pytest.mark.parametrize("name", [pytest.param("per block", marks=pytest.mark.slow), "in a list"])
 @on_ranks(2)
 def test_eager_forwards_in_between_leave_whole_parameters(name):
     def between(model, call):

@@ -173,6 +173,7 @@ def test_mixed_precision():
     assert_same(build, width=6, computed_in=torch.bfloat16)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_mixed_precision_reduced_in_half():
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
@@ -195,11 +196,13 @@ def test_inputs_in_containers_are_cast():
     assert_same(build, call, computed_in=torch.bfloat16)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_hsdp():
     assert_same(lambda: per_block(mesh=make_mesh((2, 2), ("replicate", "shard"))), width=6)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_with_tensor_parallel():
     def build():
@@ -225,6 +228,7 @@ def test_sharded_along_another_dim():
     assert_same(build, width=6)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_modules_in_one_group():
     def build():

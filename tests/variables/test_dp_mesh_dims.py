@@ -100,7 +100,13 @@ def assert_same(case, backend="dtensor_aten", computed_in=None, **kwargs):
         assert not differences, "\n".join(map(str, differences))
 
 
-@pytest.mark.parametrize("case", CASES)
+#: Of the others `test_accumulation` has "sharded".
+QUICK = ("two dims shared as one",)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 @on_ranks(4)
 def test_numbers_and_gradients_are_those_of_eager(case):
     assert_same(case)
@@ -111,17 +117,20 @@ def test_accumulation():
     assert_same("sharded", held=(0, 1))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_accumulation_in_another_dtype():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert_same("sharded", held=(0, 1), mp_policy=policy, computed_in=torch.bfloat16)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_parameters_kept_for_the_backward():
     assert_same("sharded", reshard_after_forward=False)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_gradients_that_eager_holds_are_reduced_in_the_graph():
     """Two steps that eager holds, then a compiled one that reduces."""

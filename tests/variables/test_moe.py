@@ -103,7 +103,16 @@ def follows_eager(program, experts):
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize("program", [in_place, there_and_back, top_two, all_to_the_first, one_hot_counts, by_mask])
+SLOW = (top_two, all_to_the_first)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, marks=pytest.mark.slow) if program in SLOW else program
+        for program in (in_place, there_and_back, top_two, all_to_the_first, one_hot_counts, by_mask)
+    ],
+)
 @on_ranks(2)
 def test_one_graph(program):
     follows_eager(program, {there_and_back: 4, one_hot_counts: 3}.get(program, 2))

@@ -81,7 +81,7 @@ OPTIMIZERS = {
 
 
 #: Those whose whole step is compiled in `make test`; of the others `make test-slow` compiles it.
-WHOLE = ("sgd", "adamw")
+WHOLE = ("adamw",)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_groups_of_parameters_and_a_frozen_one():
     follows_eager(make)
 
 
-@pytest.mark.parametrize("kind", ["sgd with momentum", "adamw"])
+@pytest.mark.parametrize("kind", ["sgd with momentum", pytest.param("adamw", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_two_steps_in_one_region_the_first_makes_the_state(kind):
     def make(model):
@@ -349,7 +349,9 @@ SCHEDULED = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULED)
+@pytest.mark.parametrize(
+    "name", [name if name in WHOLE else pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULED]
+)
 @on_ranks(2)
 def test_a_learning_rate_that_changes_each_step_compiles_once_more(name):
     """The first graph has the number in it, the second takes it as an input."""

@@ -145,6 +145,7 @@ def test_values_and_states_equal_eagers():
         check(program)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_through_inductor_what_draws_from_torchs_generator_stays_in_order():
     for program in (seeds, states, initializes, truncates, makes):
