@@ -36,6 +36,8 @@ from typing import Any
 GRACE = 5.0
 #: Imports of the process from which ranks are forked; they start no thread as long as nothing in it has run.
 PRELOADED = ["torch", "torch.distributed.tensor", "dtensor_compile.backend"]
+#: Variables of the environment that change while tests run, and that nothing reads when torch is imported.
+_CHANGING = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
 #: Limit on processes kept for tests, over all world sizes: each takes some hundred megabytes.
 MOST_RANKS = 12
 
@@ -209,7 +211,7 @@ def _process_context() -> Iterator[Any]:
 
     torch reads its settings from the environment when it is imported: if that has changed since, ranks import it
     themselves."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    environment = {name: value for name, value in os.environ.items() if name not in _CHANGING}
     if _Forked.environment not in (None, environment):
         yield multiprocessing.get_context("spawn")
         return

@@ -99,3 +99,18 @@ def test_of_too_many_processes_those_used_longest_ago_are_ended(monkeypatch):
         assert list(ranks._jobs) == [3] and not any(process.is_alive() for process in first)
     finally:
         ranks.end_jobs()
+
+
+def own_parent():
+    return os.getppid()
+
+
+def test_ranks_are_forked_also_after_inductor_has_set_its_variables(monkeypatch):
+    monkeypatch.setattr(ranks._Forked, "environment", None)
+    ranks.end_jobs()
+    before = set(run_on_ranks(2, own_parent))
+    assert len(before) == 1 and os.getpid() not in before
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") + "_other")
+    ranks.end_jobs()
+    assert set(run_on_ranks(2, own_parent)) == before, "another process has imported torch for them"
+    ranks.end_jobs()
