@@ -5,6 +5,7 @@ Input: a lowered graph. Output: for each process group an `Announcement`, whose 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from dtensor_compile.graph.node_costs import group_of
 from dtensor_compile.graph.nodes import ACROSS, source_line, starts_collective
 from dtensor_compile.ops.groups import REDISTRIBUTES
+from dtensor_compile.recording.recorder import graph_name
 from dtensor_compile.store.ledger import digest
 
 #: Collectives to which all members contribute equal numbers of elements.
@@ -96,6 +98,19 @@ def collectives_by_group(graph: torch.fx.Graph) -> dict[tuple[int, ...], list[Ca
         if group is not None and group.size() > 1:
             calls.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), []).append(_call(node, name))
     return calls
+
+
+def graph_text(graph: torch.fx.Graph) -> str:
+    """All that ranks compare of a lowered graph, as text that a cache can keep."""
+    symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.find_nodes(op="placeholder"))
+    groups = [[ranks, [list(vars(c).values()) for c in calls]] for ranks, calls in collectives_by_group(graph).items()]
+    return json.dumps([graph_name(graph), symbolic, groups])
+
+
+def read_graph_text(text: str) -> tuple[str, dict[tuple[int, ...], Announcement]]:
+    """``"forward"`` or ``"backward"``, and the announcements of the graph by the ranks that take part."""
+    kind, symbolic, groups = json.loads(text)
+    return kind, {tuple(ranks): Announcement.of([Call(*call) for call in calls], symbolic) for ranks, calls in groups}
 
 
 def _call(node: torch.fx.Node, name: str) -> Call:

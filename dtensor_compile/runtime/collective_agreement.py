@@ -47,17 +47,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo.tracing import of_compilation_on_stack, restarts_analysis
 from dtensor_compile.errors import AgreementError
-from dtensor_compile.recording.recorder import graph_name
-from dtensor_compile.runtime.announcement import Announcement, Call, collectives_by_group
+from dtensor_compile.runtime.announcement import Announcement, Call, graph_text, read_graph_text
 from dtensor_compile.runtime.look_out import look_out
-from dtensor_compile.runtime.waiting import Answer, Waiting, groups_key, say_compiling
+from dtensor_compile.runtime.waiting import (
+    Answer,
+    Waiting,
+    function_name,
+    groups_key,
+    say_compiling,
+    while_the_store_is_there,
+)
+from dtensor_compile.store.failed_ranks import add_note, name_failures, tell_failure
 from dtensor_compile.store.ledger import Book, current_book
 
 __all__ = ["Agreement", "Announcement", "Call"]
@@ -91,6 +97,8 @@ class Agreement:
         later: pending answers of other ranks for backward graphs that are compiled, and have not run.
         unanswered: for each graph that runs without answers of other ranks, the function to call when it has run, with
             the error if it raised.
+        text: of the graph that was lowered last; caches keep it with the graph.
+        explains: whether `has_run` is called with errors of the forward graph.
     """
 
     function: str
@@ -103,19 +111,19 @@ class Agreement:
     forward_graphs: int = 0
     later: list[Waiting] = field(default_factory=list)
     unanswered: list[Callable[[BaseException | None], None]] = field(default_factory=list)
+    text: str = ""
+    explains: bool = False
 
     @classmethod
     def of_frame(cls) -> Agreement:
         """The agreement for the frame that is being compiled on this thread."""
         code = of_compilation_on_stack("code")
-        function = (
-            f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
-        )
+        function = function_name(code) if code is not None else ""
         book = current_book()
         if book is None:
             return cls(function)
         time = book.compilations[function] = book.compilations.get(function, 0) + 1
-        with _while_the_store_is_there():
+        with while_the_store_is_there():
             say_compiling(book, True, function)
         return cls(function, time=time)
 
@@ -126,20 +134,34 @@ class Agreement:
         Raises:
             AgreementError: as `reach`.
         """
-        book = current_book()
-        if book is None:
+        if current_book() is not None:
+            self.text = graph_text(graph)
+            self.found(self.text)
+
+    def found(self, text: str) -> None:
+        """Records a graph by its text (`announcement.graph_text`): one that comes from a cache was lowered by an
+        earlier process.
+
+        Raises:
+            AgreementError: as `reach`.
+        """
+        if not text or current_book() is None:
             return
         name = f"graph {self.graphs} of {self.function}"
         self.graphs += 1
-        symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.find_nodes(op="placeholder"))
-        by_group = collectives_by_group(graph)
-        self.groups[name] = list(by_group)
-        for ranks, calls in by_group.items():
-            self.noted.append(
-                (name, ranks, Announcement.of(calls, symbolic), self.compiled or graph_name(graph) == "forward")
-            )
+        kind, announcements = read_graph_text(text)
+        self.groups[name] = list(announcements)
+        for ranks, mine in announcements.items():
+            self.noted.append((name, ranks, mine, self.compiled or kind == "forward"))
         if self.compiled:
             self.reach()
+
+    def begin_again(self) -> None:
+        """Forgets graphs of a cache entry that is not used after all: the program is traced."""
+        if not self.compiled:
+            self.graphs = 0
+            self.noted.clear()
+            self.groups.clear()
 
     def reach(self) -> None:
         """Announces the recorded graphs, and compares them with announcements of other ranks.
@@ -154,13 +176,14 @@ class Agreement:
         book = current_book()
         if book is None:
             return
-        with _while_the_store_is_there():
+        with while_the_store_is_there():
             say_compiling(book, False)
-        if not self.graphs:  # from a cache, for which an earlier compilation has agreed
+        if not self.graphs:  # from a cache that holds no collectives of them
             book.store.set(book.key((), self.function, dist.get_rank()), "1")
             return
+        book.partners.setdefault(self.function, set()).update(*(ranks for _, ranks, *_ in noted))
         waiting: list[Waiting] = []
-        with _while_the_store_is_there():
+        with while_the_store_is_there():
             for name, ranks in groups.items():
                 book.graphs[name] = book.graphs.get(name, 0) + 1
                 book.store.set(groups_key(book, name, book.graphs[name], dist.get_rank()), json.dumps(ranks))
@@ -179,7 +202,7 @@ class Agreement:
             return
         later = [entry for entry in self.later if entry.book is book]
         try:
-            with _while_the_store_is_there():
+            with while_the_store_is_there():
                 self._go_on_without(_compare(book, later))
         except AgreementError:  # raised again if the program runs the backward pass again
             self.failures += 1
@@ -201,39 +224,26 @@ class Agreement:
         book = current_book()
         if book is None or restarts_analysis(error):
             return
-        with _while_the_store_is_there():
+        with while_the_store_is_there():
             say_compiling(book, False)
+            tell_failure(self.function, error)
             if not isinstance(error, AgreementError):  # which the other ranks know
                 reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
                 book.store.set(self._failure_key(book, dist.get_rank()), reason)
         self.failures += 1
         self.graphs = min(self.graphs, self.forward_graphs)
 
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `compiled` so that `has_run` is called after its first call; returns it unchanged if all ranks have
-        answered.
-        """
-        if not self.unanswered:
-            return compiled
-
-        def run(*args: Any) -> Any:
-            if not self.unanswered:
-                return compiled(*args)
-            try:
-                results = compiled(*args)
-            except Exception as error:
-                self.has_run(error)
-                raise
-            self.has_run()
-            return results
-
-        return run
-
     def has_run(self, error: BaseException | None = None) -> None:
-        """Records that the graph that was compiled or compared last has run, or has raised."""
+        """Records that the graph compiled or compared last has run, or has raised: the error gets notes about ranks."""
         unanswered, self.unanswered = self.unanswered, []
         for tell in unanswered:
             tell(error)
+        if error is not None and current_book() is not None:
+            name_failures(error)
+
+    def explained(self) -> None:
+        """Records that `has_run` is called with errors of the forward graph, without a wrapper (`watch_runs`)."""
+        self.explains = True
 
     def _go_on_without(self, waiting: list[Waiting]) -> None:
         if waiting:
@@ -291,16 +301,6 @@ def _place(book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) ->
     return place, True
 
 
-@contextlib.contextmanager
-def _while_the_store_is_there() -> Iterator[None]:
-    try:
-        yield
-    except AgreementError:
-        raise
-    except RuntimeError as error:
-        log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and so is the job
-
-
 def _compare(book: Book, waiting: list[Waiting]) -> list[Waiting]:
     """Waits until all have answered or need not be waited for; returns those that have not, and still may."""
     begin, pause = time.monotonic(), 0.002
@@ -342,6 +342,7 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
         A function to call when the graph has run, with the error if it raised.
     """
     waiting, group, lock = list(waiting), dist.group.WORLD, threading.Lock()
+    told: list[str] = []
 
     def look(at_once: bool = False) -> bool:
         if dist.group.WORLD is not group:
@@ -353,7 +354,8 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
                     continue
                 waiting.remove(entry)
                 if answer is not Answer.AGREES:
-                    log.warning("%s", sentence or entry.late(time.monotonic() - begin))
+                    told.append(sentence or entry.late(time.monotonic() - begin))
+                    log.warning("%s", told[-1])
             return not waiting
 
     end = look_out(look)
@@ -361,8 +363,10 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
     def has_run(error: BaseException | None) -> None:
         if error is not None:
             end()
-            with _while_the_store_is_there():
+            with while_the_store_is_there():
                 look(at_once=True)
+            for sentence in told:
+                add_note(error, sentence)
         elif all(entry.mine.blocks for entry in waiting):
             end()
 

@@ -21,6 +21,7 @@ from dtensor_compile.compat.aot.partition import HeldNodes
 from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, meshes_by_layout
 from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
+from dtensor_compile.compat.inductor.kept_collectives import collectives_kept
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_uncompiled
 from dtensor_compile.compat.patches import feature, hook, if_there
@@ -77,6 +78,9 @@ def package_digest() -> str:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
+
+#: Settings for our passes over the joint graph, before and after Inductor's, and over lowered graphs.
+_GRAPH_PASSES = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
 
 #: Reorders Inductor's kernels.
 KernelPass = Callable[[list[Any]], list[Any]]
@@ -151,6 +155,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     settings: Mapping[str, Any],
     cacheable: Sequence[Callable[..., Any]] = (),
     uncompiled: Callable[[str, str], None] | None = None,
+    collectives: tuple[Callable[[], str], Callable[[str], None]],
 ) -> Callable[..., Any]:
     """Runs AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
 
@@ -163,10 +168,12 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
         cacheable: functions that depend on nothing but their arguments, so that caches may keep graphs that call them.
         uncompiled: called with the graph (``"forward"``, ``"backward"``) whose kernels do not compile, and the
             compiler's message; the graph then runs operator by operator. None: that is an error.
+        collectives: the text about the graph that was lowered last, which caches keep with it, and the function that
+            gets the text of one that comes from a cache.
     """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx
 
-    from dtensor_compile.compat.inductor.kernel_nodes import ORDER, SchedulerPass, waits_are_kept
+    from dtensor_compile.compat.inductor.kernel_nodes import ORDER, SchedulerPass
 
     _PASSES.works()
     lowered, held = LoweredGraph(), HeldNodes()
@@ -186,20 +193,28 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     patches = {**EAGER_NUMBERS, **settings}
     if _CACHEABLE.works():
         patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
-    patches["joint_custom_pre_pass"] = GraphPass(plan, key, _configured(patches, "joint_custom_pre_pass"))
-    patches["joint_custom_post_pass"] = GraphPass(held.restore, key, _configured(patches, "joint_custom_post_pass"))
-    patches["post_grad_custom_pre_pass"] = GraphPass(lower, key, _configured(patches, "post_grad_custom_pre_pass"))
+    for place, run in zip(_GRAPH_PASSES, (plan, held.restore, lower)):
+        patches[place] = GraphPass(run, key, _configured(patches, place))
     if kernel_passes is not None and ORDER.works():
         patches["reorder_for_peak_memory"] = False  # included in the pass after fusion
-    for place, run in _passes_over_kernels(kernel_passes).items():
-        patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
-    # `inner` also compiles a backward graph when it first runs.
+    for place, order in _passes_over_kernels(kernel_passes).items():
+        patches[place] = SchedulerPass(order, key and (package_digest(), key), _configured(patches, place))
+    keep = collectives_kept(*collectives)
+    inner = guards_of_local_sizes()(keep(_graph_compiler(lowered, uncompiled)))
+    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries(), keep:
+        compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+        return cast("Callable[..., Any]", compiled)  # for a module
+
+
+def _graph_compiler(lowered: LoweredGraph, uncompiled: Callable[[str, str], None] | None) -> Callable[..., Any]:
+    """Inductor's function that compiles one graph, with what has to be active also when a backward graph is compiled at
+    its first run."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    from dtensor_compile.compat.inductor.kernel_nodes import waits_are_kept
+
     inner = waits_are_kept()(inputs_checked_at_once()(masks_are_sent_as_they_are()(compile_fx_inner)))
-    if uncompiled is not None:
-        inner = run_uncompiled(inner, lowered, uncompiled)
-    inner = guards_of_local_sizes()(inner)
-    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():  # returns a callable for a module
-        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches))
+    return inner if uncompiled is None else run_uncompiled(inner, lowered, uncompiled)
 
 
 def _passes_over_kernels(ours: tuple[KernelPass, KernelPass] | None) -> dict[str, KernelPass]:

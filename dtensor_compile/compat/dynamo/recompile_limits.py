@@ -1,0 +1,44 @@
+"""Frames that Dynamo does not compile once more, because it has compiled them as often as its limits allow.
+
+It decides so on each rank by itself: where guards fail on one rank only, that rank runs the frame in eager from then
+on, and the others run a graph with other collectives.
+"""
+
+from __future__ import annotations
+
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+from dtensor_compile.compat.patches import feature, hook
+
+_LIMIT = feature(
+    "ranks that reach the recompile limit together",
+    hook("torch._dynamo.exc:FailOnRecompileLimitHit"),
+    hook("torch._dynamo.types:FrameExecStrategy"),
+    hook("torch._dynamo.exc:TorchDynamoException"),
+    without="a rank that reaches it alone runs in eager, and hangs with the others",
+    essential=True,
+    upstream="#162983",
+    remove_when="ranks agree on whether they compile a frame",
+)
+
+
+def reaches_recompile_limit(error: BaseException) -> bool:
+    """Whether an error that ends the compilation of a frame says that a limit on recompilations is reached."""
+    if not _LIMIT.works():
+        return False
+    strategy = getattr(error, "frame_exec_strategy", None)
+    return is_fatal(error) or (strategy is not None and strategy.cur_action == FrameAction.RUN_ONLY)
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether the program gets the error (``fullgraph=True``), instead of running the frame in eager."""
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
+def run_in_eager(error: BaseException) -> None:
+    """Changes an error that `reaches_recompile_limit` so that all later calls of the frame run in eager.
+
+    Stock torch runs what it has compiled where its guards hold, which may be on some ranks only.
+    """
+    error.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # type: ignore[attr-defined]
