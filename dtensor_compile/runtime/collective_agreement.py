@@ -226,7 +226,7 @@ class Agreement:
             return
         with while_the_store_is_there():
             say_compiling(book, False)
-            tell_failure(self.function, error)
+            tell_failure(f"compile {self.function}", error)
             if not isinstance(error, AgreementError):  # which the other ranks know
                 reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
                 book.store.set(self._failure_key(book, dist.get_rank()), reason)

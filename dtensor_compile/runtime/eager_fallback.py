@@ -37,12 +37,12 @@ def fall_back_together(code: types.CodeType, error: Exception) -> None:
         return
     with while_the_store_is_there():
         if is_fatal(error):
-            tell_failure(function, error)
+            tell_failure(f"compile {function}", error)
             return
         missing = _missing(book, function)
         if missing:
             told = AgreementError(_message(function, missing))
-            tell_failure(function, told)
+            tell_failure(f"compile {function}", told)
             raise told from error
     run_in_eager(error)
 

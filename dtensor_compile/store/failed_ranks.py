@@ -18,14 +18,14 @@ from dtensor_compile.store.ledger import Book, current_book
 MOST_NAMED = 3
 
 
-def tell_failure(function: str, error: BaseException) -> None:
-    """Tells all ranks that this one could not compile `function`."""
+def tell_failure(what: str, error: BaseException) -> None:
+    """Tells all ranks that this one could not do something (``"compile f"``)."""
     book = current_book()
     if book is None:
         return
     said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     number = book.store.add(_count_key(book), 1)
-    book.store.set(_key(book, number), json.dumps([dist.get_rank(), function, said, time.time()]))
+    book.store.set(_key(book, number), json.dumps([dist.get_rank(), what, said, time.time()]))
 
 
 def failures_of_others() -> list[str]:
@@ -38,10 +38,10 @@ def failures_of_others() -> list[str]:
         if len(sentences) == MOST_NAMED:
             break
         if book.store.check([_key(book, number)]):
-            rank, function, said, then = json.loads(book.store.get(_key(book, number)))
+            rank, what, said, then = json.loads(book.store.get(_key(book, number)))
             if rank != dist.get_rank():
                 seconds = max(0.0, time.time() - then)
-                sentences.append(f"rank {rank} could not compile {function} {seconds:.0f} s ago: {said}")
+                sentences.append(f"rank {rank} could not {what} {seconds:.0f} s ago: {said}")
     return sentences
 
 

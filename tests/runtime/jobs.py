@@ -4,6 +4,8 @@ environment, and one that raises ends, so that the others lose their connections
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -16,6 +18,10 @@ from typing import Any
 from dtensor_compile.testing.ranks import _process_context
 
 
+#: Seconds within which ranks have imported what they need and joined the process group.
+READY = 180.0
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a rank ended.
@@ -23,7 +29,7 @@ class Outcome:
     Attributes:
         value: what its function returned.
         error: the traceback if it raised; "no answer" and its last state if it was still running at the limit.
-        seconds: from the first rank that was ready until it returned or raised.
+        seconds: from when all ranks were ready until it returned or raised.
     """
 
     value: Any
@@ -37,17 +43,20 @@ def run_job(
     *args: Any,
     environments: Sequence[dict[str, str]] = (),
     limit: float = 60.0,
+    imports: bool = False,
 ) -> list[Outcome]:
     """Runs ``function(*args)`` in `world` new processes, and returns how each ended, in order of rank.
 
     Args:
         environments: variables of each rank, on top of those of this process.
         limit: seconds after which ranks that still run are killed.
+        imports: whether each process imports torch and the package itself, which takes seconds; else it is forked from
+            one that has them.
     """
     environments = [*environments, *[{}] * (world - len(environments))]
     with tempfile.TemporaryDirectory(prefix="dtensor_compile_job_") as directory:
         pipes, processes = [], []
-        with _process_context() as context:
+        with contextlib.nullcontext(multiprocessing.get_context("spawn")) if imports else _process_context() as context:
             for rank, own in enumerate(environments):
                 ours, theirs = context.Pipe()
                 environment = {**os.environ, **own}
@@ -66,8 +75,9 @@ def run_job(
 
 
 def _outcomes(pipes: list[Any], limit: float) -> list[Outcome]:
-    begin = max(_receive(pipe, limit) or time.time() for pipe in pipes)
-    deadline = time.monotonic() + limit
+    ready = [_receive(pipe, READY) for pipe in pipes]
+    assert all(isinstance(at, float) for at in ready), f"not all ranks are ready: {ready}"
+    begin, deadline = max(ready), time.monotonic() + limit
     found = []
     for pipe in pipes:
         ended = _receive(pipe, max(0.0, deadline - time.monotonic()))

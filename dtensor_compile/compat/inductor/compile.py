@@ -199,9 +199,9 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
         patches["reorder_for_peak_memory"] = False  # included in the pass after fusion
     for place, order in _passes_over_kernels(kernel_passes).items():
         patches[place] = SchedulerPass(order, key and (package_digest(), key), _configured(patches, place))
-    keep = collectives_kept(*collectives)
-    inner = guards_of_local_sizes()(keep(_graph_compiler(lowered, uncompiled)))
-    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries(), keep:
+    keep = functools.partial(collectives_kept, *collectives)
+    inner = guards_of_local_sizes()(keep()(_graph_compiler(lowered, uncompiled)))
+    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries(), keep():
         compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
         return cast("Callable[..., Any]", compiled)  # for a module
 

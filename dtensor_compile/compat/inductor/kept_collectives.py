@@ -29,7 +29,7 @@ _TEXT = "_dtensor_compile_collectives"
 )
 @contextlib.contextmanager
 def collectives_kept(text: Callable[[], str], found: Callable[[str], None]) -> Iterator[None]:
-    """While active, graphs that this thread saves in Inductor's cache are kept with a text.
+    """While active, graphs that this thread saves in Inductor's cache are kept with a text. The scope may be nested.
 
     Args:
         text: returns that of the graph that was lowered last.
@@ -37,6 +37,8 @@ def collectives_kept(text: Callable[[], str], found: Callable[[str], None]) -> I
     """
 
     def save(stock: Any, key: str, compiled_graph: Any, *args: Any) -> Any:
+        if _TEXT in vars(compiled_graph):
+            return stock(key, compiled_graph, *args)
         setattr(compiled_graph, _TEXT, text())  # it is copied to disk with its attributes
         try:
             return stock(key, compiled_graph, *args)
@@ -44,7 +46,7 @@ def collectives_kept(text: Callable[[], str], found: Callable[[str], None]) -> I
             delattr(compiled_graph, _TEXT)
 
     def finish(stock: Any, self: Any, *args: Any) -> Any:
-        kept = vars(self).get(_TEXT)
+        kept = vars(self).pop(_TEXT, None)
         if kept is not None:
             found(kept)
         return stock(self, *args)
