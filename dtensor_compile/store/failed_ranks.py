@@ -6,7 +6,6 @@ and gets ``Connection closed by peer`` when the process of that rank ends. The r
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 
@@ -47,9 +46,12 @@ def failures_of_others() -> list[str]:
 
 def name_failures(error: BaseException) -> None:
     """Adds what other ranks have told to an error, as notes; whoever prints the error prints them."""
-    with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
-        for sentence in failures_of_others():
-            add_note(error, sentence)
+    try:
+        sentences = failures_of_others()
+    except RuntimeError:
+        sentences = ["the store of the job, which rank 0 holds in most jobs, is gone: its process has ended"]
+    for sentence in sentences:
+        add_note(error, sentence)
 
 
 def add_note(error: BaseException, sentence: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtensor_compile.testing.ranks import _process_context
-
 
 #: Seconds within which ranks have imported what they need and joined the process group.
 READY = 180.0
@@ -44,6 +44,7 @@ def run_job(
     environments: Sequence[dict[str, str]] = (),
     limit: float = 60.0,
     imports: bool = False,
+    store_of_rank_0: bool = False,
 ) -> list[Outcome]:
     """Runs ``function(*args)`` in `world` new processes, and returns how each ended, in order of rank.
 
@@ -52,15 +53,17 @@ def run_job(
         limit: seconds after which ranks that still run are killed.
         imports: whether each process imports torch and the package itself, which takes seconds; else it is forked from
             one that has them.
+        store_of_rank_0: whether the store of the job is in the process of rank 0, and ends with it.
     """
     environments = [*environments, *[{}] * (world - len(environments))]
     with tempfile.TemporaryDirectory(prefix="dtensor_compile_job_") as directory:
         pipes, processes = [], []
+        address = f"tcp://127.0.0.1:{_free_port()}" if store_of_rank_0 else f"file://{directory}/store"
         with contextlib.nullcontext(multiprocessing.get_context("spawn")) if imports else _process_context() as context:
             for rank, own in enumerate(environments):
                 ours, theirs = context.Pipe()
                 environment = {**os.environ, **own}
-                arguments = (theirs, rank, world, directory, list(sys.path), environment, function, args)
+                arguments = (theirs, rank, world, address, list(sys.path), environment, function, args)
                 processes.append(context.Process(target=_run, args=arguments, daemon=True))
                 processes[-1].start()
                 theirs.close()
@@ -86,6 +89,12 @@ def _outcomes(pipes: list[Any], limit: float) -> list[Outcome]:
     return found
 
 
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 def _receive(pipe: Any, limit: float) -> Any:
     try:
         return pipe.recv() if pipe.poll(limit) else None
@@ -97,7 +106,7 @@ def _run(
     pipe: Any,
     rank: int,
     world: int,
-    directory: str,
+    address: str,
     path: list[str],
     environment: dict[str, str],
     function: Callable[..., Any],
@@ -110,7 +119,7 @@ def _run(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     dist.barrier()
     pipe.send(time.time())
     try:

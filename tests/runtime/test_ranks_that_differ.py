@@ -5,7 +5,11 @@ Each job ends with right results, or with an error on every rank that names a ra
 """
 
 import contextlib
+import functools
+import math
 import re
+import shutil
+import subprocess
 import time
 import unittest.mock
 
@@ -14,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
+from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.runtime import collective_agreement, eager_fallback
 from dtensor_compile.stages import lowered
 from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.topology import network
 from tests.runtime.broken_package import gather_with_a_package_that_is_broken_on_rank_1
 from tests.runtime.jobs import run_job
 from tests.stages import with_run
@@ -123,21 +129,28 @@ def test_local_sizes_and_constants_that_change_on_one_rank_are_compiled_by_it_al
             assert value == 32 * len(own) + len(name)
 
 
-def compiles_again_and_fails_on_rank_1():
+def compiles_again_and_fails_on_rank(failing):
     x = distribute_tensor(torch.ones(4, 4), make_mesh((2,)), [Shard(0)])
     run = torch.compile(lambda x, k: x.full_tensor().sum() * k, backend="dtensor_aten", fullgraph=True, dynamic=False)
     fails = False
     with lowering_fails_if(lambda: fails):
         for _ in range(3):
             assert run(x, 1) == 16
-        fails = dist.get_rank() == 1
-        return run(x, 1 + dist.get_rank())
+        fails = dist.get_rank() == failing
+        return run(x, 2 if fails else 1)
 
 
 def test_a_recompilation_that_fails_is_named_where_the_others_lose_the_rank():
-    other, own = errors_of(run_job(2, compiles_again_and_fails_on_rank_1))
+    other, own = errors_of(run_job(2, compiles_again_and_fails_on_rank, 1))
     assert "ValueError: nothing to lower it to" in own
     assert re.search(r"rank 1 could not compile <lambda> .* s ago: ValueError: nothing to lower it to", other), other
+
+
+def test_a_rank_that_fails_and_takes_the_store_with_it_is_named():
+    own, other = errors_of(run_job(2, compiles_again_and_fails_on_rank, 0, store_of_rank_0=True))
+    assert "ValueError: nothing to lower it to" in own
+    named = r"rank 0 could not compile <lambda>|the store of the job, which rank 0 holds in most jobs, is gone"
+    assert re.search(named, other), other
 
 
 def compiles_again_without_dtensors_and_fails_on_rank_1():
@@ -182,10 +195,204 @@ def fails_before_its_backward():
 # ---- imports -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_import_that_fails_on_one_rank_is_named_on_the_others():
     other, own = errors_of(run_job(2, gather_with_a_package_that_is_broken_on_rank_1, imports=True))
-    assert "ImportError: this installation has no planner" in own
-    assert re.search(r"rank 1 could not import the backend .* s ago: ImportError: this installation has no", other), (
-        other
-    )
+    assert "ImportError: this installation is incomplete" in own
+    assert re.search(r"rank 1 could not import the backend .* s ago: ImportError: this installation is", other), other
     assert "rank 1 has said nothing of them" in other and "it has not begun to compile" in other
+
+
+# ---- caches --------------------------------------------------------------------------------------------------------
+
+
+def train_step(shape, dynamic=False, options=None, fails_on=None):
+    """A step with gradients, compared with plain torch; returns the number of graphs that caches had, and seconds."""
+    mesh = make_mesh(shape, ("dp", "tp")[: len(shape)])
+    own, whole = [Shard(0), Shard(1)][: len(shape)], [Replicate()] * len(shape)
+    rows = 5 if dynamic else 8
+    full = torch.arange(rows * 8.0).view(rows, 8).sub(20).requires_grad_(), torch.eye(8).add(0.5).requires_grad_()
+    expected = torch.mm(*full).relu().sum()
+    expected.backward()
+    x = distribute_tensor(full[0].detach(), mesh, own).requires_grad_()
+    weight = distribute_tensor(full[1].detach(), mesh, [Replicate(), Shard(0)][-len(shape) :]).requires_grad_()
+
+    def step(x, weight):
+        return (x @ weight).redistribute(placements=whole).to_local().relu().sum()
+
+    counters.reset()
+    run = torch.compile(step, backend="dtensor", fullgraph=True, dynamic=dynamic, options=options)
+    begin = time.monotonic()
+    with lowering_fails_if(lambda: dist.get_rank() == fails_on):
+        value = run(x, weight)
+        value.backward()
+    seconds = time.monotonic() - begin
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(x.grad.full_tensor(), full[0].grad)
+    torch.testing.assert_close(weight.grad.full_tensor(), full[1].grad)
+    found = torch._dynamo.utils.counters
+    return found["inductor"]["fxgraph_cache_hit"] + found["aot_autograd"]["autograd_cache_hit"], seconds
+
+
+def train_steps(shape):
+    """With a backward pass that is compiled with its forward pass, and one that is compiled when it runs."""
+    return [train_step(shape)[0], train_step(shape, dynamic=True)[0]]
+
+
+def folders(folder, world):
+    """Environments in which each rank has a folder of caches of its own. Inductor does not compile programs to find out
+    what the processor can do."""
+    return [
+        {"TORCHINDUCTOR_CACHE_DIR": str(folder / str(rank)), "TORCHINDUCTOR_VEC_ISA_OK": "1"} for rank in range(world)
+    ]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """A function that copies folders that a job of a world size and mesh has filled."""
+
+    @functools.cache
+    def filled(shape):
+        folder = tmp_path_factory.mktemp("caches")
+        world = math.prod(shape)
+        assert (
+            values_of(run_job(world, train_steps, shape, environments=folders(folder, world), limit=300))
+            == [[0, 0]] * world
+        )
+        return folder
+
+    def copied(shape):
+        folder = tmp_path_factory.mktemp("copy") / "caches"
+        shutil.copytree(filled(shape), folder)
+        return folder
+
+    return copied
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_caches_that_are_cold_on_one_rank(warm, shape):
+    folder, world = warm(shape), math.prod(shape)
+    shutil.rmtree(folder / "1")
+    found = values_of(run_job(world, train_steps, shape, environments=folders(folder, world), limit=300))
+    assert found[1] == [0, 0]
+    assert all(hits > 0 for rank in range(world) if rank != 1 for hits in found[rank]), found
+
+
+def step_with_other_collectives_on_rank_1():
+    """Rank 1 sends one mesh dim after the other, as it would if it had not found the groups over both."""
+    with unittest.mock.patch.object(network, "merges", lambda text: dist.get_rank() != 1):
+        return train_step((2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_cached_graph_is_compared_with_those_that_other_ranks_compile(warm):
+    folder = warm((2, 2))
+    shutil.rmtree(folder / "1")
+    outcomes = run_job(4, step_with_other_collectives_on_rank_1, environments=folders(folder, 4), limit=300)
+    for error in errors_of(outcomes):
+        assert re.search(r"AgreementError: ranks \d and \d compiled graph 0 of step", error), error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_that_finds_its_graph_is_told_that_another_cannot_compile_it(warm):
+    folder = warm((2,))
+    shutil.rmtree(folder / "1")
+    other, own = errors_of(run_job(2, train_step, (2,), False, None, 1, environments=folders(folder, 2)))
+    assert "ValueError: nothing to lower it to" in own
+    assert re.search(
+        r"rank 1 could not compile what rank 0 compiled as graph 0 of step.*Rank 1 said: .*ValueError", other
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_without_a_compiler_runs_operator_by_operator(warm):
+    folder = warm((2,))
+    shutil.rmtree(folder / "1")
+    environments = folders(folder, 2)
+    environments[1]["CXX"] = "/nonexistent"
+    (hits, _), (none, _) = values_of(run_job(2, train_step, (2,), environments=environments, limit=200))
+    assert hits and not none
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_folder_of_caches_that_one_rank_cannot_make_is_an_error_on_every_rank(warm, tmp_path):
+    (tmp_path / "file").touch()
+    environments = folders(warm((2,)), 2)
+    environments[1]["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "file" / "caches")
+    other, own = errors_of(run_job(2, train_step, (2,), environments=environments))
+    assert "NotADirectoryError" in own
+    assert re.search(r"[Rr]ank 1 (said|could not compile step.*): .*NotADirectoryError", other), other
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A folder that has no space left."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_folder_of_caches_that_is_full_on_one_rank(warm, full):
+    environments = folders(warm((2,)), 2)
+    environments[1]["TORCHINDUCTOR_CACHE_DIR"] = str(full / "caches")
+    (hits, _), (none, _) = values_of(run_job(2, train_step, (2,), environments=environments, limit=200))
+    assert hits and not none
+
+
+# ---- agreement of torch --------------------------------------------------------------------------------------------
+
+
+def train_steps_with_torchs_agreement(shape):
+    with torch._functorch.config.patch(_sync_cache_decision_cross_ranks=True):
+        return train_steps(shape)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    not hasattr(torch._functorch.config, "_sync_cache_decision_cross_ranks"),
+    reason="this release of torch does not compare cache hits of ranks",
+)
+def test_ranks_of_which_torch_drops_lone_hits(warm):
+    folder = warm((2,))
+    shutil.rmtree(folder / "1")
+    values_of(run_job(2, train_steps_with_torchs_agreement, (2,), environments=folders(folder, 2), limit=300))
+
+
+# ---- what is sent --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_agreement_sends_nothing_over_groups_of_the_program():
+    """As NCCL requires, which has no second communicator for it: the first call, which compiles, agrees and makes the
+    groups over several mesh dims, sends over groups that existed before what a later call sends."""
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]).requires_grad_()
+    groups = [dist.group.WORLD, mesh.get_group("dp"), mesh.get_group("tp")]
+
+    def sent(call):
+        before = [group._get_sequence_number_for_group() for group in groups]
+        call()
+        return [group._get_sequence_number_for_group() - count for group, count in zip(groups, before)]
+
+    def step(x):
+        return x.redistribute(placements=[Shard(0), Replicate()]).square().sum().full_tensor()
+
+    assert sent(lambda: dist.barrier(mesh.get_group("tp"))) == [0, 0, 1]
+    run = torch.compile(step, backend="dtensor_aten", fullgraph=True)
+    first, second = (sent(lambda: run(x).backward()) for _ in range(2))
+    assert first == second and any(first)
+    names = torch.compile(lambda x, name: x.full_tensor().sum() + len(name), backend="dtensor_aten")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        calls = [sent(lambda: names(x.detach(), "n" * (i + 1))) for i in range(2)]
+    assert calls[0] == calls[1]
