@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.tracing import at_recompile_limit
+from dtensor_compile.compat.dynamo.tracing import at_failed_frames
 from dtensor_compile.compat.inductor.compile import compile_as_stock
 from dtensor_compile.compat.patches import warn_of_untried_release
 from dtensor_compile.graph.runner import run_steps
 from dtensor_compile.options import Options
 from dtensor_compile.recording.recorder import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
-from dtensor_compile.runtime.eager_fallback import fall_back_together
+from dtensor_compile.runtime.failed_frames import frame_failed
 from dtensor_compile.runtime.watch_runs import watched
 from dtensor_compile.spmd import trackers as of_annotations
 from dtensor_compile.stages import program
@@ -70,5 +70,5 @@ def dtensor_aten(
 for _backend in (dtensor, dtensor_aten):
     install_trackers(_backend, of_annotations.OBJECTS, of_annotations.CONTEXTS)
 
-at_recompile_limit(fall_back_together)
+at_failed_frames(frame_failed)
 warn_of_untried_release()

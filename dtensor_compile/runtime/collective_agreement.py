@@ -58,12 +58,13 @@ from dtensor_compile.runtime.look_out import look_out
 from dtensor_compile.runtime.waiting import (
     Answer,
     Waiting,
+    failure_key,
     function_name,
     groups_key,
     say_compiling,
     while_the_store_is_there,
 )
-from dtensor_compile.store.failed_ranks import add_note, name_failures, tell_failure
+from dtensor_compile.store.failed_ranks import add_note, first_line, mark_told, name_failures, tell_failure
 from dtensor_compile.store.ledger import Book, current_book
 
 __all__ = ["Agreement", "Announcement", "Call"]
@@ -227,9 +228,9 @@ class Agreement:
         with while_the_store_is_there():
             say_compiling(book, False)
             tell_failure(f"compile {self.function}", error)
+            mark_told(error)
             if not isinstance(error, AgreementError):  # which the other ranks know
-                reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-                book.store.set(self._failure_key(book, dist.get_rank()), reason)
+                book.store.set(self._failure_key(book, dist.get_rank()), first_line(error))
         self.failures += 1
         self.graphs = min(self.graphs, self.forward_graphs)
 
@@ -280,7 +281,7 @@ class Agreement:
                 )
 
     def _failure_key(self, book: Book, rank: int) -> str:
-        return book.key((), f"failure of {self.function}", self.time, self.failures, rank)
+        return failure_key(book, self.function, self.time, self.failures, rank)
 
 
 def _place(book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> tuple[int | None, bool]:

@@ -15,7 +15,7 @@ import types
 
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo.recompile_limits import is_fatal, run_in_eager
+from dtensor_compile.compat.dynamo.recompile_limits import run_in_eager
 from dtensor_compile.errors import AgreementError
 from dtensor_compile.runtime.collective_agreement import MOST_PATIENT
 from dtensor_compile.runtime.waiting import function_name, has_begun, is_compiling, while_the_store_is_there
@@ -36,9 +36,6 @@ def fall_back_together(code: types.CodeType, error: Exception) -> None:
     if book is None or not book.partners.get(function):
         return
     with while_the_store_is_there():
-        if is_fatal(error):
-            tell_failure(f"compile {function}", error)
-            return
         missing = _missing(book, function)
         if missing:
             told = AgreementError(_message(function, missing))
@@ -75,6 +72,6 @@ def _message(function: str, missing: list[int]) -> str:
         f"rank {dist.get_rank()} has compiled {function} as often as Dynamo's recompile limit allows and would run it "
         f"in eager from now on, but {others} would run a compiled graph, which calls other collectives: ranks would "
         "hang, or get wrong numbers. Look for a value or a local size that changes from call to call on this rank only "
-        "(TORCH_LOGS=recompiles names it); dynamic=True, or torch.compiler.set_stance, or a higher "
-        "torch._dynamo.config.recompile_limit may help."
+        "(TORCH_LOGS=recompiles names it); dynamic=True for a size, or a higher torch._dynamo.config.recompile_limit, "
+        "may help."
     )

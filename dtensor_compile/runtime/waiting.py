@@ -164,6 +164,12 @@ def while_the_store_is_there() -> Iterator[None]:
         log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and so is the job
 
 
+def failure_key(book: Book, function: str, time: int, failures: int, rank: int) -> str:
+    """Key under which a rank announces that it cannot compile a function that it compiles for the `time`-th time, or
+    its backward pass; `failures` counts those announced before in the same compilation."""
+    return book.key((), f"failure of {function}", time, failures, rank)
+
+
 def groups_key(book: Book, graph: str, count: int, rank: int) -> str:
     """Key of the groups over which a rank's graph communicates, when it was compiled for the `count`-th time."""
     return book.key((), f"groups of {graph}", count, rank)

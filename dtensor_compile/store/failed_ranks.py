@@ -15,6 +15,8 @@ from dtensor_compile.store.ledger import Book, current_book
 
 #: Number of failures that an error names, the last ones first.
 MOST_NAMED = 3
+#: Attribute of errors that have been told.
+_TOLD = "_dtensor_compile_told"
 
 
 def tell_failure(what: str, error: BaseException) -> None:
@@ -22,9 +24,8 @@ def tell_failure(what: str, error: BaseException) -> None:
     book = current_book()
     if book is None:
         return
-    said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     number = book.store.add(_count_key(book), 1)
-    book.store.set(_key(book, number), json.dumps([dist.get_rank(), what, said, time.time()]))
+    book.store.set(_key(book, number), json.dumps([dist.get_rank(), what, first_line(error), time.time()]))
 
 
 def failures_of_others() -> list[str]:
@@ -52,6 +53,28 @@ def name_failures(error: BaseException) -> None:
         sentences = ["the store of the job, which rank 0 holds in most jobs, is gone: its process has ended"]
     for sentence in sentences:
         add_note(error, sentence)
+
+
+def first_line(error: BaseException) -> str:
+    """Class and first line of an error."""
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+
+
+def mark_told(error: BaseException) -> None:
+    """Notes that other ranks know of an error."""
+    error.__dict__[_TOLD] = True
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether other ranks know of an error, or of one that it comes from."""
+    seen: set[int] = set()
+    now: BaseException | None = error
+    while now is not None and id(now) not in seen:
+        if _TOLD in now.__dict__:
+            return True
+        seen.add(id(now))
+        now = getattr(now, "inner_exception", None) or now.__cause__ or now.__context__
+    return False
 
 
 def add_note(error: BaseException, sentence: str) -> None:

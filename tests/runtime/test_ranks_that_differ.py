@@ -332,21 +332,24 @@ def test_a_folder_of_caches_that_one_rank_cannot_make_is_an_error_on_every_rank(
 
 @pytest.fixture
 def full(tmp_path):
-    """A folder that has no space left."""
+    """A folder in a file system without space."""
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("a small file system cannot be mounted here")
+    with contextlib.suppress(OSError):
+        (tmp_path / "file").write_bytes(bytes(128 * 1024))
     yield tmp_path
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_folder_of_caches_that_is_full_on_one_rank(warm, full):
+def test_a_folder_of_caches_that_is_full_on_one_rank_is_an_error_on_every_rank(warm, full):
     environments = folders(warm((2,)), 2)
     environments[1]["TORCHINDUCTOR_CACHE_DIR"] = str(full / "caches")
-    (hits, _), (none, _) = values_of(run_job(2, train_step, (2,), environments=environments, limit=200))
-    assert hits and not none
+    other, own = errors_of(run_job(2, train_step, (2,), environments=environments))
+    assert "No space left on device" in own
+    assert re.search(r"[Rr]ank 1 (said|could not compile step.*): .*No space left on device", other), other
 
 
 # ---- agreement of torch --------------------------------------------------------------------------------------------

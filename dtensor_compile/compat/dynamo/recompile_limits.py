@@ -1,12 +1,13 @@
-"""Frames that Dynamo does not compile once more, because it has compiled them as often as its limits allow.
+"""Frames that Dynamo does not compile: whether the program gets the error, and those that it has compiled as often as
+its limits allow.
 
-It decides so on each rank by itself: where guards fail on one rank only, that rank runs the frame in eager from then
-on, and the others run a graph with other collectives.
+Dynamo decides so on each rank by itself: where guards fail on one rank only, that rank runs the frame in eager from
+then on, and the others run a graph with other collectives.
 """
 
 from __future__ import annotations
 
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import FailOnRecompileLimitHit, RestartAnalysis, SkipFrame, Unsupported, UserError
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from dtensor_compile.compat.patches import feature, hook
@@ -18,7 +19,7 @@ _LIMIT = feature(
     hook("torch._dynamo.exc:TorchDynamoException"),
     without="a rank that reaches it alone runs in eager, and hangs with the others",
     essential=True,
-    upstream="#162983",
+    upstream="not reported: torch's own graphs call the collectives that eager calls, as long as nothing reorders them",
     remove_when="ranks agree on whether they compile a frame",
 )
 
@@ -28,12 +29,20 @@ def reaches_recompile_limit(error: BaseException) -> bool:
     if not _LIMIT.works():
         return False
     strategy = getattr(error, "frame_exec_strategy", None)
-    return is_fatal(error) or (strategy is not None and strategy.cur_action == FrameAction.RUN_ONLY)
+    return isinstance(error, FailOnRecompileLimitHit) or (
+        strategy is not None and strategy.cur_action == FrameAction.RUN_ONLY
+    )
 
 
-def is_fatal(error: BaseException) -> bool:
-    """Whether the program gets the error (``fullgraph=True``), instead of running the frame in eager."""
-    return isinstance(error, FailOnRecompileLimitHit)
+def ends_program(error: BaseException, *, one_graph: bool) -> bool:
+    """Whether the program gets an error that ends the compilation of a frame, instead of running it in eager.
+
+    Args:
+        one_graph: whether it is compiled with ``fullgraph=True``.
+    """
+    if isinstance(error, (RestartAnalysis, SkipFrame)):
+        return False
+    return one_graph or not isinstance(error, (Unsupported, UserError))
 
 
 def run_in_eager(error: BaseException) -> None:

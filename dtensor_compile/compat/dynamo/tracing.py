@@ -53,7 +53,7 @@ from dtensor_compile.compat.dynamo.constant_objects import (
 )
 from dtensor_compile.compat.dynamo.left_to_python import is_left
 from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
-from dtensor_compile.compat.dynamo.recompile_limits import reaches_recompile_limit
+from dtensor_compile.compat.dynamo.recompile_limits import ends_program
 from dtensor_compile.compat.dynamo.tracker_entries import (
     Backend,
     Entries,
@@ -313,14 +313,14 @@ def _around_compilation(
         yield
 
 
-#: Called at a recompile limit; the last one counts.
-_at_limit: list[Callable[[types.CodeType, Exception], None]] = []
+#: Called with each frame that Dynamo does not compile; the last one counts.
+_at_failure: list[Callable[[types.CodeType, Exception, bool], None]] = []
 
 
-def at_recompile_limit(reached: Callable[[types.CodeType, Exception], None]) -> None:
-    """From now on, `reached` is called where Dynamo does not compile a frame for one of our backends once more; with
-    its code and the error that says so, which it may change or replace."""
-    _at_limit.append(reached)
+def at_failed_frames(failed: Callable[[types.CodeType, Exception, bool], None]) -> None:
+    """From now on, `failed` is called where Dynamo does not compile a frame for one of our backends; with its code, the
+    error, which it may change or replace, and whether the program gets the error."""
+    _at_failure.append(failed)
 
 
 def installed_backends() -> list[Backend]:
@@ -352,8 +352,8 @@ def _leave_some_to_python(
         try:
             return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
         except Exception as error:
-            if _at_limit and compiles_for_us(compiler_fn) and reaches_recompile_limit(error):
-                _at_limit[-1](code, error)
+            if _at_failure and compiles_for_us(compiler_fn):
+                _at_failure[-1](code, error, ends_program(error, one_graph=bool(args[0])))
             raise
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
     return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)

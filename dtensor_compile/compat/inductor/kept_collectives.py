@@ -24,7 +24,7 @@ _TEXT = "_dtensor_compile_collectives"
     _SAVE,
     _FINISH,
     without="a rank that finds its graph in a cache does not compare it with those that others compile",
-    upstream="#183999",
+    upstream="not reported: torch compares hits of ranks, but not graphs",
     remove_when="cached graphs can hold data of the backend",
 )
 @contextlib.contextmanager
