@@ -184,13 +184,14 @@ class Agreement:
             return
         book.partners.setdefault(self.function, set()).update(*(ranks for _, ranks, *_ in noted))
         waiting: list[Waiting] = []
+        began = time.monotonic()
         with while_the_store_is_there():
             for name, ranks in groups.items():
                 book.graphs[name] = book.graphs.get(name, 0) + 1
                 book.store.set(groups_key(book, name, book.graphs[name], dist.get_rank()), json.dumps(ranks))
             for name, ranks, mine, runs_now in noted:
                 (waiting if runs_now else self.later).extend(self._announce(book, name, ranks, mine))
-            self._go_on_without(_compare(book, waiting))
+            self._go_on_without(_compare(book, waiting), began)
 
     def reach_backward(self) -> None:
         """Compares backward graphs that were compiled with their forward graph; called before they first run.
@@ -204,7 +205,7 @@ class Agreement:
         later = [entry for entry in self.later if entry.book is book]
         try:
             with while_the_store_is_there():
-                self._go_on_without(_compare(book, later))
+                self._go_on_without(_compare(book, later), time.monotonic())
         except AgreementError:  # raised again if the program runs the backward pass again
             self.failures += 1
             self.later = [replace(entry, failed=self._failure_key(book, entry.rank)) for entry in later]
@@ -246,9 +247,9 @@ class Agreement:
         """Records that `has_run` is called with errors of the forward graph, without a wrapper (`watch_runs`)."""
         self.explains = True
 
-    def _go_on_without(self, waiting: list[Waiting]) -> None:
+    def _go_on_without(self, waiting: list[Waiting], began: float) -> None:
         if waiting:
-            self.unanswered.append(_look_out_for(waiting, time.monotonic()))
+            self.unanswered.append(_look_out_for(waiting, began))
 
     def _announce(self, book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[Waiting]:
         place, counts = _place(book, name, ranks, mine)

@@ -322,34 +322,36 @@ def test_a_rank_without_a_compiler_runs_operator_by_operator(warm):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_folder_of_caches_that_one_rank_cannot_make_is_an_error_on_every_rank(warm, tmp_path):
+    """``torch.compile`` itself raises on that rank, before it loads a backend."""
     (tmp_path / "file").touch()
     environments = folders(warm((2,)), 2)
     environments[1]["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "file" / "caches")
     other, own = errors_of(run_job(2, train_step, (2,), environments=environments))
     assert "NotADirectoryError" in own
-    assert re.search(r"[Rr]ank 1 (said|could not compile step.*): .*NotADirectoryError", other), other
+    assert re.search(r"rank 1 has said nothing of them within \d+ s: it has not begun to compile step", other), other
 
 
-@pytest.fixture
-def full(tmp_path):
-    """A folder in a file system without space."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+@pytest.fixture(params=["ro", "size=64k"])
+def unwritable(request, tmp_path):
+    """A folder that is read-only, and one in a file system without space."""
+    command = ["mount", "-t", "tmpfs", "-o", request.param, "none", str(tmp_path)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system cannot be mounted here")
+        pytest.skip("a file system cannot be mounted here")
     with contextlib.suppress(OSError):
         (tmp_path / "file").write_bytes(bytes(128 * 1024))
-    yield tmp_path
+    yield tmp_path, "Read-only file system" if request.param == "ro" else "No space left on device"
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_folder_of_caches_that_is_full_on_one_rank_is_an_error_on_every_rank(warm, full):
+def test_a_folder_of_caches_that_one_rank_cannot_write_is_an_error_on_every_rank(warm, unwritable):
+    folder, said = unwritable
     environments = folders(warm((2,)), 2)
-    environments[1]["TORCHINDUCTOR_CACHE_DIR"] = str(full / "caches")
+    environments[1]["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     other, own = errors_of(run_job(2, train_step, (2,), environments=environments))
-    assert "No space left on device" in own
-    assert re.search(r"[Rr]ank 1 (said|could not compile step.*): .*No space left on device", other), other
+    assert said in own
+    assert re.search(rf"[Rr]ank 1 (said|could not compile step.*): .*{said}", other), other
 
 
 # ---- agreement of torch --------------------------------------------------------------------------------------------
