@@ -118,6 +118,9 @@ def _run(
     import torch
     import torch.distributed as dist
 
+    from dtensor_compile.native.loader import native
+
+    native()  # built now where it is missing
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     dist.barrier()

@@ -50,7 +50,8 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         began = time.perf_counter()
         _sleep(seconds)
-        self.slept += time.perf_counter() - began
+        if self.depth:
+            self.slept += time.perf_counter() - began
 
 
 _sleep = time.sleep
@@ -61,7 +62,7 @@ def timed(clock: Clock) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("note", "found", "reach", "reach_backward", "begin_again"):
             stack.enter_context(mock.patch.object(Agreement, name, clock.around(getattr(Agreement, name))))
-        of_frame = clock.around(Agreement.of_frame)
+        of_frame = clock.around(Agreement.of_frame)  # bound to the class
         stack.enter_context(mock.patch.object(Agreement, "of_frame", staticmethod(of_frame)))
         stack.enter_context(mock.patch.object(collective_agreement.time, "sleep", clock.sleep))
         yield
