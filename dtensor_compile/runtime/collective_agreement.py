@@ -34,6 +34,8 @@ compile announces that, and the ranks that wait for it raise.
     rank 0: graph 0 of step (train.py:12)  all_gather, all_reduce  -> store; reads rank 1's, raises
     rank 1: graph 0 of step (train.py:12)  all_gather              -> store; reads rank 0's, raises
 
+A graph from Inductor's cache is announced like one that is compiled: the cache keeps it with its collectives.
+
 Announcements correspond if they have the same function, the same group, and the same place in the order of that
 function's distinct announcements over that group.
 """

@@ -127,6 +127,8 @@ def test_local_sizes_and_constants_that_change_on_one_rank_are_compiled_by_it_al
             value.backward()
             assert time.monotonic() - begin < 20
             assert value == 32 * len(own) + len(name)
+            assert x.grad.to_local().unique().tolist() == [2 * len(own)]
+            x.grad = None
 
 
 def compiles_again_and_fails_on_rank(failing):

@@ -7,15 +7,15 @@ then on, and the others run a graph with other collectives.
 
 from __future__ import annotations
 
+from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy
 from torch._dynamo.exc import FailOnRecompileLimitHit, RestartAnalysis, SkipFrame, Unsupported, UserError
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from dtensor_compile.compat.patches import feature, hook
 
 _LIMIT = feature(
     "ranks that reach the recompile limit together",
     hook("torch._dynamo.exc:FailOnRecompileLimitHit"),
-    hook("torch._dynamo.types:FrameExecStrategy"),
+    hook("torch._dynamo.eval_frame:FrameExecStrategy"),
     hook("torch._dynamo.exc:TorchDynamoException"),
     without="a rank that reaches it alone runs in eager, and hangs with the others",
     essential=True,
