@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.compat.dynamo.tracing import at_failed_frames
 from dtensor_compile.compat.inductor.compile import compile_as_stock
 from dtensor_compile.compat.patches import warn_of_untried_release
 from dtensor_compile.graph.runner import run_steps
 from dtensor_compile.options import Options
 from dtensor_compile.recording.recorder import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
+from dtensor_compile.runtime.failed_frames import frame_failed
+from dtensor_compile.runtime.watch_runs import watched
 from dtensor_compile.spmd import trackers as of_annotations
 from dtensor_compile.stages import program
 from dtensor_compile.stages.compilation import Compilation
@@ -50,7 +53,7 @@ def dtensor(
         run_steps(gm, program.CAPTURED, this)
         compiled = compile_program(this)
         agreement.reach()
-        return agreement.watched(program.wrap(compiled, this))
+        return watched(program.wrap(compiled, this), agreement)
 
 
 def dtensor_aten(
@@ -67,4 +70,5 @@ def dtensor_aten(
 for _backend in (dtensor, dtensor_aten):
     install_trackers(_backend, of_annotations.OBJECTS, of_annotations.CONTEXTS)
 
+at_failed_frames(frame_failed)
 warn_of_untried_release()

@@ -4,12 +4,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from dtensor_compile import backend
-from dtensor_compile.compat.dynamo.registry import register_again
+
+def _tell(error: Exception) -> None:
+    """Tells the other ranks of the job, which may wait for this one, as far as the package works."""
+    with contextlib.suppress(Exception):
+        from dtensor_compile.store.failed_ranks import tell_failure
+
+        tell_failure("import the backend", error)
+
+
+try:
+    from dtensor_compile import backend
+    from dtensor_compile.compat.dynamo.registry import register_again
+except Exception as error:
+    _tell(error)
+    raise
 
 _NAMES = ("dtensor", "dtensor_aten")
 _lock = threading.Lock()

@@ -48,6 +48,11 @@ def const_arg(node: torch.fx.Node, place: int, kind: type[T]) -> T:
     return found
 
 
+def texts_in(graph: torch.fx.Graph) -> set[str]:
+    """All arguments of the nodes of a graph that are text, such as names of process groups."""
+    return {arg for node in graph.nodes for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str)}
+
+
 def list_arg(node: torch.fx.Node, place: int) -> list[Any]:
     """The argument of `node` at `place`, a list or a tuple of numbers or nodes, as a list.
 

@@ -5,15 +5,20 @@ Input: a lowered graph. Output: for each process group an `Announcement`, whose 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.compat.distributed.device_meshes import group_named
+from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.graph.node_costs import group_of
 from dtensor_compile.graph.nodes import ACROSS, source_line, starts_collective
+from dtensor_compile.ir.rank_free import dims_of_name
 from dtensor_compile.ops.groups import REDISTRIBUTES
+from dtensor_compile.recording.recorder import graph_name
 from dtensor_compile.store.ledger import digest
 
 #: Collectives to which all members contribute equal numbers of elements.
@@ -82,9 +87,8 @@ class Announcement:
         return kinds == self.kinds and (sizes == self.sizes or "?" in (sizes, self.sizes))
 
 
-def collectives_by_group(graph: torch.fx.Graph) -> dict[tuple[int, ...], list[Call]]:
-    """The collectives of a lowered graph in their order, by the ranks that take part."""
-    calls: dict[tuple[int, ...], list[Call]] = {}
+def _collectives(graph: torch.fx.Graph) -> Iterator[tuple[dist.ProcessGroup, Call]]:
+    """The collectives of a lowered graph in their order, with the process group of each."""
     for node in graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -94,8 +98,32 @@ def collectives_by_group(graph: torch.fx.Graph) -> dict[tuple[int, ...], list[Ca
             continue
         group = group_of(node)
         if group is not None and group.size() > 1:
-            calls.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), []).append(_call(node, name))
-    return calls
+            yield group, _call(node, name)
+
+
+def graph_text(graph: torch.fx.Graph) -> str:
+    """All that ranks compare of a lowered graph, as text that a cache can keep.
+
+    Process groups are those of this rank. Where the graph is rank-free, and another rank may find it, each has its name
+    in such graphs as well.
+    """
+    symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.find_nodes(op="placeholder"))
+    names = {group_named(name): name for name in texts_in(graph) if dims_of_name(name)}
+    calls = [
+        [sorted(dist.get_process_group_ranks(group)), names.get(group, ""), list(vars(call).values())]
+        for group, call in _collectives(graph)
+    ]
+    return json.dumps([graph_name(graph), symbolic, calls])
+
+
+def read_graph_text(text: str) -> tuple[str, dict[tuple[int, ...], Announcement]]:
+    """``"forward"`` or ``"backward"``, and the announcements of the graph by the ranks that take part."""
+    kind, symbolic, found = json.loads(text)
+    calls: dict[tuple[int, ...], list[Call]] = {}
+    for ranks, name, call in found:
+        members = sorted(dist.get_process_group_ranks(group_named(name))) if name else ranks
+        calls.setdefault(tuple(members), []).append(Call(*call))
+    return kind, {ranks: Announcement.of(theirs, symbolic) for ranks, theirs in calls.items()}
 
 
 def _call(node: torch.fx.Node, name: str) -> Call:

@@ -38,6 +38,7 @@ from dtensor_compile.compat.distributed.device_meshes import group_exists, real_
 from dtensor_compile.compat.inductor.cache_folder import cache_folder, instruction_set
 from dtensor_compile.compat.inductor.compile import package_digest
 from dtensor_compile.decisions import Decision
+from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.ir.mesh import know_group, mesh_text
 
 log = logging.getLogger("dtensor_compile")
@@ -68,8 +69,7 @@ class Build:
         """Notes a lowered graph of a program, with dtypes, shapes and strides of its values."""
         values = [_about(node.meta.get("val")) for node in graph.nodes]
         self.graphs.setdefault(digest, []).append(f"{graph}\n{values}")
-        named = (arg for node in graph.nodes for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str))
-        self.groups.setdefault(digest, set()).update(name for name in set(named) if group_exists(name))
+        self.groups.setdefault(digest, set()).update(name for name in texts_in(graph) if group_exists(name))
 
 
 _builds: list[Build] = []

@@ -34,6 +34,8 @@ compile announces that, and the ranks that wait for it raise.
     rank 0: graph 0 of step (train.py:12)  all_gather, all_reduce  -> store; reads rank 1's, raises
     rank 1: graph 0 of step (train.py:12)  all_gather              -> store; reads rank 0's, raises
 
+A graph from Inductor's cache is announced like one that is compiled: the cache keeps it with its collectives.
+
 Announcements correspond if they have the same function, the same group, and the same place in the order of that
 function's distinct announcements over that group.
 """
@@ -47,17 +49,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo.tracing import of_compilation_on_stack, restarts_analysis
 from dtensor_compile.errors import AgreementError
-from dtensor_compile.recording.recorder import graph_name
-from dtensor_compile.runtime.announcement import Announcement, Call, collectives_by_group
+from dtensor_compile.runtime.announcement import Announcement, Call, graph_text, read_graph_text
 from dtensor_compile.runtime.look_out import look_out
-from dtensor_compile.runtime.waiting import Answer, Waiting, groups_key, say_compiling
+from dtensor_compile.runtime.waiting import (
+    Answer,
+    Waiting,
+    failure_key,
+    function_name,
+    groups_key,
+    say_compiling,
+    while_the_store_is_there,
+)
+from dtensor_compile.store.failed_ranks import add_note, first_line, mark_told, name_failures, tell_failure
 from dtensor_compile.store.ledger import Book, current_book
 
 __all__ = ["Agreement", "Announcement", "Call"]
@@ -91,6 +100,8 @@ class Agreement:
         later: pending answers of other ranks for backward graphs that are compiled, and have not run.
         unanswered: for each graph that runs without answers of other ranks, the function to call when it has run, with
             the error if it raised.
+        text: of the graph that was lowered last; caches keep it with the graph.
+        explains: whether `has_run` is called with errors of the forward graph.
     """
 
     function: str
@@ -103,19 +114,19 @@ class Agreement:
     forward_graphs: int = 0
     later: list[Waiting] = field(default_factory=list)
     unanswered: list[Callable[[BaseException | None], None]] = field(default_factory=list)
+    text: str = ""
+    explains: bool = False
 
     @classmethod
     def of_frame(cls) -> Agreement:
         """The agreement for the frame that is being compiled on this thread."""
         code = of_compilation_on_stack("code")
-        function = (
-            f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
-        )
+        function = function_name(code) if code is not None else ""
         book = current_book()
         if book is None:
             return cls(function)
         time = book.compilations[function] = book.compilations.get(function, 0) + 1
-        with _while_the_store_is_there():
+        with while_the_store_is_there():
             say_compiling(book, True, function)
         return cls(function, time=time)
 
@@ -126,20 +137,34 @@ class Agreement:
         Raises:
             AgreementError: as `reach`.
         """
-        book = current_book()
-        if book is None:
+        if current_book() is not None:
+            self.text = graph_text(graph)
+            self.found(self.text)
+
+    def found(self, text: str) -> None:
+        """Records a graph by its text (`announcement.graph_text`): one that comes from a cache was lowered by an
+        earlier process.
+
+        Raises:
+            AgreementError: as `reach`.
+        """
+        if not text or current_book() is None:
             return
         name = f"graph {self.graphs} of {self.function}"
         self.graphs += 1
-        symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.find_nodes(op="placeholder"))
-        by_group = collectives_by_group(graph)
-        self.groups[name] = list(by_group)
-        for ranks, calls in by_group.items():
-            self.noted.append(
-                (name, ranks, Announcement.of(calls, symbolic), self.compiled or graph_name(graph) == "forward")
-            )
+        kind, announcements = read_graph_text(text)
+        self.groups[name] = list(announcements)
+        for ranks, mine in announcements.items():
+            self.noted.append((name, ranks, mine, self.compiled or kind == "forward"))
         if self.compiled:
             self.reach()
+
+    def begin_again(self) -> None:
+        """Forgets graphs of a cache entry that is not used after all: the program is traced."""
+        if not self.compiled:
+            self.graphs = 0
+            self.noted.clear()
+            self.groups.clear()
 
     def reach(self) -> None:
         """Announces the recorded graphs, and compares them with announcements of other ranks.
@@ -154,19 +179,21 @@ class Agreement:
         book = current_book()
         if book is None:
             return
-        with _while_the_store_is_there():
+        with while_the_store_is_there():
             say_compiling(book, False)
-        if not self.graphs:  # from a cache, for which an earlier compilation has agreed
+        if not self.graphs:  # from a cache that holds no collectives of them
             book.store.set(book.key((), self.function, dist.get_rank()), "1")
             return
+        book.partners.setdefault(self.function, set()).update(*(ranks for _, ranks, *_ in noted))
         waiting: list[Waiting] = []
-        with _while_the_store_is_there():
+        began = time.monotonic()
+        with while_the_store_is_there():
             for name, ranks in groups.items():
                 book.graphs[name] = book.graphs.get(name, 0) + 1
                 book.store.set(groups_key(book, name, book.graphs[name], dist.get_rank()), json.dumps(ranks))
             for name, ranks, mine, runs_now in noted:
                 (waiting if runs_now else self.later).extend(self._announce(book, name, ranks, mine))
-            self._go_on_without(_compare(book, waiting))
+            self._go_on_without(_compare(book, waiting), began)
 
     def reach_backward(self) -> None:
         """Compares backward graphs that were compiled with their forward graph; called before they first run.
@@ -179,8 +206,8 @@ class Agreement:
             return
         later = [entry for entry in self.later if entry.book is book]
         try:
-            with _while_the_store_is_there():
-                self._go_on_without(_compare(book, later))
+            with while_the_store_is_there():
+                self._go_on_without(_compare(book, later), time.monotonic())
         except AgreementError:  # raised again if the program runs the backward pass again
             self.failures += 1
             self.later = [replace(entry, failed=self._failure_key(book, entry.rank)) for entry in later]
@@ -201,43 +228,30 @@ class Agreement:
         book = current_book()
         if book is None or restarts_analysis(error):
             return
-        with _while_the_store_is_there():
+        with while_the_store_is_there():
             say_compiling(book, False)
+            tell_failure(f"compile {self.function}", error)
+            mark_told(error)
             if not isinstance(error, AgreementError):  # which the other ranks know
-                reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-                book.store.set(self._failure_key(book, dist.get_rank()), reason)
+                book.store.set(self._failure_key(book, dist.get_rank()), first_line(error))
         self.failures += 1
         self.graphs = min(self.graphs, self.forward_graphs)
 
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `compiled` so that `has_run` is called after its first call; returns it unchanged if all ranks have
-        answered.
-        """
-        if not self.unanswered:
-            return compiled
-
-        def run(*args: Any) -> Any:
-            if not self.unanswered:
-                return compiled(*args)
-            try:
-                results = compiled(*args)
-            except Exception as error:
-                self.has_run(error)
-                raise
-            self.has_run()
-            return results
-
-        return run
-
     def has_run(self, error: BaseException | None = None) -> None:
-        """Records that the graph that was compiled or compared last has run, or has raised."""
+        """Records that the graph compiled or compared last has run, or has raised: the error gets notes about ranks."""
         unanswered, self.unanswered = self.unanswered, []
         for tell in unanswered:
             tell(error)
+        if error is not None and current_book() is not None:
+            name_failures(error)
 
-    def _go_on_without(self, waiting: list[Waiting]) -> None:
+    def explained(self) -> None:
+        """Records that `has_run` is called with errors of the forward graph, without a wrapper (`watch_runs`)."""
+        self.explains = True
+
+    def _go_on_without(self, waiting: list[Waiting], began: float) -> None:
         if waiting:
-            self.unanswered.append(_look_out_for(waiting, time.monotonic()))
+            self.unanswered.append(_look_out_for(waiting, began))
 
     def _announce(self, book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> Iterator[Waiting]:
         place, counts = _place(book, name, ranks, mine)
@@ -270,7 +284,7 @@ class Agreement:
                 )
 
     def _failure_key(self, book: Book, rank: int) -> str:
-        return book.key((), f"failure of {self.function}", self.time, self.failures, rank)
+        return failure_key(book, self.function, self.time, self.failures, rank)
 
 
 def _place(book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) -> tuple[int | None, bool]:
@@ -289,16 +303,6 @@ def _place(book: Book, name: str, ranks: tuple[int, ...], mine: Announcement) ->
         return None, False
     before.append(mine)
     return place, True
-
-
-@contextlib.contextmanager
-def _while_the_store_is_there() -> Iterator[None]:
-    try:
-        yield
-    except AgreementError:
-        raise
-    except RuntimeError as error:
-        log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and so is the job
 
 
 def _compare(book: Book, waiting: list[Waiting]) -> list[Waiting]:
@@ -342,6 +346,7 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
         A function to call when the graph has run, with the error if it raised.
     """
     waiting, group, lock = list(waiting), dist.group.WORLD, threading.Lock()
+    told: list[str] = []
 
     def look(at_once: bool = False) -> bool:
         if dist.group.WORLD is not group:
@@ -353,7 +358,8 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
                     continue
                 waiting.remove(entry)
                 if answer is not Answer.AGREES:
-                    log.warning("%s", sentence or entry.late(time.monotonic() - begin))
+                    told.append(sentence or entry.late(time.monotonic() - begin))
+                    log.warning("%s", told[-1])
             return not waiting
 
     end = look_out(look)
@@ -361,8 +367,10 @@ def _look_out_for(waiting: list[Waiting], begin: float) -> Callable[[BaseExcepti
     def has_run(error: BaseException | None) -> None:
         if error is not None:
             end()
-            with _while_the_store_is_there():
+            with while_the_store_is_there():
                 look(at_once=True)
+            for sentence in told:
+                add_note(error, sentence)
         elif all(entry.mine.blocks for entry in waiting):
             end()
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
+import logging
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from dtensor_compile.errors import AgreementError
 from dtensor_compile.runtime.announcement import Announcement
 from dtensor_compile.store.ledger import Book
+
+log = logging.getLogger("dtensor_compile")
 
 _COMPILING = b"1"
 
@@ -67,8 +74,7 @@ class Waiting:
 
     def compiles(self) -> bool:
         """Whether the other rank has announced that it compiles, and not that it is ready: it may still answer."""
-        key = _compiling_key(self.book, self.rank)
-        return bool(self.book.store.check([key])) and self.book.store.get(key) == _COMPILING
+        return is_compiling(self.book, self.rank)
 
     def begun(self) -> bool:
         """Whether the other rank has begun to compile the function as often as this one."""
@@ -130,6 +136,38 @@ class Waiting:
             f"{self.mine.digest} and {digest}. Every rank of a group has to call the same collectives in the same "
             "order: look for a branch on the rank or on a value that differs between ranks."
         )
+
+
+def is_compiling(book: Book, rank: int) -> bool:
+    """Whether a rank has announced that it compiles, and not that it is ready."""
+    key = _compiling_key(book, rank)
+    return bool(book.store.check([key])) and book.store.get(key) == _COMPILING
+
+
+def has_begun(book: Book, function: str, rank: int) -> bool:
+    """Whether a rank has ever begun to compile a function."""
+    return bool(book.store.check([_begun_key(book, function, rank)]))
+
+
+def function_name(code: types.CodeType) -> str:
+    """Name of a function that is compiled, alike on every rank."""
+    return f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
+
+
+@contextlib.contextmanager
+def while_the_store_is_there() -> Iterator[None]:
+    try:
+        yield
+    except AgreementError:
+        raise
+    except RuntimeError as error:
+        log.warning("ranks could not compare their graphs: %s", error)  # the store is gone, and so is the job
+
+
+def failure_key(book: Book, function: str, time: int, failures: int, rank: int) -> str:
+    """Key under which a rank announces that it cannot compile a function that it compiles for the `time`-th time, or
+    its backward pass; `failures` counts those announced before in the same compilation."""
+    return book.key((), f"failure of {function}", time, failures, rank)
 
 
 def groups_key(book: Book, graph: str, count: int, rank: int) -> str:

@@ -55,7 +55,7 @@ SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: views_of_dtensors(),
     lambda this: backward_in_time(),
     lambda this: sizes_from_expressions(),
-    lambda this: native_calls(),
+    lambda this: native_calls(this.agreement.has_run, this.agreement.explained),
     lambda this: keep_gradients_of_async_inputs(this.inputs),
     lambda this: contextlib.nullcontext() if this.options.strict else defer_backward_errors(this.log.decided),
     lambda this: report_fallbacks(this.log.decided),
@@ -105,6 +105,7 @@ def compile_program(this: Compilation) -> Callable[..., Any]:
                 cacheable=GRAPH_FUNCTIONS,
                 uncompiled=tell_uncompiled(this),
                 kernels=(build := current_build()) is None or build.kernels,
+                collectives=(lambda: this.agreement.text, this.agreement.found),
             )
         )
         if this.shares is not None and current_build() is None and cached_programs() == before:

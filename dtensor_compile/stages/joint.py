@@ -107,6 +107,7 @@ SHAPE = (
 
 def plan_joint_graph(graph: torch.fx.Graph, this: Compilation) -> None:
     """Runs the steps on the joint graph."""
+    this.agreement.begin_again()
     with plans_for(this.options.topology, this.options.redistribution_memory), rank_free(this.rank_free):
         run_steps(graph, PLAN, this)
         run_steps(graph, SHAPE, this)

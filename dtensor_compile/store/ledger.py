@@ -23,6 +23,8 @@ class Book:
         said: number of announcements of the same collectives of a group, for whatever graphs.
         graphs: number of compilations per graph, by name.
         compilations: number of compilations started per function, by name.
+        partners: by function, the ranks with which its graphs communicate.
+        limits: number of times that a function reached the recompile limit, by name (`runtime.eager_fallback`).
         met: number of rendezvous of `ranks` per topic (`store.rendezvous`).
         epoch: number of process groups that this rank has had on that store, which may outlive them.
     """
@@ -35,6 +37,8 @@ class Book:
         self.said: dict[tuple[tuple[int, ...], str], int] = {}
         self.graphs: dict[str, int] = {}
         self.compilations: dict[str, int] = {}
+        self.partners: dict[str, set[int]] = {}
+        self.limits: dict[str, int] = {}
         self.met: dict[tuple[tuple[int, ...], str], int] = {}
         self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
 

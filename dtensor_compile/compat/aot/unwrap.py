@@ -68,8 +68,13 @@ _BACKWARD = patch("torch._functorch._aot_autograd.subclass_codegen:codegen_backw
     remove_when="AOTAutograd unwraps and wraps DTensors in C++",
 )
 @contextlib.contextmanager
-def native_calls() -> Iterator[None]:
-    """While active, AOTAutograd uses the code of this module around graphs on this thread."""
+def native_calls(explain: Callable[[Exception], None], explains: Callable[[], None]) -> Iterator[None]:
+    """While active, AOTAutograd uses the code of this module around graphs on this thread.
+
+    Args:
+        explain: called with an error that a forward graph raises while it runs.
+        explains: called if `explain` will be.
+    """
     fast = native() is not None
 
     def wrapper(
@@ -82,7 +87,9 @@ def native_calls() -> Iterator[None]:
     ) -> Callable[..., Any]:
         if fast and not any(others.values()):
             with contextlib.suppress(_NotPlain):
-                return _around(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw is not None)
+                around = _around(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw is not None, explain)
+                explains()
+                return around
         return stock(compiled_fn, inp_metas, list(map(_from_parts, out_metas)), num_fw_outs_saved_for_bw, **others)
 
     def backward(stock: Any, grad_input_metas: Sequence[Meta] | None = None) -> tuple[Any, Any]:
@@ -98,7 +105,8 @@ def native_calls() -> Iterator[None]:
         if fast:
             _accumulate(compiled, metadata)
             _save(compiled, metadata)
-            _apply(compiled)
+            _apply(compiled, explain)
+            explains()
 
     def versions(stock: Any, code: Any, *others: Any) -> None:
         stock(code, *others)
@@ -144,22 +152,35 @@ def _apart(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _around(
-    compiled: Callable[..., Any], inputs: Sequence[Meta], outputs: Sequence[Meta], saves: bool
+    compiled: Callable[..., Any],
+    inputs: Sequence[Meta],
+    outputs: Sequence[Meta],
+    saves: bool,
+    explain: Callable[[Exception], None],
 ) -> Callable[..., Any]:
     """`compiled`, a boxed function of local tensors and meshes, as a boxed function of DTensors.
 
     Args:
         saves: results beyond those of `outputs` are passed on unchanged.
+        explain: called with errors of `compiled`. A ``try`` takes no time where nothing raises.
     """
     unwrap = native().Unwrap([_argument(meta) for meta in inputs])
     plan, used = _results(outputs)
     wrap = native().Wrap(plan, False)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
-        return wrap(compiled(unwrap(args)))
+        try:
+            return wrap(compiled(unwrap(args)))
+        except Exception as error:
+            explain(error)
+            raise
 
     def run_and_save(args: list[Any]) -> tuple[Any, ...]:
-        results = compiled(unwrap(args))
+        try:
+            results = compiled(unwrap(args))
+        except Exception as error:
+            explain(error)
+            raise
         return wrap(results) + tuple(results[used:])
 
     function = run_and_save if saves else run
@@ -208,14 +229,18 @@ def _save(compiled: Any, metadata: Any) -> None:
     compiled._fwd_fn = staticmethod(forward)
 
 
-def _apply(compiled: Any) -> None:
+def _apply(compiled: Any, explain: Callable[[Exception], None]) -> None:
     """Checks the arguments of a compiled ``torch.autograd.Function`` for ``torch.func`` wrappers in C++."""
     stock, call = compiled.apply, super(torch.autograd.Function, compiled).apply
 
     def apply(*arguments: Any) -> Any:
         if torch._C._are_functorch_transforms_active() or not native().without_wrappers(arguments):
             return stock(*arguments)
-        return call(*arguments)
+        try:
+            return call(*arguments)
+        except Exception as error:
+            explain(error)
+            raise
 
     leave_frames_to_python(apply)
     compiled.apply = staticmethod(apply)

@@ -53,6 +53,7 @@ from dtensor_compile.compat.dynamo.constant_objects import (
 )
 from dtensor_compile.compat.dynamo.left_to_python import is_left
 from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
+from dtensor_compile.compat.dynamo.recompile_limits import ends_program
 from dtensor_compile.compat.dynamo.tracker_entries import (
     Backend,
     Entries,
@@ -312,6 +313,16 @@ def _around_compilation(
         yield
 
 
+#: Called with each frame that Dynamo does not compile; the last one counts.
+_at_failure: list[Callable[[types.CodeType, Exception, bool], None]] = []
+
+
+def at_failed_frames(failed: Callable[[types.CodeType, Exception, bool], None]) -> None:
+    """From now on, `failed` is called where Dynamo does not compile a frame for one of our backends; with its code, the
+    error, which it may change or replace, and whether the program gets the error."""
+    _at_failure.append(failed)
+
+
 def installed_backends() -> list[Backend]:
     """The backends whose entries are currently installed."""
     return [scope.backend for scope in _scopes if scope.depth]
@@ -338,7 +349,12 @@ def _leave_some_to_python(
     The code is not marked, as ``skip_code`` would: another backend may compile it.
     """
     if not is_left_to_python(code, compiler_fn):
-        return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
+        try:
+            return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
+        except Exception as error:
+            if _at_failure and compiles_for_us(compiler_fn):
+                _at_failure[-1](code, error, ends_program(error, one_graph=bool(args[0])))
+            raise
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
     return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 

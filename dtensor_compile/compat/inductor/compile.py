@@ -21,6 +21,7 @@ from dtensor_compile.compat.aot.partition import HeldNodes
 from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, meshes_by_layout
 from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
+from dtensor_compile.compat.inductor.kept_collectives import collectives_kept
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_lowered, run_uncompiled
 from dtensor_compile.compat.patches import feature, hook, if_there
@@ -78,8 +79,8 @@ def package_digest() -> str:
     return digest.hexdigest()
 
 
-#: Inductor's settings for passes over the joint graph before and after its own, and over each lowered graph.
-_PLACES = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
+#: Settings for our passes over the joint graph, before and after Inductor's, and over lowered graphs.
+_GRAPH_PASSES = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass")
 
 #: Reorders Inductor's kernels.
 KernelPass = Callable[[list[Any]], list[Any]]
@@ -154,6 +155,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     settings: Mapping[str, Any],
     cacheable: Sequence[Callable[..., Any]] = (),
     uncompiled: Callable[[str, str], None] | None = None,
+    collectives: tuple[Callable[[], str], Callable[[str], None]],
     kernels: bool = True,
 ) -> Callable[..., Any]:
     """Runs AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
@@ -167,11 +169,11 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
         cacheable: functions that depend on nothing but their arguments, so that caches may keep graphs that call them.
         uncompiled: called with the graph (``"forward"``, ``"backward"``) whose kernels do not compile, and the
             compiler's message; the graph then runs operator by operator. None: that is an error.
+        collectives: the text about the graph that was lowered last, which caches keep with it, and the function that
+            gets the text of one that comes from a cache.
         kernels: whether Inductor generates kernels; if not, each graph runs operator by operator once it is lowered.
     """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    from dtensor_compile.compat.inductor.kernel_nodes import ORDER, SchedulerPass, waits_are_kept
+    from torch._inductor.compile_fx import compile_fx
 
     _PASSES.works()
     lowered, held = LoweredGraph(), HeldNodes()
@@ -191,18 +193,41 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     patches = {**EAGER_NUMBERS, **settings}
     if _CACHEABLE.works():
         patches["unsafe_marked_cacheable_functions"] = _cacheable(cacheable, patches)
-    for place, pass_ in zip(_PLACES, (plan, held.restore, lower)):
-        patches[place] = GraphPass(pass_, key, _configured(patches, place))
-    if kernel_passes is not None and ORDER.works():
-        patches["reorder_for_peak_memory"] = False  # included in the pass after fusion
-    for place, run in _passes_over_kernels(kernel_passes).items():
-        patches[place] = SchedulerPass(run, key and (package_digest(), key), _configured(patches, place))
-    # `inner` also compiles a backward graph when it first runs.
+    for place, run in zip(_GRAPH_PASSES, (plan, held.restore, lower)):
+        patches[place] = GraphPass(run, key, _configured(patches, place))
+    patches |= _kernel_settings(kernel_passes, key, patches)
+    keep = functools.partial(collectives_kept, *collectives)
+    inner = keep()(_graph_compiler(lowered, uncompiled)) if kernels else run_lowered(lower)
+    inner = guards_of_local_sizes()(inner)
+    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries(), keep():
+        compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+        return cast("Callable[..., Any]", compiled)  # for a module
+
+
+def _graph_compiler(lowered: LoweredGraph, uncompiled: Callable[[str, str], None] | None) -> Callable[..., Any]:
+    """Inductor's function that compiles one graph, with what has to be active also when a backward graph is compiled at
+    its first run."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    from dtensor_compile.compat.inductor.kernel_nodes import waits_are_kept
+
     inner = waits_are_kept()(inputs_checked_at_once()(masks_are_sent_as_they_are()(compile_fx_inner)))
-    inner = run_uncompiled(inner, lowered, uncompiled) if uncompiled is not None else inner
-    inner = guards_of_local_sizes()(inner if kernels else run_lowered(lower))
-    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries():  # returns a callable for a module
-        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches))
+    return inner if uncompiled is None else run_uncompiled(inner, lowered, uncompiled)
+
+
+def _kernel_settings(
+    ours: tuple[KernelPass, KernelPass] | None, key: tuple[Any, ...] | None, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Inductor's settings for passes over kernels."""
+    from dtensor_compile.compat.inductor.kernel_nodes import ORDER, SchedulerPass
+
+    found: dict[str, Any] = {
+        place: SchedulerPass(run, key and (package_digest(), key), _configured(settings, place))
+        for place, run in _passes_over_kernels(ours).items()
+    }
+    if ours is not None and ORDER.works():
+        found["reorder_for_peak_memory"] = False  # included in the pass after fusion
+    return found
 
 
 def _passes_over_kernels(ours: tuple[KernelPass, KernelPass] | None) -> dict[str, KernelPass]:

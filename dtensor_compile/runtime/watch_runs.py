@@ -1,0 +1,36 @@
+"""Runs of a compiled graph whose end, or whose errors, the agreement of the ranks has to know.
+
+Errors of most graphs pass through Python code around them anyway (`compat.aot.unwrap`), where a ``try`` takes no time.
+A wrapper is left for graphs over plain tensors that take no gradient, and for those that run before all ranks have
+answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dtensor_compile.runtime.collective_agreement import Agreement
+from dtensor_compile.store.ledger import current_book
+
+
+def watched(compiled: Callable[..., Any], agreement: Agreement) -> Callable[..., Any]:
+    """`compiled`, with ``agreement.has_run`` called after its first call, and with its errors; unchanged if all ranks
+    have answered, and errors are explained without it.
+    """
+    book = current_book()
+    communicates = book is not None and bool(book.partners.get(agreement.function))
+    if not agreement.unanswered and (agreement.explains or not communicates):
+        return compiled
+
+    def run(*args: Any) -> Any:
+        try:
+            results = compiled(*args)
+        except Exception as error:
+            agreement.has_run(error)
+            raise
+        if agreement.unanswered:
+            agreement.has_run()
+        return results
+
+    return run
