@@ -171,7 +171,7 @@ def _of_one_rank(args: argparse.Namespace) -> int:
         if is_script(args.target):
             run_script(args.target, args.rest)
         else:
-            _run_function(args, job)
+            _run_function(args, job, build)
     lowered = {
         digest: (hashlib.sha256("\n".join(texts).encode()).hexdigest(), sorted(build.groups[digest]))
         for digest, texts in build.graphs.items()
@@ -180,7 +180,7 @@ def _of_one_rank(args: argparse.Namespace) -> int:
     return OK
 
 
-def _run_function(args: argparse.Namespace, job: Job) -> None:
+def _run_function(args: argparse.Namespace, job: Job, build: Build) -> None:
     def mesh() -> Any:
         dims = job.mesh or (("tp", dist.get_world_size()),)
         return init_device_mesh("cpu", tuple(size for _, size in dims), mesh_dim_names=tuple(name for name, _ in dims))
@@ -190,6 +190,10 @@ def _run_function(args: argparse.Namespace, job: Job) -> None:
         return  # a step that compiles by itself
     with users_program(args.target):
         model = found.model
+        if not found.args and not found.kwargs:  # a step, which may compile by itself
+            model()
+            if build.graphs:
+                return
         if uncompiled(model) is model:
             model = torch.compile(model, backend="dtensor", options={"artifacts": args.output})
         out = found.call(model)

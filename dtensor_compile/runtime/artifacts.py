@@ -25,7 +25,7 @@ import platform
 import re
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.distributed.device_meshes import group_exists, real_mesh
-from dtensor_compile.compat.inductor.cache_folder import cache_folder, instruction_set
+from dtensor_compile.compat.inductor.cache_folder import cache_folder
 from dtensor_compile.compat.inductor.compile import package_digest
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import texts_in
@@ -95,20 +95,35 @@ def current_build() -> Build | None:
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
+#: What a program may differ in, for messages.
+_OPTIONS, _INPUTS, _CODE = "options", "shapes, placements or meshes of its inputs", "code"
+
+
 def program_digest(gm: torch.fx.GraphModule, inputs: Sequence[Any], options: tuple[Any, ...]) -> str:
-    """Digest of everything that determines the lowered graphs of a program, the same in every process and on every rank
-    with the same local shapes.
+    """Digests of everything that determines the lowered graphs of a program, the same in every process and on every
+    rank with the same local shapes: of its options, its inputs and its code, with dots in between.
 
     Args:
         gm, inputs: a Dynamo graph with its subgraphs, and its fake inputs.
         options: the cache key of the options.
     """
-    parts = [repr(options), repr([_about(value) for value in inputs])]
+    code: list[str] = []
     for name, module in gm.named_modules():
         if isinstance(module, torch.fx.GraphModule):
             values = [node.meta.get("example_value") for node in module.graph.nodes]
-            parts += [name, _ADDRESS.sub("", str(module.graph)), repr([_about(value) for value in values])]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+            code += [name, _ADDRESS.sub("", str(module.graph)), repr([_about(value) for value in values])]
+    parts = (repr(options), repr([_about(value) for value in inputs]), "\n".join(code))
+    return ".".join(hashlib.sha256(part.encode()).hexdigest()[:32] for part in parts)
+
+
+def _other_parts(digest: str, known: Iterable[str]) -> str:
+    """What a program differs in from the most similar one of those that are known."""
+    names = (_OPTIONS, _INPUTS, _CODE)
+    others = [
+        [name for name, mine, theirs in zip(names, digest.split("."), other.split(".")) if mine != theirs]
+        for other in known
+    ]
+    return " and ".join(min(others, key=len, default=[]))
 
 
 def _about(value: Any) -> Any:
@@ -137,7 +152,7 @@ def made_for(world: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "dtensor_compile": package_digest()[:16],
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "machine": f"{platform.machine()} {instruction_set()}",
+        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "CPU threads": torch.get_num_threads(),
         "ranks": world,
     }
@@ -203,10 +218,8 @@ class Artifacts:
         """
         program = self.programs.get(digest)
         if program is None or str(rank) not in program["ranks"]:
-            raise ArtifactsError(
-                "it is not among the programs that were built (its code, the sizes of its inputs, its mesh, placements "
-                "or options changed since)"
-            )
+            differs = _other_parts(digest, self.programs) or "rank"
+            raise ArtifactsError(f"it is not among the programs that were built; the most similar has other {differs}")
         first: int = program["ranks"][str(rank)]
         for name in program["groups"]:
             know_group(name)

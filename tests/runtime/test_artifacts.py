@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from dtensor_compile.recording.recorder import record, watch_graphs
 from dtensor_compile.report.build_command import share
 from dtensor_compile.runtime import artifacts
 from dtensor_compile.runtime.artifacts import MANIFEST, ArtifactsError, made_for, shared_rank, write
+from dtensor_compile.stages import program
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 RANKS = 4
@@ -165,25 +167,42 @@ def folder(tmp_path, monkeypatch):
     (built / "ab").mkdir(parents=True)
     (built / "ab" / "kernel").write_text("code")
     with job(2, 1):
-        write(tmp_path / "artifacts", 2, {"program": {0: 0, 1: 0}}, {"program": []}, {0: built})
+        write(tmp_path / "artifacts", 2, {"a.b.c": {0: 0, 1: 0}}, {"a.b.c": []}, {0: built})
         yield tmp_path / "artifacts"
 
 
-def refused(folder, program="program"):
+def refused(folder, digest="a.b.c"):
     artifacts._read.cache_clear()
     artifacts._unpacked.cache_clear()
     with pytest.raises(ArtifactsError) as caught:
-        shared_rank(str(folder), program)
+        shared_rank(str(folder), digest)
     return str(caught.value)
 
 
 def test_a_rank_takes_the_caches_of_the_rank_whose_graphs_it_shares(folder):
-    assert shared_rank(str(folder), "program") == 0
+    assert shared_rank(str(folder), "a.b.c") == 0
     assert (folder.parent / "own" / "ab" / "kernel").read_text() == "code"
 
 
 def test_a_program_that_was_not_built(folder):
-    assert "not among the programs that were built" in refused(folder, "another")
+    told = "it is not among the programs that were built; the most similar has other "
+    assert refused(folder, "a.b.x") == told + "code"
+    assert refused(folder, "x.y.c") == told + "options and shapes, placements or meshes of its inputs"
+
+
+def test_what_is_part_of_a_program():
+    def digest(rows=4, options=None):
+        seen = []
+        torch._dynamo.reset()
+        with job(2, 0), mock.patch.object(program, "shared_rank", lambda folder, digest: seen.append(digest)):
+            x = distribute_tensor(torch.ones(rows, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+            torch.compile(lambda x: x + 1, backend="dtensor_aten", options={**OPTIONS, **(options or {})})(x)
+        return seen[0].split(".")
+
+    mine = digest()
+    assert digest() == mine
+    assert [a == b for a, b in zip(mine, digest(options={"schedule": False}))] == [False, True, True]
+    assert [a == b for a, b in zip(mine, digest(rows=6))] == [True, False, False]
 
 
 @pytest.mark.parametrize(

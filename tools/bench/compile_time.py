@@ -47,14 +47,19 @@ def first_step(layout_name: str, layers: int, backend: str, folder: str | None =
         return torch.compile(model, backend=backend, fullgraph=True, options={"compile_threads": 1})
 
     trainer = Trainer(layout, mesh, LlamaConfig(layers=layers), 1, wrap)
-    wall, cpu = [], []
     with fresh_caches() if folder is None else mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
-        for _ in range(2):
-            dist.barrier()
-            began = time.perf_counter(), _cpu_seconds()
-            trainer.loss(0).backward()
-            wall.append(time.perf_counter() - began[0])
-            cpu.append(_cpu_seconds() - began[1])
+        return seconds_of_first_step(trainer)
+
+
+def seconds_of_first_step(trainer: Trainer) -> tuple[float, float]:
+    """Wall and CPU seconds of the first forward and backward less those of the second, on this rank."""
+    wall, cpu = [], []
+    for _ in range(2):
+        dist.barrier()
+        began = time.perf_counter(), _cpu_seconds()
+        trainer.loss(0).backward()
+        wall.append(time.perf_counter() - began[0])
+        cpu.append(_cpu_seconds() - began[1])
     return wall[0] - wall[1], cpu[0] - cpu[1]
 
 

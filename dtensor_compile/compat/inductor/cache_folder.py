@@ -1,4 +1,4 @@
-"""Inductor's folder of caches, and what compiled C++ in it depends on."""
+"""Inductor's folder of caches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dtensor_compile.compat.patches import feature, hook
 _FOLDER = feature(
     "artifacts that were compiled in advance",
     hook("torch._inductor.runtime.cache_dir_utils:cache_dir"),
-    hook("torch._inductor.cpu_vec_isa:pick_vec_isa"),
     without='the option "artifacts" is ignored, and programs are compiled',
 )
 
@@ -18,10 +17,3 @@ def cache_folder() -> str:
 
     _FOLDER.works()
     return cache_dir()
-
-
-def instruction_set() -> str:
-    """The vector instructions for which C++ kernels are compiled on this machine."""
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    return str(pick_vec_isa()) or "none"
