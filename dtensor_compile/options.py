@@ -98,10 +98,10 @@ class Options:
         """All options that affect the steps on a graph, as plain values: part of the key of torch's caches of compiled
         graphs.
 
-        Every option counts but those of Inductor, which are in torch's own key.
+        Every option counts but those of Inductor, which are in torch's own key, and the folder of artifacts.
         """
-        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "inductor"}
-        values["artifacts"] = self.artifacts is not None  # graphs are rank-free then; which folder does not matter
+        own = [option.name for option in fields(self) if option.name not in ("inductor", "artifacts")]
+        values = {name: getattr(self, name) for name in own}
         values["topology"] = str(self.topology and to_values(self.topology))
         return tuple(values.items())
 

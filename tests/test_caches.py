@@ -122,3 +122,36 @@ def test_what_counts_as_a_whole_library(tmp_path, content, whole):
     path = tmp_path / "x.so"
     path.write_bytes(content)
     assert is_whole_library(str(path)) is whole
+
+
+SAVED = """
+import pathlib, sys
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from dtensor_compile import offline
+
+with offline.job(2, rank=1):
+    x = distribute_tensor(torch.arange(16.0).reshape(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]).sin(), backend="dtensor")
+    path = pathlib.Path(sys.argv[1])
+    if path.exists():
+        torch.compiler.load_cache_artifacts(path.read_bytes())
+    compiled(x)
+    if not path.exists():
+        path.write_bytes(torch.compiler.save_cache_artifacts()[0])
+    print("found", counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_what_torch_saves_of_its_caches_is_found_in_another_folder(tmp_path):
+    found = []
+    for folder in ("first", "second"):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / folder), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", SAVED, str(tmp_path / "saved")]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+        found.append(result.stdout.splitlines()[-1])
+    assert found == ["found 0", "found 1"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat.aot.tangents import Tangents
+from dtensor_compile.compat.dynamo.settings import compiles_on_one_rank
 from dtensor_compile.compat.inductor.kernel_nodes import orders_kernels
 from dtensor_compile.decisions import Decision
 from dtensor_compile.options import Options
@@ -63,7 +64,7 @@ class Compilation:
     @property
     def rank_free(self) -> bool:
         """Whether graphs are the same on every rank, as far as they can be."""
-        return self.options.artifacts is not None
+        return self.options.artifacts is not None or compiles_on_one_rank()
 
     @property
     def measured(self) -> bool:

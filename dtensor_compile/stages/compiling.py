@@ -80,7 +80,8 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
         return None
     # A program of which it is shown that ranks have the same graphs has the key of the first of them.
     place = cache_key() if this.shares is None else ("artifacts", this.digest, this.shares)
-    return (*this.options.cache_key(), implicit_replication_is_allowed(), async_inputs(this.inputs), place)
+    facts = (this.rank_free, implicit_replication_is_allowed(), async_inputs(this.inputs))
+    return (*this.options.cache_key(), *facts, place)
 
 
 def compile_program(this: Compilation) -> Callable[..., Any]:

@@ -93,6 +93,13 @@ def test_graphs_are_the_same_on_all_ranks(program):
     assert lowered(program, None, 0) != lowered(program, None, 1), "the test is of something"
 
 
+def test_torchs_setting_makes_graphs_rank_free():
+    config = pytest.importorskip("torch.distributed.config", reason="this torch has no such setting")
+    with config.patch(compile_on_one_rank=True):
+        assert lowered(sliced, None, 0) == lowered(sliced, None, 1) == lowered(sliced, OPTIONS, 0)
+    assert lowered(sliced, None, 0) != lowered(sliced, None, 1)
+
+
 def test_graphs_of_uneven_shards_are_those_of_the_rank():
     def program(mesh, compiled):
         return trained(mesh, compiled, rows=18)

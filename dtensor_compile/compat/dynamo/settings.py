@@ -22,8 +22,15 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
     constant_source,
     fact_guard,
 )
+from dtensor_compile.compat.patches import if_there
 
 _c10d = torch._C._distributed_c10d
+_CONFIG = if_there("torch.distributed:config")
+
+
+def compiles_on_one_rank() -> bool:
+    """Whether torch is asked for graphs that do not depend on the rank (``compile_on_one_rank``)."""
+    return bool(getattr(_CONFIG, "compile_on_one_rank", False))
 
 
 def allow_implicit_replication(allowed: bool) -> None:
