@@ -124,6 +124,38 @@ def test_what_counts_as_a_whole_library(tmp_path, content, whole):
     assert is_whole_library(str(path)) is whole
 
 
+KEYS = """
+import contextlib
+import torch
+from torch._inductor.codecache import FxGraphCachePickler
+from dtensor_compile.compat.inductor.cache_keys import keys_of_any_process
+
+for scope in (keys_of_any_process, contextlib.nullcontext):
+    with scope():
+        print(FxGraphCachePickler(torch.fx.symbolic_trace(torch.nn.Identity())).get_hash(torch.ones(2, 3)))
+"""
+
+
+#: As `multiprocessing` does with the program of a process that it spawns.
+EARLIER = """
+import sys, types
+
+program = sys.modules["__mp_main__"] = types.ModuleType("__mp_main__")
+import torch
+program.torch = torch
+"""
+
+
+def test_keys_do_not_depend_on_who_imported_torch_first():
+    def keys(script):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.check_output([sys.executable, "-c", script], text=True, env=environment, timeout=120).split()
+
+    (mine, stock), (again, other) = keys(KEYS), keys(EARLIER + KEYS)
+    assert again == mine
+    assert other != stock, "torch mends it by itself now"
+
+
 SAVED = """
 import pathlib, sys
 import torch

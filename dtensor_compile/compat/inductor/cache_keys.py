@@ -18,22 +18,25 @@ from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
 from dtensor_compile.compat.patches import feature, hook, needs, patch
 
 _REDUCE = patch("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t")
+_INIT = patch("torch._inductor.codecache:FxGraphCachePickler.__init__", "self gm ...")
 _SYMINTS = patch("torch._inductor.codecache:GuardedCache._filter_backed_symints", "cls inputs")
 
 
 @needs(
     "graphs cached across processes",
     _REDUCE,
+    _INIT,
     without="programs with a mesh are recompiled in each process",
     upstream="#183999, #173526",
-    remove_when="FxGraphCachePickler reduces a mesh to a value that is the same in every process",
+    remove_when="FxGraphCachePickler reduces a mesh, and a memory format, to a value that is the same in every process",
 )
 @contextlib.contextmanager
-def meshes_by_layout() -> Iterator[None]:
-    """While active, cache keys identify a device mesh by its layout.
+def keys_of_any_process() -> Iterator[None]:
+    """While active, cache keys identify a device mesh by its layout, and a memory format by its name.
 
-    torch pickles the object, including Python's hash of its names, which differs between processes: no program with a
-    mesh among its inputs would ever be found.
+    torch pickles the mesh, including Python's hash of its names, which differs between processes: no program with a
+    mesh among its inputs would ever be found. For a memory format, ``pickle`` takes the first module that has a name
+    ``torch``: in a process that `multiprocessing` spawns, ``__mp_main__``.
     """
     from torch._inductor.codecache import FxGraphCachePickler, _ident
 
@@ -44,7 +47,12 @@ def meshes_by_layout() -> Iterator[None]:
         layout = (mesh.device_type, mesh.mesh_dim_names, mesh_dims(mesh), rank_map(mesh))
         return _ident, ((value.script_class_name, repr(layout)),)
 
-    with patched(_REDUCE, reduce):
+    def init(stock: Any, self: FxGraphCachePickler, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        table: Any = self.dispatch_table
+        table.update({torch.memory_format: lambda value: (_ident, (str(value),))})
+
+    with patched(_REDUCE, reduce), patched(_INIT, init):
         yield
 
 

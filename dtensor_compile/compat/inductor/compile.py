@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_compile.compat.aot.partition import HeldNodes
-from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, meshes_by_layout
+from dtensor_compile.compat.inductor.cache_keys import GUARDS_LOCAL_SIZES, guards_of_local_sizes, keys_of_any_process
 from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_as_they_are
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.kept_collectives import collectives_kept
@@ -198,8 +198,8 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     patches |= _kernel_settings(kernel_passes, key, patches)
     keep = functools.partial(collectives_kept, *collectives)
     inner = keep()(_graph_compiler(lowered, uncompiled)) if kernels else run_lowered(lower)
-    inner = guards_of_local_sizes()(inner)
-    with meshes_by_layout(), guards_of_local_sizes(), rebuild_damaged_libraries(), keep():
+    inner = keys_of_any_process()(guards_of_local_sizes()(inner))
+    with keys_of_any_process(), guards_of_local_sizes(), rebuild_damaged_libraries(), keep():
         compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
         return cast("Callable[..., Any]", compiled)  # for a module
 
