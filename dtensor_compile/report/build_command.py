@@ -23,17 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_compile.compat.dynamo.observe import uncompiled
 from dtensor_compile.ir.rank_free import dims_of_name
 from dtensor_compile.report.explain import run_backward
 from dtensor_compile.report.report_command import OK, status_of
-from dtensor_compile.report.run_target import Job, parse_mesh_argument, running
+from dtensor_compile.report.run_target import Job, mesh_of, parse_mesh_argument, running
 from dtensor_compile.report.target import (
     TargetError,
     call_target,
@@ -181,11 +178,7 @@ def _of_one_rank(args: argparse.Namespace) -> int:
 
 
 def _run_function(args: argparse.Namespace, job: Job, build: Build) -> None:
-    def mesh() -> Any:
-        dims = job.mesh or (("tp", dist.get_world_size()),)
-        return init_device_mesh("cpu", tuple(size for _, size in dims), mesh_dim_names=tuple(name for name, _ in dims))
-
-    found = program_of(call_target(function_of(args.target), args.target, mesh))
+    found = program_of(call_target(function_of(args.target), args.target, lambda: mesh_of(job, "cpu")))
     if found is None:
         return  # a step that compiles by itself
     with users_program(args.target):

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dynamo.observe import uncompiled
@@ -23,7 +22,7 @@ from dtensor_compile.offline.simulated_job import job
 from dtensor_compile.recording.recorder import record
 from dtensor_compile.report.explain import run_backward
 from dtensor_compile.report.report_command import BROKEN, OK, status_of
-from dtensor_compile.report.run_target import Job, parse_mesh_argument
+from dtensor_compile.report.run_target import Job, mesh_of, parse_mesh_argument
 from dtensor_compile.report.target import (
     TargetError,
     TargetProgram,
@@ -64,18 +63,10 @@ def _run(args: argparse.Namespace) -> int:
         raise TargetError(
             f"{args.target}: kernels takes a function, script.py:function, that returns a model and its inputs"
         )
-    dims = parse_mesh_argument(args.mesh) if args.mesh else ()
-    ranks = Job(dims, args.world).ranks
-
-    def mesh() -> DeviceMesh:
-        named = dims or (("tp", ranks),)
-        return init_device_mesh(
-            "cuda", tuple(size for _, size in named), mesh_dim_names=tuple(name for name, _ in named)
-        )
-
+    this = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world)
     printed = contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO())
-    with job(ranks, args.rank), device(args.gpu) as gpu, record() as recording, printed:
-        found = program_of(call_target(function_of(args.target), args.target, mesh))
+    with job(this.ranks, args.rank), device(args.gpu) as gpu, record() as recording, printed:
+        found = program_of(call_target(function_of(args.target), args.target, lambda: mesh_of(this, "cuda")))
         if found is None:
             raise TargetError(f"{args.target} returns neither a model and its inputs nor a step to call")
         with users_program(args.target):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.observe import uncompiled
@@ -64,6 +64,12 @@ class Job:
     def ranks(self) -> int:
         """Number of ranks of a simulated job."""
         return self.world or (math.prod(size for _, size in self.mesh) if self.mesh else DEFAULT_WORLD)
+
+
+def mesh_of(job: Job, device: str) -> DeviceMesh:
+    """The mesh that a target gets: that of the job, or one mesh dim over all ranks."""
+    dims = job.mesh or (("tp", dist.get_world_size()),)
+    return init_device_mesh(device, tuple(size for _, size in dims), mesh_dim_names=tuple(name for name, _ in dims))
 
 
 _MESH = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<size>[1-9]\d*)")
@@ -168,9 +174,7 @@ def _function(
     function = function_of(target)
 
     def mesh() -> Any:
-        dims = job.mesh or (("tp", dist.get_world_size()),)
-        device = "cuda" if torch.cuda.is_available() and job.real else "cpu"
-        return init_device_mesh(device, tuple(size for _, size in dims), mesh_dim_names=tuple(name for name, _ in dims))
+        return mesh_of(job, "cuda" if torch.cuda.is_available() and job.real else "cpu")
 
     def run(program: TargetProgram) -> Callable[[Callable[..., Any]], None]:
         def call(compiled: Callable[..., Any]) -> None:
