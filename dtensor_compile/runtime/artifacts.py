@@ -15,6 +15,7 @@ Cached graphs are code: load only folders that you trust as you trust the progra
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -66,9 +67,9 @@ class Build:
     groups: dict[str, set[str]] = field(default_factory=dict)
 
     def lowered(self, digest: str, graph: torch.fx.Graph) -> None:
-        """Notes a lowered graph of a program, with dtypes, shapes and strides of its values."""
-        values = [_about(node.meta.get("val")) for node in graph.nodes]
-        self.graphs.setdefault(digest, []).append(f"{graph}\n{values}")
+        """Notes a lowered graph of a program."""
+        assert graph.owning_module is not None
+        self.graphs.setdefault(digest, []).append(_text(graph.owning_module, "val"))
         self.groups.setdefault(digest, set()).update(name for name in texts_in(graph) if group_exists(name))
 
 
@@ -94,7 +95,6 @@ def current_build() -> Build | None:
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
-
 #: What a program may differ in, for messages.
 _OPTIONS, _INPUTS, _CODE = "options", "shapes, placements or meshes of its inputs", "code"
 
@@ -107,13 +107,36 @@ def program_digest(gm: torch.fx.GraphModule, inputs: Sequence[Any], options: tup
         gm, inputs: a Dynamo graph with its subgraphs, and its fake inputs.
         options: the cache key of the options.
     """
-    code: list[str] = []
+    parts = (repr(options), repr([_about(value) for value in inputs]), _text(gm, "example_value"))
+    return ".".join(hashlib.sha256(part.encode()).hexdigest()[:32] for part in parts)
+
+
+def _text(gm: torch.fx.GraphModule, values: str) -> str:
+    """A graph and its subgraphs, with dtypes, shapes and strides of values, and contents of the tensors that they hold.
+
+    Args:
+        values: the key of ``meta`` under which nodes have their fake values.
+    """
+    parts: list[str] = []
     for name, module in gm.named_modules():
         if isinstance(module, torch.fx.GraphModule):
-            values = [node.meta.get("example_value") for node in module.graph.nodes]
-            code += [name, _ADDRESS.sub("", str(module.graph)), repr([_about(value) for value in values])]
-    parts = (repr(options), repr([_about(value) for value in inputs]), "\n".join(code))
-    return ".".join(hashlib.sha256(part.encode()).hexdigest()[:32] for part in parts)
+            abouts = [_about(node.meta.get(values)) for node in module.graph.nodes]
+            held = [_content(_held(module, str(node.target))) for node in module.graph.find_nodes(op="get_attr")]
+            parts += [name, _ADDRESS.sub("", str(module.graph)), repr(abouts), repr(held)]
+    return "\n".join(parts)
+
+
+def _held(module: torch.nn.Module, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), module)
+
+
+def _content(value: Any) -> Any:
+    """Digest of the bytes of a tensor on a CPU, which may differ between ranks where the graphs read alike."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type != "cpu":
+        return _about(value)
+    memory = value.untyped_storage()  # not read by an operator, which would be traced
+    content = ctypes.string_at(memory.data_ptr(), memory.nbytes()) if memory.nbytes() else b""
+    return (_about(value), value.storage_offset(), hashlib.sha256(content).hexdigest())
 
 
 def _other_parts(digest: str, known: Iterable[str]) -> str:

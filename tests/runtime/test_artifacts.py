@@ -150,6 +150,22 @@ def test_a_process_group_has_one_name_on_all_ranks():
     assert group_named(name).size() == 2
 
 
+def test_graphs_differ_where_a_tensor_that_they_hold_or_a_subgraph_differs():
+    def text(value, inner=torch.sin):
+        gm = torch.fx.symbolic_trace(lambda x: x + 1)
+        gm.register_buffer("held", torch.tensor([1, value]))
+        gm.part = torch.fx.symbolic_trace(lambda x: inner(x))
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            gm.graph.get_attr("held")
+            gm.graph.get_attr("part")
+        gm.recompile()
+        return artifacts._text(gm, "val")
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+    assert text(1) != text(1, torch.cos)
+
+
 def test_ranks_share_graphs_that_are_equal():
     name = name_on_all_ranks("cpu[tp=4:1]@4", (0,))
     lowered = {0: {"a": ("x", [name])}, 1: {"a": ("y", [name])}, 2: {"a": ("x", [name]), "b": ("z", ["7"])}}

@@ -12,8 +12,13 @@ _FOLDER = feature(
 
 
 def cache_folder() -> str:
-    """The folder of Inductor's caches, which is made if it is missing."""
+    """The folder of Inductor's caches, which is made if it is missing.
+
+    Raises:
+        OSError: it cannot be made, or this torch has no such folder.
+    """
+    if not _FOLDER.works():
+        raise OSError("this torch has no such folder")
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    _FOLDER.works()
     return cache_dir()
