@@ -148,11 +148,11 @@ def parity_of_embedding(function, mesh_shape, index_placements, table_placements
 
 
 @pytest.mark.parametrize(
-    "function, target", [(embed_and_reduce, "R"), pytest.param(embed_and_scatter, "S(1)", marks=pytest.mark.slow)]
+    "program, target", [(embed_and_reduce, "R"), pytest.param(embed_and_scatter, "S(1)", marks=pytest.mark.slow)]
 )
 @on_ranks(2)
-def test_row_wise_embedding_is_an_ordinary_partial_sum(function, target):
-    rec = parity_of_embedding(function, (2,), [Replicate()], [Shard(0)])
+def test_row_wise_embedding_is_an_ordinary_partial_sum(program, target):
+    rec = parity_of_embedding(program, (2,), [Replicate()], [Shard(0)])
     assert [text.split()[0] for text in rec.captured if text.startswith("P")] == [f"P(sum)->{target}"]
 
 
