@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from dtensor_compile.compat.aot.fx import rename
+from dtensor_compile.compat.dynamo.tracker_tools import kind_of_constant
 from dtensor_compile.compat.inductor.compile import cache_refusal
 from dtensor_compile.decisions import Decision
 
@@ -39,3 +42,17 @@ def cache_decisions(gm: torch.fx.GraphModule, functions: Sequence[Callable[..., 
         Decision("cache", "", f"every process compiles it: {reason}", "compiled graph", "not kept", left_alone=True)
         for reason in reasons
     ]
+
+
+def name_constants(gm: torch.fx.GraphModule) -> None:
+    """Names the inputs of a graph for objects that tracing made or found by their kind and order.
+
+    Dynamo names them by the address of the object and the number of the frame, and their names are part of the keys of
+    torch's caches: in another process, the graph would never be found.
+    """
+    kinds: Counter[str] = Counter()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if kind := kind_of_constant(str(node.target)):
+            rename(node, f"constant_{kind}_{kinds[kind]}")
+            node.target = node.name
+            kinds[kind] += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.capture.cacheable import cache_decisions
+from dtensor_compile.capture.cacheable import cache_decisions, name_constants
 from dtensor_compile.capture.checks import check_program, shards_are_even, tensor_meshes
 from dtensor_compile.capture.cross_mesh import join_groups, redistribute
 from dtensor_compile.capture.gradient_placements import placed_otherwise
@@ -25,6 +25,7 @@ from dtensor_compile.graph.runner import GraphStep
 from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merged_groups
 from dtensor_compile.native.loader import without_native
 from dtensor_compile.ops.redistribute_across import ORDERED
+from dtensor_compile.ops.unshard import average_gradient, unshard
 from dtensor_compile.recording.recorder import recording
 from dtensor_compile.runtime.artifacts import ArtifactsError, not_used, program_digest, shared_rank
 from dtensor_compile.schedule.left_alone import unordered_kernels
@@ -33,7 +34,7 @@ from dtensor_compile.spmd.trackers import GRAPH_FUNCTIONS as ANNOTATIONS
 from dtensor_compile.stages.compilation import Compilation
 
 #: Functions of this package that a cacheable Dynamo graph may call.
-GRAPH_FUNCTIONS = (redistribute, *ANNOTATIONS)
+GRAPH_FUNCTIONS = (redistribute, unshard, average_gradient, *ANNOTATIONS)
 
 
 def make_groups(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
@@ -90,6 +91,7 @@ ALWAYS = (
     GraphStep(check_program, lambda this: (this.inputs,), required=True),
     GraphStep(check_counts, required=True),
     GraphStep(write_once, required=True),
+    GraphStep(name_constants, required=True),
     GraphStep(guard_mesh_order, lambda this: (this.inputs,), required=True),
     GraphStep(spread_annotations, lambda this: (this.inputs, this.log.decided, this.options.fallback), required=True),
 )

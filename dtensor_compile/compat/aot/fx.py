@@ -54,6 +54,11 @@ def put_back(graph: torch.fx.Graph, saved: SavedGraph) -> None:
     graph.inserting_before(graph._root)
 
 
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Names a node; a number is appended if another node of its graph has the name."""
+    node._rename(name)
+
+
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """While active, operators run outside of any tracing: on real tensors, unrecorded."""
     return _disable_current_modes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -167,9 +168,20 @@ def class_of(owner: VariableTracker, tx: Translator) -> VariableTracker:
     return VariableBuilder(tx, TypeSource(source_of(owner)))(type(owner.as_python_constant()))
 
 
+#: What the names of globals for objects of tracing begin with; then their kind, and its address.
+_CONSTANT = "__dtensor_compile_"
+_NAMED = re.compile(r"(?:G_|__)dtensor_compile_([a-z_]+)_[0-9]+_c.*")
+
+
 def constant_source(tx: Translator, kind: str, value: Any) -> Source:
     """A source for an object that tracing made or found, kept by the compiled code."""
-    return GlobalSource(tx.output.install_global_by_id(f"__dtensor_compile_{kind}", value))
+    return GlobalSource(tx.output.install_global_by_id(f"{_CONSTANT}{kind}", value))
+
+
+def kind_of_constant(name: str) -> str | None:
+    """The kind of object whose global, or input of a graph, has this name; None for other names."""
+    found = _NAMED.fullmatch(name)
+    return found[1] if found else None
 
 
 def tracked(tx: Translator, value: Any) -> VariableTracker | None:

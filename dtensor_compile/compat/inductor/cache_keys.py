@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._dynamo.source import GlobalSource
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import free_symbols
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import mesh_dims, rank_map
+from dtensor_compile.compat.dynamo.tracker_tools import kind_of_constant
 from dtensor_compile.compat.patches import feature, hook, needs, patch
 
 _REDUCE = patch("torch._inductor.codecache:FxGraphCachePickler._reduce_fake_script_object", "self t")
@@ -32,11 +34,13 @@ _SYMINTS = patch("torch._inductor.codecache:GuardedCache._filter_backed_symints"
 )
 @contextlib.contextmanager
 def keys_of_any_process() -> Iterator[None]:
-    """While active, cache keys identify a device mesh by its layout, and a memory format by its name.
+    """While active, cache keys identify a device mesh by its layout, a memory format by its name, and an object that
+    tracing made by its kind.
 
     torch pickles the mesh, including Python's hash of its names, which differs between processes: no program with a
     mesh among its inputs would ever be found. For a memory format, ``pickle`` takes the first module that has a name
-    ``torch``: in a process that `multiprocessing` spawns, ``__mp_main__``.
+    ``torch``: in a process that `multiprocessing` spawns, ``__mp_main__``. Objects of tracing are globals that are
+    named by their addresses; what they are is in the key in the place where the graph takes them.
     """
     from torch._inductor.codecache import FxGraphCachePickler, _ident
 
@@ -50,10 +54,17 @@ def keys_of_any_process() -> Iterator[None]:
     def init(stock: Any, self: FxGraphCachePickler, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         table: Any = self.dispatch_table
-        table.update({torch.memory_format: lambda value: (_ident, (str(value),))})
+        table.update({torch.memory_format: lambda value: (_ident, (str(value),)), GlobalSource: _reduce_global})
 
     with patched(_REDUCE, reduce), patched(_INIT, init):
         yield
+
+
+def _reduce_global(source: GlobalSource) -> tuple[Any, ...]:
+    from torch._inductor.codecache import _ident
+
+    name = source.global_name
+    return _ident, (f"global {kind_of_constant(name) or name}",)
 
 
 #: If it does not work, no graph is cached: a program of other sizes could find it.
