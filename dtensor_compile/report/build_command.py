@@ -40,10 +40,10 @@ from dtensor_compile.report.target import (
     run_script,
     users_program,
 )
-from dtensor_compile.runtime.artifacts import Build, building, write
+from dtensor_compile.runtime.artifacts import Build, Groups, building, write
 
-#: By the digest of a program, the digest of its lowered graphs on one rank, and the names of their process groups.
-Lowered = dict[str, tuple[str, list[str]]]
+#: By the digest of a program, the digest of its lowered graphs on one rank, and their process groups.
+Lowered = dict[str, tuple[str, Groups]]
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -97,25 +97,27 @@ def _build(args: argparse.Namespace, argv: Sequence[str]) -> int:
             if programs.keys() != lowered[rank].keys():
                 raise TargetError(f"{args.target} compiled other programs in a second run of rank {rank}")
         torch.set_num_threads(args.threads)  # those of the kernels, noted in the folder
-        groups = {digest: groups for programs in lowered.values() for digest, (_, groups) in programs.items()}
+        groups = {
+            digest: {rank: lowered[rank][digest][1] for rank in set(of.values())} for digest, of in shared.items()
+        }
         write(pathlib.Path(args.output), job.ranks, shared, groups, caches)
     print(told(shared, job.ranks, args.output, time.monotonic() - began))
     return OK
 
 
 def share(lowered: Mapping[int, Lowered]) -> dict[str, dict[int, int]]:
-    """For each program and rank, the first rank whose graphs are the same. Programs over process groups that are no
-    mesh's are left out: another job has other names for them.
+    """For each program and rank, the first rank whose graphs are the same, over the same process groups where these
+    are no mesh's.
 
     Args:
         lowered: by rank, what it lowered.
     """
     shared: dict[str, dict[int, int]] = {}
-    first: dict[tuple[str, str], int] = {}
+    first: dict[tuple[str, ...], int] = {}
     for rank in sorted(lowered):
         for program, (graphs, groups) in lowered[rank].items():
-            if all(dims_of_name(name) for name in groups):
-                shared.setdefault(program, {})[rank] = first.setdefault((program, graphs), rank)
+            others = json.dumps({name: groups[name] for name in sorted(groups) if dims_of_name(name) is None})
+            shared.setdefault(program, {})[rank] = first.setdefault((program, graphs, others), rank)
     return shared
 
 
@@ -170,7 +172,7 @@ def _of_one_rank(args: argparse.Namespace) -> int:
         else:
             _run_function(args, job, build)
     lowered = {
-        digest: (hashlib.sha256("\n".join(texts).encode()).hexdigest(), sorted(build.groups[digest]))
+        digest: (hashlib.sha256("\n".join(texts).encode()).hexdigest(), build.groups[digest])
         for digest, texts in build.graphs.items()
     }
     pathlib.Path(args.lowered).write_text(json.dumps(lowered))

@@ -35,12 +35,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat import pytree
-from dtensor_compile.compat.distributed.device_meshes import group_exists, real_mesh
+from dtensor_compile.compat.distributed.device_meshes import group_exists, group_ranks, real_mesh
 from dtensor_compile.compat.inductor.cache_folder import cache_folder
 from dtensor_compile.compat.inductor.compile import package_digest
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.ir.mesh import know_group, mesh_text
+from dtensor_compile.ir.rank_free import dims_of_name
 
 log = logging.getLogger("dtensor_compile")
 
@@ -52,6 +53,10 @@ class ArtifactsError(Exception):
     """Artifacts cannot be used, for the reason in the message; programs are compiled as usual."""
 
 
+#: Process groups by name, with their global ranks in group order.
+Groups = dict[str, list[int]]
+
+
 @dataclass
 class Build:
     """A build in progress in this process.
@@ -59,18 +64,19 @@ class Build:
     Attributes:
         kernels: whether programs are compiled; if not, they are only lowered, and run operator by operator.
         graphs: the texts of the lowered graphs of each program, by its digest.
-        groups: the names of the process groups over which they communicate.
+        groups: the process groups over which they communicate, by name, with their ranks.
     """
 
     kernels: bool
     graphs: dict[str, list[str]] = field(default_factory=dict)
-    groups: dict[str, set[str]] = field(default_factory=dict)
+    groups: dict[str, Groups] = field(default_factory=dict)
 
     def lowered(self, digest: str, graph: torch.fx.Graph) -> None:
         """Notes a lowered graph of a program."""
         assert graph.owning_module is not None
         self.graphs.setdefault(digest, []).append(_text(graph.owning_module, "val"))
-        self.groups.setdefault(digest, set()).update(name for name in texts_in(graph) if group_exists(name))
+        names = {name for name in texts_in(graph) if group_exists(name)}
+        self.groups.setdefault(digest, {}).update({name: group_ranks(name) for name in names})
 
 
 _builds: list[Build] = []
@@ -185,7 +191,7 @@ def write(
     folder: pathlib.Path,
     world: int,
     shared: Mapping[str, Mapping[int, int]],
-    groups: Mapping[str, Sequence[str]],
+    groups: Mapping[str, Mapping[int, Groups]],
     caches: Mapping[int, pathlib.Path],
 ) -> None:
     """Writes a folder of artifacts.
@@ -193,7 +199,7 @@ def write(
     Args:
         world: number of ranks of the job.
         shared: by the digest of a program, for each rank the rank whose graphs it shares.
-        groups: by the digest of a program, the names of the process groups over which it communicates.
+        groups: by the digest of a program and these ranks, the process groups over which they communicate.
         caches: Inductor's cache folder of each of these ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +212,10 @@ def write(
                     archive.add(entry, str(entry.relative_to(cache)))
         files[str(rank)] = {"name": path.name, "sha256": _digest_of(path)}
     programs = {
-        digest: {"ranks": {str(rank): first for rank, first in firsts.items()}, "groups": list(groups[digest])}
+        digest: {
+            "ranks": {str(rank): first for rank, first in firsts.items()},
+            "groups": {str(first): groups[digest][first] for first in set(firsts.values())},
+        }
         for digest, firsts in shared.items()
     }
     manifest = {"made_for": made_for(world), "programs": programs, "caches": files}
@@ -225,7 +234,7 @@ class Artifacts:
     Attributes:
         folder: its path.
         programs: by the digest of a program: ``"ranks"``, for each rank the rank whose graphs it shares, and
-            ``"groups"``, the names of the process groups over which it communicates.
+            ``"groups"``, the process groups over which that rank communicates.
         caches: by rank, name and digest of the archive of its caches.
     """
 
@@ -244,8 +253,11 @@ class Artifacts:
             differs = _other_parts(digest, self.programs) or "rank"
             raise ArtifactsError(f"it is not among the programs that were built; the most similar has other {differs}")
         first: int = program["ranks"][str(rank)]
-        for name in program["groups"]:
-            know_group(name)
+        for name, ranks in program["groups"][str(first)].items():
+            if dims_of_name(name) is not None:
+                know_group(name)
+            elif not group_exists(name) or group_ranks(name) != ranks:
+                raise ArtifactsError(f"the process group {name} was that of the ranks {', '.join(map(str, ranks))}")
         _unpack(str(self.folder), first, self.caches[str(first)]["name"], self.caches[str(first)]["sha256"])
         return first
 

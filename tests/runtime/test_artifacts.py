@@ -168,8 +168,13 @@ def test_graphs_differ_where_a_tensor_that_they_hold_or_a_subgraph_differs():
 
 def test_ranks_share_graphs_that_are_equal():
     name = name_on_all_ranks("cpu[tp=4:1]@4", (0,))
-    lowered = {0: {"a": ("x", [name])}, 1: {"a": ("y", [name])}, 2: {"a": ("x", [name]), "b": ("z", ["7"])}}
-    assert share(lowered) == {"a": {0: 0, 1: 1, 2: 0}}
+    tp, job_group = {name: [0, 1, 2, 3]}, {"0": [0, 1, 2, 3]}
+    lowered = {
+        0: {"a": ("x", tp), "b": ("z", job_group)},
+        1: {"a": ("y", tp), "b": ("z", job_group)},
+        2: {"a": ("x", tp), "b": ("z", {"0": [2, 3]})},
+    }
+    assert share(lowered) == {"a": {0: 0, 1: 1, 2: 0}, "b": {0: 0, 1: 0, 2: 2}}
 
 
 def test_the_option_takes_a_folder(tmp_path):
@@ -190,7 +195,7 @@ def folder(tmp_path, monkeypatch):
     (built / "ab").mkdir(parents=True)
     (built / "ab" / "kernel").write_text("code")
     with job(2, 1):
-        write(tmp_path / "artifacts", 2, {"a.b.c": {0: 0, 1: 0}}, {"a.b.c": []}, {0: built})
+        write(tmp_path / "artifacts", 2, {"a.b.c": {0: 0, 1: 0}}, {"a.b.c": {0: {"0": [0, 1]}}}, {0: built})
         yield tmp_path / "artifacts"
 
 
@@ -226,6 +231,15 @@ def test_what_is_part_of_a_program():
     assert digest() == mine
     assert [a == b for a, b in zip(mine, digest(options={"schedule": False}))] == [False, True, True]
     assert [a == b for a, b in zip(mine, digest(rows=6))] == [True, False, False]
+
+
+def test_a_process_group_of_other_ranks(folder):
+    text = (folder / MANIFEST).read_text()
+    for name, ranks in (("0", [0]), ("7", [0, 1])):
+        manifest = json.loads(text)
+        manifest["programs"]["a.b.c"]["groups"]["0"] = {name: ranks}
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        assert f"the process group {name} was that of the ranks {', '.join(map(str, ranks))}" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ def group_named(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast("GroupName", name))
 
 
+def group_ranks(name: str) -> list[int]:
+    """The global ranks of the process group of that name, in group order."""
+    return dist.get_process_group_ranks(group_named(name))
+
+
 def also_called(name: str, alias: str) -> None:
     """Gives the process group of that name another one, under which collectives in graphs find it.
 
