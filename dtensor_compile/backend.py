@@ -15,7 +15,6 @@ from dtensor_compile.options import Options
 from dtensor_compile.recording.recorder import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.runtime.failed_frames import frame_failed
-from dtensor_compile.runtime.watch_runs import watched
 from dtensor_compile.spmd import trackers as of_annotations
 from dtensor_compile.stages import program
 from dtensor_compile.stages.compilation import Compilation
@@ -53,7 +52,7 @@ def dtensor(
         run_steps(gm, program.CAPTURED, this)
         compiled = compile_program(this)
         agreement.reach()
-        return watched(program.wrap(compiled, this), agreement)
+        return program.wrap(compiled, this)
 
 
 def dtensor_aten(

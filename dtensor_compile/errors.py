@@ -49,6 +49,10 @@ class AgreementError(DTensorCompileError):
     """Ranks compiled graphs that cannot run together: they call different collectives over the same process group."""
 
 
+class NotSavedError(DTensorCompileError):
+    """``aot_compile`` cannot save a program: it needs code around its compiled graph, which torch does not save."""
+
+
 class ManualRegionError(DTensorCompileError):
     """A manual region does not fit the tensors that enter or leave it, or a tensor leaves it unclosed."""
 

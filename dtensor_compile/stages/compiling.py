@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from dtensor_compile.capture.cacheable import survives_caches
 from dtensor_compile.capture.sharding_rules import report_fallbacks
 from dtensor_compile.capture.trace import capture_redistributions
@@ -27,8 +29,10 @@ from dtensor_compile.compat.dynamo.data_dependent_scalars import backward_in_tim
 from dtensor_compile.compat.dynamo.settings import implicit_replication_is_allowed
 from dtensor_compile.compat.inductor.compile import compile_with_inductor
 from dtensor_compile.fixups.failing_backward import defer_backward_errors
+from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.graph.global_annotations import mark_local_tensors
-from dtensor_compile.ir.rank_free import rank_free
+from dtensor_compile.ir import mesh
+from dtensor_compile.ir.rank_free import dims_of_name, rank_free
 from dtensor_compile.ops.coordinates import coordinate_in
 from dtensor_compile.recording.recorder import cache_key, recording
 from dtensor_compile.runtime.artifacts import ArtifactsError, current_build, not_used
@@ -84,6 +88,16 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
     return (*this.options.cache_key(), *facts, place)
 
 
+def what_code_needs(gm: torch.fx.GraphModule) -> list[str]:
+    """Statements that make the operators of this package, and the names of process groups in a rank-free graph, known
+    to a process that loads the code of a lowered graph without having traced it."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    names = sorted({text for graph in graphs for text in texts_in(graph) if dims_of_name(text) is not None})
+    ours = any(getattr(node.target, "namespace", "") == "dtensor_compile" for graph in graphs for node in graph.nodes)
+    known = [f"from {mesh.__name__} import know_group", *(f"know_group({name!r})" for name in names)] if names else []
+    return [*(["import dtensor_compile.backend"] if ours else []), *known]
+
+
 def compile_program(this: Compilation) -> Callable[..., Any]:
     """Traces, plans, lowers, schedules and compiles the program; returns the compiled callable."""
     passes = {
@@ -107,6 +121,7 @@ def compile_program(this: Compilation) -> Callable[..., Any]:
                 uncompiled=tell_uncompiled(this),
                 kernels=(build := current_build()) is None or build.kernels,
                 collectives=(lambda: this.agreement.text, this.agreement.found),
+                header=what_code_needs,
             )
         )
         if this.shares is not None and current_build() is None and cached_programs() == before:

@@ -13,7 +13,9 @@ from dtensor_compile.capture.cross_mesh import join_groups, redistribute
 from dtensor_compile.capture.gradient_placements import placed_otherwise
 from dtensor_compile.compat.aot.tangents import remember_arguments
 from dtensor_compile.compat.dynamo.observe import name_modules
+from dtensor_compile.compat.dynamo.settings import saves_compiled_graph
 from dtensor_compile.decisions import Decision
+from dtensor_compile.errors import NotSavedError
 from dtensor_compile.fixups.aliased_inputs import heed_aliases, may_write
 from dtensor_compile.fixups.check_counts import check_counts
 from dtensor_compile.fixups.freed_autograd_graphs import restore_spent_graphs
@@ -22,12 +24,13 @@ from dtensor_compile.fixups.repeated_writes import write_once
 from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
 from dtensor_compile.fixups.unread_collectives import calls_collectives
 from dtensor_compile.graph.runner import GraphStep
-from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merged_groups
+from dtensor_compile.ir.mesh import guard_mesh_order, know_groups_of_this_job, merge_groups, without_merged_groups
 from dtensor_compile.native.loader import without_native
 from dtensor_compile.ops.redistribute_across import ORDERED
 from dtensor_compile.ops.unshard import average_gradient, unshard
 from dtensor_compile.recording.recorder import recording
 from dtensor_compile.runtime.artifacts import ArtifactsError, not_used, program_digest, shared_rank
+from dtensor_compile.runtime.watch_runs import watched
 from dtensor_compile.schedule.left_alone import unordered_kernels
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.spmd.trackers import GRAPH_FUNCTIONS as ANNOTATIONS
@@ -42,6 +45,8 @@ def make_groups(program: torch.fx.GraphModule, this: Compilation) -> list[Decisi
     meshes = tensor_meshes(program)
     this.merged = merge_groups(meshes)
     join_groups(program)
+    if this.rank_free:
+        know_groups_of_this_job()
     return [*without_native(), *without_merged_groups(meshes)]
 
 
@@ -111,8 +116,28 @@ CAPTURED = (
 
 
 def wrap(compiled: Callable[..., Any], this: Compilation) -> Callable[..., Any]:
-    """The compiled graph in its wrappers: aliases, unexpected tangents, versions, freed graphs, views."""
-    run = heed_aliases(
-        this.program, remember_arguments(compiled, this.tangents), this.log.decided, lambda: this.communication
-    )
-    return without_bases(restore_spent_graphs(this.program, keep_versions(this.program, run)), this.bases)
+    """The compiled graph in its wrappers: unexpected tangents, aliases, versions, freed graphs, views, errors.
+
+    Raises:
+        NotSavedError: torch saves the compiled graph alone, and the program needs one of the others.
+    """
+    saved = saves_compiled_graph()
+    run = compiled if saved else remember_arguments(compiled, this.tangents)
+    wrappers = {
+        "writes to inputs, which may share memory": lambda run: heed_aliases(
+            this.program, run, this.log.decided, lambda: this.communication
+        ),
+        "preserves versions of its inputs": lambda run: keep_versions(this.program, run),
+        "runs a backward pass that frees the graphs of its results": lambda run: restore_spent_graphs(
+            this.program, run
+        ),
+        "returns views": lambda run: without_bases(run, this.bases),
+    }
+    for what, wrapper in wrappers.items():
+        run, inner = wrapper(run), run
+        if saved and run is not inner:
+            raise NotSavedError(
+                f"aot_compile cannot save {this.agreement.function or 'the program'}: it {what}, and torch saves the "
+                "compiled graph without the code around it; build artifacts of it instead (dtensor-compile build)"
+            )
+    return run if saved else watched(run, this.agreement)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss
 from torch.fx.node import has_side_effect
@@ -31,6 +32,12 @@ _CONFIG = if_there("torch.distributed:config")
 def compiles_on_one_rank() -> bool:
     """Whether torch is asked for graphs that do not depend on the rank (``compile_on_one_rank``)."""
     return bool(getattr(_CONFIG, "compile_on_one_rank", False))
+
+
+def saves_compiled_graph() -> bool:
+    """Whether torch saves what is compiled now by itself, to be loaded without this package's backend
+    (``aot_compile``)."""
+    return bool(functorch_config.bypass_autograd_cache_key and functorch_config.bundled_autograd_cache)
 
 
 def allow_implicit_replication(allowed: bool) -> None:

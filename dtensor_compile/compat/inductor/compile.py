@@ -24,6 +24,7 @@ from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.kept_collectives import collectives_kept
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_lowered, run_uncompiled
+from dtensor_compile.compat.inductor.wrapper_header import Header, begins_with
 from dtensor_compile.compat.patches import feature, hook, if_there
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     cacheable: Sequence[Callable[..., Any]] = (),
     uncompiled: Callable[[str, str], None] | None = None,
     collectives: tuple[Callable[[], str], Callable[[str], None]],
+    header: Header,
     kernels: bool = True,
 ) -> Callable[..., Any]:
     """Runs AOTAutograd and Inductor on a Dynamo graph, with our passes at their places.
@@ -171,6 +173,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
             compiler's message; the graph then runs operator by operator. None: that is an error.
         collectives: the text about the graph that was lowered last, which caches keep with it, and the function that
             gets the text of one that comes from a cache.
+        header: the statements with which the code of a graph begins.
         kernels: whether Inductor generates kernels; if not, each graph runs operator by operator once it is lowered.
     """
     from torch._inductor.compile_fx import compile_fx
@@ -197,7 +200,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
         patches[place] = GraphPass(run, key, _configured(patches, place))
     patches |= _kernel_settings(kernel_passes, key, patches)
     keep = functools.partial(collectives_kept, *collectives)
-    inner = keep()(_graph_compiler(lowered, uncompiled)) if kernels else run_lowered(lower)
+    inner = keep()(begins_with(header)(_graph_compiler(lowered, uncompiled))) if kernels else run_lowered(lower)
     inner = keys_of_any_process()(guards_of_local_sizes()(inner))
     with keys_of_any_process(), guards_of_local_sizes(), rebuild_damaged_libraries(), keep():
         compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
