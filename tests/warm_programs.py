@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -47,6 +47,9 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
 def uneven() -> nn.Module:
     plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
     return parallelize_module(MLP(7, 13), make_mesh((2,), ("tp",)), plan)
@@ -60,10 +63,22 @@ def lookup() -> nn.Module:
     )
 
 
-def fsdp() -> nn.Module:
+def fsdp(**options: Any) -> nn.Module:
     model = nn.Sequential(MLP(), MLP())
     for part in (*model, model):
-        fully_shard(part, mesh=make_mesh((2,), ("dp",)))
+        fully_shard(part, mesh=make_mesh((2,), ("dp",)), **options)
+    return model
+
+
+def mixed() -> nn.Module:
+    return fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+def both() -> nn.Module:
+    mesh = make_mesh((1, 2), ("dp", "tp"))
+    model = nn.Sequential(*(parallelize_module(MLP(), mesh["tp"], PLAN) for _ in range(2)))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh["dp"])
     return model
 
 
@@ -88,6 +103,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
     "uneven shards": (uneven, lambda batch: numbers(batch, 7)),
     "row-wise embedding": (lookup, indices),
     "fully_shard": (fsdp, lambda batch: numbers(batch, 8)),
+    "fully_shard, mixed precision": (mixed, lambda batch: numbers(batch, 8)),
+    "fully_shard x tensor parallel": (both, lambda batch: numbers(batch, 8)),
+    "fully_shard, gradients accumulated": (fsdp, lambda batch: numbers(batch, 8)),
     "DDP": (lambda: nn.parallel.DistributedDataParallel(MLP()), lambda batch: numbers(batch, 8)),
     "sharded batch": (Sharded, lambda batch: numbers(batch, 4)),
 }
@@ -112,13 +130,22 @@ PROGRAMS = {name: (*parts, forward) for name, parts in MODELS.items()} | {
 
 
 def train(
-    make: Callable[[], nn.Module], data: Callable[[int], torch.Tensor], step: Callable[..., Any], compiled: bool
+    make: Callable[[], nn.Module],
+    data: Callable[[int], torch.Tensor],
+    step: Callable[..., Any],
+    *,
+    compiled: bool,
+    accumulates: bool,
 ) -> list[Any]:
     torch.manual_seed(0)
     model = make()
     call = torch.compile(step, backend="dtensor", fullgraph=True) if compiled else step
     seen = []
     for batch in BATCHES:
+        reduces = not accumulates or batch % 2 == 0
+        if accumulates:
+            assert isinstance(model, FSDPModule)
+            model.set_requires_gradient_sync(reduces)
         loss = call(model, data(batch))
         if loss.requires_grad:
             loss.backward()
@@ -126,16 +153,17 @@ def train(
         placements = {name: getattr(gradient, "placements", None) for name, gradient in gradients.items()}
         whole = {name: copy.copy(g.full_tensor()) if isinstance(g, DTensor) else g for name, g in gradients.items()}
         seen.append((loss.detach(), whole, placements))
-        model.zero_grad()
+        if reduces:
+            model.zero_grad()
     return seen
 
 
 def compare(name: str) -> str:
     counters.reset()
     try:
-        differences = compare_values(
-            name, train(*PROGRAMS[name], compiled=False), train(*PROGRAMS[name], compiled=True)
-        )
+        accumulates = name.endswith("accumulated")
+        eager, ours = (train(*PROGRAMS[name], compiled=compiled, accumulates=accumulates) for compiled in (False, True))
+        differences = compare_values(name, eager, ours)
     except Exception:  # noqa: BLE001 - reported, and the programs after it run
         return f"raises {traceback.format_exc()[-1500:]}"
     found = torch._dynamo.utils.counters

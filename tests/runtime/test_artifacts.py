@@ -4,6 +4,7 @@ compile nothing, and a reason where artifacts are not used."""
 import hashlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -13,12 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from dtensor_compile.capture.cacheable import name_constants
 from dtensor_compile.compat.distributed.device_meshes import group_exists, group_named
-from dtensor_compile.errors import OptionError
-from dtensor_compile.ir.mesh import forget_meshes, know_group, mesh_text, parse_mesh
+from dtensor_compile.errors import NotSavedError, OptionError
+from dtensor_compile.ir.mesh import forget_meshes, know_group, know_groups_of_this_job, mesh_text, parse_mesh
 from dtensor_compile.ir.rank_free import dims_of_name, name_on_all_ranks, rank_free
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.offline.simulated_job import job
@@ -30,6 +33,7 @@ from dtensor_compile.report.build_command import share
 from dtensor_compile.runtime import artifacts
 from dtensor_compile.runtime.artifacts import MANIFEST, ArtifactsError, made_for, shared_rank, write
 from dtensor_compile.stages import program
+from dtensor_compile.stages.compiling import what_code_needs
 from dtensor_compile.testing import make_mesh, on_ranks, run_on_ranks
 
 RANKS = 4
@@ -148,6 +152,58 @@ def test_a_process_group_has_one_name_on_all_ranks():
     forget_meshes()
     know_group(name)  # found again by its ranks
     assert group_named(name).size() == 2
+
+
+def sharded_by_a_wrapper(mesh, compiled):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, mesh=mesh)
+    compiled(model)(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_program_is_the_same_whatever_the_addresses_of_its_objects():
+    seen = []
+    with mock.patch.object(program, "shared_rank", lambda folder, digest: seen.append(digest)):
+        kept = [lowered(sharded_by_a_wrapper, OPTIONS, rank) for rank in (0, 1, 0)]
+    assert len(seen) == 3 and len(set(seen)) == 1, seen
+    assert kept[0] == kept[1]
+
+
+def test_constants_are_named_by_kind_and_order():
+    graph = torch.fx.Graph()
+    names = ["G_dtensor_compile_mesh_env_140107978396624_c0_", "l_x_", "G_dtensor_compile_mesh_1234_c12_"]
+    graph.output([graph.placeholder(name) for name in [*names, "G_dtensor_compile_mesh_99_c0_"]])
+    gm = torch.fx.GraphModule({}, graph)
+    name_constants(gm)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    assert [node.target for node in inputs] == ["constant_mesh_env_0", "l_x_", "constant_mesh_0", "constant_mesh_1"]
+    assert [node.name for node in inputs] == [node.target for node in inputs]
+
+
+def test_code_makes_known_what_it_needs():
+    name = name_on_all_ranks("cpu[tp=2:1]@2", (0,))
+
+    def code(*arguments, operator=torch.ops._c10d_functional.all_reduce.default):
+        graph = torch.fx.Graph()
+        graph.output(graph.call_function(operator, (graph.placeholder("x"), *arguments)))
+        return what_code_needs(torch.fx.GraphModule({}, graph))
+
+    assert code("sum", "0") == []
+    assert code("sum", name) == ["from dtensor_compile.ir.mesh import know_group", f"know_group({name!r})"]
+    shard = torch.ops.dtensor_compile.shard_of.default
+    assert code(0, "cpu[tp=2:1]@2", 0, operator=shard) == ["import dtensor_compile.backend"]
+
+
+def test_groups_are_known_again_in_the_next_job_of_a_process():
+    name = name_on_all_ranks("cpu[tp=2:1]@2", (0,))
+    for _ in range(2):
+        with job(2, 1):
+            know_groups_of_this_job()
+            know_group(name)
+            assert group_named(name).rank() == 1
+    with job(2, 0):
+        assert not group_exists(name)
+        know_groups_of_this_job()
+        assert group_named(name).rank() == 0
 
 
 def test_graphs_differ_where_a_tensor_that_they_hold_or_a_subgraph_differs():
@@ -302,6 +358,76 @@ def test_a_program_without_artifacts_is_compiled_and_says_why(caplog):
     assert decision.left_alone and "manifest.json cannot be read" in decision.reason
     assert len([r for r in caplog.records if "artifacts in not there" in r.message]) <= 1
     assert set(made_for(2)) >= {"torch", "dtensor_compile", "machine", "ranks"}
+
+
+# ---- torch's own way to save a program -----------------------------------------------------------------------------
+
+AHEAD = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo")
+    torch.distributed.config.compile_on_one_rank = True
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"0": RowwiseParallel(), "1": ColwiseParallel(), "2": RowwiseParallel()}
+    layers = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 8))
+    torch.manual_seed(0)
+    model, tokens = parallelize_module(layers, mesh, plan), torch.arange(24).reshape(2, 12) % 16
+
+
+    def run(model, tokens):
+        return model(tokens)
+
+
+    def results(call):
+        out = call(model, tokens)
+        out.sum().backward()
+        gradients = [p.grad.full_tensor() for p in model.parameters()]
+        model.zero_grad()
+        return [out.detach(), *gradients]
+
+
+    want = results(run)
+    if sys.argv[1] == "save":
+        call = torch.compile(run, backend="dtensor", fullgraph=True).aot_compile(((model, tokens), {}))
+        if dist.get_rank() == 0:
+            call.save_compiled_function("program")
+    else:
+        call = torch.compiler.load_compiled_function(open("program", "rb"))
+    for _ in range(2):
+        torch.testing.assert_close(results(call), want)
+    print(f"rank {dist.get_rank()} equal\\n", end="")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="this torch saves no programs")
+def test_what_aot_compile_saves_on_one_rank_runs_on_all(tmp_path):
+    (tmp_path / "job.py").write_text(textwrap.dedent(AHEAD))
+    for what in ("save", "load"):
+        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py", what]
+        done = subprocess.run(
+            [sys.executable, "-m", *command], capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / what)},
+        )  # fmt: skip
+        assert sorted(done.stdout.splitlines()) == ["rank 0 equal", "rank 1 equal"], done.stderr[-3000:]
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="this torch saves no programs")
+def test_aot_compile_refuses_a_program_that_needs_code_around_its_graph():
+    def writes(x):
+        x.add_(1)
+        return x * 2
+
+    with job(2, 0):
+        x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        compiled = torch.compile(writes, backend="dtensor", fullgraph=True)
+        with pytest.raises(NotSavedError, match="it writes to inputs, which may share memory"):
+            compiled.aot_compile(((x,), {}))
 
 
 # ---- from end to end -----------------------------------------------------------------------------------------------
