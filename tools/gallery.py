@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import io
 import importlib.metadata
 import importlib.util
 import inspect
@@ -171,9 +172,9 @@ def child(path: pathlib.Path, repeats: int, out: pathlib.Path, report: pathlib.P
         with record() if variant == "ours" else contextlib.nullcontext() as recording:
             variants.start(variant, backend)
         if variant == "ours" and dist.get_rank() == 0:
-            with report.open("w") as file:
-                target = f"examples/{path.parent.name}/train.py"
-                print_report(build_report(recording, target=target), Console(file=file, width=160, color_system=None))
+            text, target = io.StringIO(), f"examples/{path.parent.name}/train.py"
+            print_report(build_report(recording, target=target), Console(file=text, width=160, color_system=None))
+            report.write_text("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
     for _ in range(repeats):
         variants.take_time()
     variants.count_traffic()
