@@ -23,10 +23,10 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import io
 import importlib.metadata
 import importlib.util
 import inspect
+import io
 import json
 import os
 import pathlib
