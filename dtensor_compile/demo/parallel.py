@@ -1,10 +1,11 @@
-"""Three ways to parallelize `Llama`, written with torch's own API as users do. Nothing here depends on a compiler."""
+"""Ways to parallelize `Llama`, written with torch's own API as users do. Nothing here depends on a compiler."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -82,6 +83,16 @@ def shard_parameters(model: Llama, mesh: DeviceMesh) -> Llama:
             sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
             setattr(module, name, nn.Parameter(sharded))
             register_parametrization(module, name, Gathered(mesh), unsafe=True)
+    return model
+
+
+def fully_sharded(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Data parallel with parameters sharded by ``fully_shard``, block by block, over the mesh dim ``dp``; tensor
+    parallel over ``tp`` if the mesh has it. The wrapper averages gradients."""
+    if "tp" in (mesh.mesh_dim_names or ()):
+        tensor_parallel(model, mesh["tp"])
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh["dp"])
     return model
 
 

@@ -307,7 +307,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["tp", "fsdp", "2d"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rates", nargs="+", type=float, default=[500, 1000, 4000], help="Mbit/s")
     parser.add_argument("--layers", type=int, default=4)
