@@ -88,6 +88,9 @@ def find_artifacts(program: torch.fx.GraphModule, this: Compilation) -> list[Dec
         this.shares = shared_rank(folder, this.digest)
     except ArtifactsError as error:
         return [not_used(folder, this.agreement.function, error)]
+    if this.aten:
+        reason = 'kernels="aten" compiles nothing for which there could be artifacts'
+        return [Decision("artifacts", "", reason, folder, "not used", left_alone=True)]
     return []
 
 

@@ -360,6 +360,16 @@ def test_a_program_without_artifacts_is_compiled_and_says_why(caplog):
     assert set(made_for(2)) >= {"torch", "dtensor_compile", "machine", "ranks"}
 
 
+def test_a_graph_without_kernels_has_no_artifacts(monkeypatch):
+    monkeypatch.setattr(program, "shared_rank", lambda folder, digest: 0)
+    with job(2, 0), record() as recording:
+        torch._dynamo.reset()
+        x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        torch.compile(lambda x: x + 1, backend="dtensor_aten", options=OPTIONS)(x)
+    (decision,) = [d for d in recording.decisions if d.kind == "artifacts"]
+    assert decision.left_alone and "compiles nothing" in decision.reason
+
+
 # ---- torch's own way to save a program -----------------------------------------------------------------------------
 
 AHEAD = """
