@@ -85,9 +85,12 @@ def rule_of(
     return found
 
 
-def _dims(node: torch.fx.Node, place: int, otherwise: Any) -> list[int]:
+def _dims(node: torch.fx.Node, place: int, rank: int, otherwise: Any) -> list[int]:
     """The dims among the arguments of a node at `place`, or `otherwise` if there is no such argument: one, several, or
     None.
+
+    Args:
+        rank: number of dims of the tensor; of a scalar, dims 0 and -1 name none.
 
     Raises:
         TypeError: they are not numbers.
@@ -97,7 +100,7 @@ def _dims(node: torch.fx.Node, place: int, otherwise: Any) -> list[int]:
     dims = [dim for dim in listed if isinstance(dim, int)]
     if len(dims) < len(listed):
         raise TypeError(f"{node.name} = {node.target}{node.args} names dims that are no numbers: {listed}")
-    return dims
+    return [dim % rank for dim in dims] if rank else []
 
 
 def _owed(given: Sequence[Global]) -> list[Partial]:
@@ -174,7 +177,7 @@ def _permutation(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecR
     if node.target is aten.permute.default:
         order = [dim % rank for dim in list_arg(node, 1)]
     else:
-        a, b = (0, 1) if node.target is aten.t.default else (const_arg(node, k, int) % rank for k in (1, 2))
+        a, b = (0, 1) if node.target is aten.t.default else (const_arg(node, k, int) for k in (1, 2))
         if rank > 1:
             order[a], order[b] = order[b], order[a]
     renamed: list[Strategy] = [((Shard(old),), Shard(new)) for new, old in enumerate(order)]
@@ -185,8 +188,7 @@ def _reduction(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRul
     op = REDUCTIONS.get(operator_of(node))
     old = given[0].shape
     at = 2 if node.target is aten.linalg_vector_norm.default else 1
-    dims = _dims(node, at, None)
-    dropped = {dim % len(old) for dim in dims} if dims else set(range(len(old)))
+    dropped = set(_dims(node, at, len(old), None)) or set(range(len(old)))
     keepdim = node.kwargs.get("keepdim", node.args[at + 1] if len(node.args) > at + 1 else False)
     if node.kwargs.keys() - {"keepdim", "correction"}:
         return None
@@ -210,7 +212,7 @@ def _reduction(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRul
 def _acting(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     at, drops, linear = _ACTING[node.target]
     old = given[0].shape
-    dims = {dim % len(old) for dim in _dims(node, at, node.kwargs.get("dim", 0))} if old else set()
+    dims = set(_dims(node, at, len(old), node.kwargs.get("dim", 0)))
     if any(len(g.shape) != len(old) for g in given):
         return None
     kept = [dim for dim in range(len(old)) if dim not in dims]
@@ -255,7 +257,7 @@ def _norm_backward(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> Spe
 
 def _lookup(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     """Rows of a table by indices: ``embedding``, ``index_select`` along a dim, ``index`` of the first dim."""
-    if len(given) != 2:
+    if len(given) != 2 or not given[0].shape:
         return None
     table, indices = (g.shape for g in given)
     dim = const_arg(node, 1, int) % len(table) if node.target is aten.index_select.default else 0
@@ -283,13 +285,12 @@ def _expansion(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRul
 def _squeezed(node: torch.fx.Node, given: Sequence[Global], *_: Any) -> SpecRule | None:
     """``unsqueeze`` and ``squeeze`` of dims."""
     old = given[0].shape
-    dims = _dims(node, 1, None)
     if node.target is aten.unsqueeze.default:
-        at = dims[0] % (len(old) + 1)
+        (at,) = _dims(node, 1, len(old) + 1, None)
         shape = (*old[:at], 1, *old[at:])
         names = {d: d + (d >= at) for d in range(len(old))}
     else:
-        gone = {d % len(old) for d in dims} if old else set()
+        gone = set(_dims(node, 1, len(old), None))
         if any(old[d] != 1 for d in gone):
             return None  # a rank that holds one row would drop it
         kept = [d for d in range(len(old)) if d not in gone]

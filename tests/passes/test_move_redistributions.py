@@ -134,6 +134,27 @@ def test_rows_of_a_table_that_is_sharded_by_columns_are_gathered_and_not_the_tab
     assert sent == 4 * 4 * 4 and "move_redistributions" in kinds
 
 
+SCALARS = {
+    "mean": lambda s: s.mean(0),
+    "sum of dim -1": lambda s: s.sum(-1),
+    "amax": lambda s: s.amax(0, keepdim=True),
+    "squeeze": lambda s: s.squeeze(0),
+    "softmax": lambda s: s.softmax(-1),
+    "unsqueeze": lambda s: s.unsqueeze(-1),
+    "cumsum": lambda s: s.cumsum(0),
+    "expand": lambda s: s.expand(3),
+}
+
+
+@on_ranks(2)
+def test_dims_of_scalars():
+    for name, of in SCALARS.items():
+        torch._dynamo.reset()
+        x = distribute_tensor(torch.arange(10.0).reshape(5, 2), make_mesh((2,)), [Shard(0)]).requires_grad_()
+        print(name)  # shown where it fails
+        assert_parity(lambda x, of=of: of(whole(x.sum())) * 2, [x], backend="dtensor_aten", options={"strict": True})
+
+
 @pytest.mark.slow
 @on_ranks(4)
 def test_on_a_2d_mesh():

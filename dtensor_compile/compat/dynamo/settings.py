@@ -26,12 +26,14 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
 from dtensor_compile.compat.patches import if_there
 
 _c10d = torch._C._distributed_c10d
-_CONFIG = if_there("torch.distributed:config")
+
+#: Where torch has ``compile_on_one_rank``: since 2.14 in its compiler's settings, and in those of distributed, which warn.
+_CONFIGS = (if_there("torch.compiler:config"), if_there("torch.distributed:config"))
 
 
 def compiles_on_one_rank() -> bool:
     """Whether torch is asked for graphs that do not depend on the rank (``compile_on_one_rank``)."""
-    return bool(getattr(_CONFIG, "compile_on_one_rank", False))
+    return next((bool(c.compile_on_one_rank) for c in _CONFIGS if hasattr(c, "compile_on_one_rank")), False)
 
 
 def saves_compiled_graph() -> bool:
