@@ -29,7 +29,7 @@ from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.compat.dynamo.tracker_tools import fact_guard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NoProcessGroupError, SpecTextError
-from dtensor_compile.ir.rank_free import dims_of_name, is_rank_free, name_on_all_ranks, rank_free
+from dtensor_compile.ir.rank_free import is_rank_free, name_on_all_ranks
 from dtensor_compile.store.rendezvous import all_meet
 
 _TEXT = re.compile(r"(?P<device>\w+)\[(?P<dims>[^\]]*)\]@(?P<ranks>[0-9]+(\.[0-9]+)*\.?)")
@@ -274,28 +274,6 @@ def _named(name: str, text: str, mesh_dims: Sequence[int]) -> str:
     alias = name_on_all_ranks(text, mesh_dims)
     compat_mesh.also_called(name, alias)
     return alias
-
-
-def know_group(name: str) -> None:
-    """Makes a process group known by its name in rank-free graphs, before one runs that was compiled elsewhere."""
-    if (place := dims_of_name(name)) is not None:
-        _known.add(place)
-        with rank_free():
-            merged_group_name(*place, compat_mesh.my_rank())
-
-
-#: Meshes and mesh dims that code in this process names, of whatever job: it is loaded once.
-_known: set[tuple[str, tuple[int, ...]]] = set()
-
-
-def know_groups_of_this_job() -> None:
-    """Makes process groups known again by the names in rank-free graphs that were loaded in an earlier job of this
-    process."""
-    rank = compat_mesh.my_rank()
-    for text, mesh_dims in sorted(_known):
-        layout = parse_mesh(text)
-        if rank in layout.ranks and compat_mesh.has_group(sorted(layout.group_over(rank, mesh_dims))):
-            know_group(name_on_all_ranks(text, mesh_dims))
 
 
 def merged_group_name(text: str, mesh_dims: Sequence[int], rank: int) -> str:

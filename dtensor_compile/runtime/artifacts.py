@@ -40,7 +40,8 @@ from dtensor_compile.compat.inductor.cache_folder import cache_folder
 from dtensor_compile.compat.inductor.compile import package_digest
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import texts_in
-from dtensor_compile.ir.mesh import know_group, mesh_text
+from dtensor_compile.ir.known_groups import know_group
+from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.ir.rank_free import dims_of_name
 
 log = logging.getLogger("dtensor_compile")

@@ -31,7 +31,7 @@ from dtensor_compile.compat.inductor.compile import compile_with_inductor
 from dtensor_compile.fixups.failing_backward import defer_backward_errors
 from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.graph.global_annotations import mark_local_tensors
-from dtensor_compile.ir import mesh
+from dtensor_compile.ir import known_groups
 from dtensor_compile.ir.rank_free import dims_of_name, rank_free
 from dtensor_compile.ops.coordinates import coordinate_in
 from dtensor_compile.recording.recorder import cache_key, recording
@@ -94,8 +94,11 @@ def what_code_needs(gm: torch.fx.GraphModule) -> list[str]:
     graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
     names = sorted({text for graph in graphs for text in texts_in(graph) if dims_of_name(text) is not None})
     ours = any(getattr(node.target, "namespace", "") == "dtensor_compile" for graph in graphs for node in graph.nodes)
-    known = [f"from {mesh.__name__} import know_group", *(f"know_group({name!r})" for name in names)] if names else []
-    return [*(["import dtensor_compile.backend"] if ours else []), *known]
+    return [
+        *(["import dtensor_compile.backend"] if ours else []),
+        *([f"from {known_groups.__name__} import know_group"] if names else []),
+        *(f"know_group({name!r})" for name in names),
+    ]
 
 
 def compile_program(this: Compilation) -> Callable[..., Any]:

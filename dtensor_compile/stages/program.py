@@ -24,7 +24,8 @@ from dtensor_compile.fixups.repeated_writes import write_once
 from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
 from dtensor_compile.fixups.unread_collectives import calls_collectives
 from dtensor_compile.graph.runner import GraphStep
-from dtensor_compile.ir.mesh import guard_mesh_order, know_groups_of_this_job, merge_groups, without_merged_groups
+from dtensor_compile.ir.known_groups import know_groups_of_this_job
+from dtensor_compile.ir.mesh import guard_mesh_order, merge_groups, without_merged_groups
 from dtensor_compile.native.loader import without_native
 from dtensor_compile.ops.redistribute_across import ORDERED
 from dtensor_compile.ops.unshard import average_gradient, unshard

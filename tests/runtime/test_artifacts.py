@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dtensor_compile.capture.cacheable import name_constants
 from dtensor_compile.compat.distributed.device_meshes import group_exists, group_named
 from dtensor_compile.errors import NotSavedError, OptionError
-from dtensor_compile.ir.mesh import forget_meshes, know_group, know_groups_of_this_job, mesh_text, parse_mesh
+from dtensor_compile.ir.known_groups import know_group, know_groups_of_this_job
+from dtensor_compile.ir.mesh import forget_meshes, mesh_text, parse_mesh
 from dtensor_compile.ir.rank_free import dims_of_name, name_on_all_ranks, rank_free
 from dtensor_compile.ir.spec import parse_spec
 from dtensor_compile.offline.simulated_job import job
@@ -191,7 +192,7 @@ def test_code_makes_known_what_it_needs():
         return what_code_needs(torch.fx.GraphModule({}, graph))
 
     assert code("sum", "0") == []
-    assert code("sum", name) == ["from dtensor_compile.ir.mesh import know_group", f"know_group({name!r})"]
+    assert code("sum", name) == ["from dtensor_compile.ir.known_groups import know_group", f"know_group({name!r})"]
     shard = torch.ops.dtensor_compile.shard_of.default
     assert code(0, "cpu[tp=2:1]@2", 0, operator=shard) == ["import dtensor_compile.backend"]
 

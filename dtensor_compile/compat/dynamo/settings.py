@@ -27,7 +27,7 @@ from dtensor_compile.compat.patches import if_there
 
 _c10d = torch._C._distributed_c10d
 
-#: Where torch has ``compile_on_one_rank``: since 2.14 in its compiler's settings, and in those of distributed, which warn.
+#: Where torch has ``compile_on_one_rank``: since 2.14 in its compiler's settings, and where it was, with a warning.
 _CONFIGS = (if_there("torch.compiler:config"), if_there("torch.distributed:config"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -35,7 +35,7 @@ def begins_with(header: Header) -> Iterator[None]:
         from torch._inductor.virtualized import V
 
         stock(self)
-        for line in header(V.graph.module):
+        for line in header(cast("torch.fx.GraphModule", V.graph.module)):
             self.header.writeline(line)
 
     with patched(_HEADER, write):
