@@ -150,7 +150,8 @@ def compare(
     empty_caches: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Run]:
-    """Trains each variant for `steps` steps and times `timed` further ones, interleaved. Called on every rank.
+    """Trains each variant for `steps` steps and times `timed` further ones, interleaved; leaves stock out if it cannot
+    compile the model. Called on every rank.
 
     Args:
         tell: called with progress messages.
@@ -170,8 +171,15 @@ def compare(
         began = time.perf_counter()
         with fresh_caches() if empty_caches else contextlib.nullcontext(), _recorded(name, recordings):
             trainer.optimizer.zero_grad()
-            loss = trainer.loss(0)
-            loss.backward()
+            try:
+                loss = trainer.loss(0)
+                loss.backward()
+            except Exception as error:
+                if name != "stock":
+                    raise
+                tell(f"stock: fails, and is left out ({' '.join(str(error).split())[:150]})")
+                del trainers[name]
+                continue
         first = time.perf_counter() - began
         run.losses.append(loss.item())
         run.gradients = trainer.gradients()

@@ -32,10 +32,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.distributed.device_meshes import group_exists, group_ranks, real_mesh
+from dtensor_compile.compat.dynamo.tracker_tools import real_object
 from dtensor_compile.compat.inductor.cache_folder import cache_folder
 from dtensor_compile.compat.inductor.compile import package_digest
 from dtensor_compile.decisions import Decision
@@ -167,6 +169,8 @@ def _about(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         strides = value.stride() if value.layout is torch.strided else ()
         return (str(value.dtype), str(value.device.type), str(tuple(value.shape)), str(strides), value.requires_grad)
+    if isinstance(mesh := real_object(value), DeviceMesh):
+        return mesh_text(mesh)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return (str(value), str(value.node.hint))
     return type(value).__name__
