@@ -99,7 +99,8 @@ def rotary_table(head_dim: int, positions: int, base: float = 10000.0) -> torch.
 
 
 def rotate(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Rotates the halves of each head against each other by its position; x is (batch, heads, sequence, head_dim)."""
+    """Rotates the halves of each head against each other by its position; x is (batch, heads, sequence, head_dim).
+    The angles are float32 in models of any dtype."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rotary.unbind(1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)

@@ -53,7 +53,7 @@ class Layout:
 
     def mesh_shape(self, world: int) -> tuple[int, ...]:
         """Shape of the mesh for a job of `world` ranks."""
-        return (2, world // 2) if len(self.dims) == 2 else (world,)
+        return (2, world // 2) if len(self.dims) == 2 and world > 1 else (1,) * (len(self.dims) - 1) + (world,)
 
 
 LAYOUTS = {
@@ -179,6 +179,7 @@ def compare(
                     raise
                 tell(f"stock: fails, and is left out ({' '.join(str(error).split())[:150]})")
                 del trainers[name]
+                torch.compiler.reset()  # what failed is marked as not to be compiled, for other backends too
                 continue
         first = time.perf_counter() - began
         run.losses.append(loss.item())

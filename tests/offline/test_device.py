@@ -76,6 +76,7 @@ operator mm
 
 
 def test_what_is_not_on_the_device_is_real():
+    before = torch.cuda.is_available()
     with offline.device("a100") as device:
         assert (
             torch.cuda.is_available()
@@ -89,7 +90,7 @@ def test_what_is_not_on_the_device_is_real():
         assert x.pin_memory().tolist() == [0, 1, 2, 3]
         with pytest.raises(Exception, match="data-dependent|DataDependent|_local_scalar_dense"):
             x.cuda().sum().item()
-    assert not torch.cuda.is_available()
+    assert torch.cuda.is_available() == before
 
 
 def test_attention_takes_the_kernel_of_the_device():
@@ -102,6 +103,8 @@ def test_attention_takes_the_kernel_of_the_device():
         return [step.name for graph in device.graphs for step in graph.steps if "attention" in step.name]
 
     flash, efficient = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+    if torch.backends.cudnn.is_available():
+        pytest.skip("beside a real GPU torch itself chooses, and where it has cuDNN it may take cuDNN's kernels")
     assert kernels(torch.bfloat16) == [flash, flash + "_backward"]
     assert kernels(torch.float32) == [efficient, efficient + "_backward"]
     assert kernels(torch.bfloat16, mask=True) == [efficient, efficient + "_backward"]
@@ -158,12 +161,16 @@ def test_optimizers_dropout_and_fully_shard():
 
 
 def test_an_error_inside_leaves_nothing_behind():
+    before = torch.cuda.is_available()
     for error in (ValueError, KeyboardInterrupt):
         with pytest.raises(error):
             with offline.device("h200"):
                 torch.compile(lambda x: x * torch.full((3,), 2.0, device="cuda"))(torch.ones(3, device="cuda"))
                 raise error
-        assert not torch.cuda.is_available()
+        assert torch.cuda.is_available() == before
+        if before:
+            assert torch.ones(1, device="cuda").item() == 1
+            continue
         with pytest.raises((AssertionError, RuntimeError), match="not compiled with CUDA|no NVIDIA driver"):
             torch.ones(1, device="cuda")
 
@@ -328,21 +335,23 @@ def test_a_file_that_says_something_else_is_an_error(tmp_path, values, message):
 
 
 def test_one_device_at_a_time():
+    before = torch.cuda.is_available()
     with offline.device("h200"):
         with pytest.raises(OfflineError, match="leave that context first"):
             with offline.device("a100"):
                 raise AssertionError("entered")
         assert torch.cuda.get_device_name() == GPUS["h200"].name
-    assert not torch.cuda.is_available()
+    assert torch.cuda.is_available() == before
 
 
 def test_without_triton_it_is_said_what_to_install_and_what_works(monkeypatch):
+    before = torch.cuda.is_available()
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(OfflineError, match=r'pip install "dtensor-compile\[triton\]".*report and explain') as raised:
         with offline.device("h200"):
             raise AssertionError("entered")
     assert "CPU" in str(raised.value)
-    assert not torch.cuda.is_available()
+    assert torch.cuda.is_available() == before
 
 
 def test_a_kernel_that_does_not_compile_leaves_its_graph_to_operators(tmp_path):

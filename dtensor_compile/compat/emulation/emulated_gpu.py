@@ -18,11 +18,13 @@ import ctypes
 import functools
 import importlib.resources
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
+from torch._dynamo.eval_frame import TorchPatcher
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
@@ -52,14 +54,16 @@ from dtensor_compile.native.loader import built_library
 if TYPE_CHECKING:
     from dtensor_compile.topology.gpus import Gpu
 
+#: Held while a device is emulated.
+_ONE = threading.Lock()
 _GUARD_SET = patch("torch._C:_ensureCUDADeviceGuardSet")
 _TRACKER = patch("torch.distributed.tensor._random:_rng_tracker")
 _DDP = patch("torch.nn.parallel:DistributedDataParallel.__init__", "self module ...")
-#: ``_init_group`` of each optimizer class that defines it.
+#: ``_init_group`` of each optimizer class, its own or not: from a process's first compilation on it is its own.
 _GROUPS = tuple(
     patch(f"torch.optim:{name}._init_group")
     for name, cls in vars(torch.optim).items()
-    if isinstance(cls, type) and "_init_group" in vars(cls)
+    if isinstance(cls, type) and hasattr(cls, "_init_group")
 )
 _RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log")
 _VERIFY = patch("torch.distributed:_verify_params_across_processes")
@@ -76,6 +80,7 @@ _GPU = feature(
     _VERIFY,
     _APPLY,
     hook("torch._dynamo.device_interface:CudaInterface.Worker"),
+    hook("torch._dynamo.eval_frame:TorchPatcher.patch"),
     hook("torch._higher_order_ops.utils:registered_hop_fake_fns"),
     hook("torch._inductor.select_algorithm:ExternKernelCaller"),
     hook("torch._C:_swap_tensor_impl"),
@@ -137,6 +142,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
     """
     _GPU.works()
     make_tables()
+    TorchPatcher.patch()  # torch replaces `_init_group` at a process's first compilation, which may be one inside
     with contextlib.ExitStack() as stack:
         stack.callback(forget_devices)
         stack.callback(torch._dynamo.reset)
@@ -264,12 +270,22 @@ def _library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _cuda_in_name() -> Iterator[None]:
-    if torch.cuda._is_compiled() and torch._C._cuda_getDeviceCount():
-        yield  # the real GPU serves as the device
-        return
-    library = _library()
-    if not library.dtensor_compile_cuda_device(1):
+    if not _ONE.acquire(blocking=False):
         raise OfflineError("a device is emulated in this process already: leave that context first")
+    try:
+        if torch.cuda._is_compiled() and torch._C._cuda_getDeviceCount():
+            yield  # the real GPU serves as the device
+        else:
+            with _without_a_gpu():
+                yield
+    finally:
+        _ONE.release()
+
+
+@contextlib.contextmanager
+def _without_a_gpu() -> Iterator[None]:
+    library = _library()
+    library.dtensor_compile_cuda_device(1)
     try:
         # It would replace our guard for good.
         with patched_value(_GUARD_SET, do_nothing):
