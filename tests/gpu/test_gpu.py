@@ -23,32 +23,29 @@ def run(*arguments, timeout=280):
     )
 
 
+SMALL = ("--layers", "2", "--dim", "256", "--repeats", "7")
+LAYOUTS = ("tp", "fully_shard", "fully_shard_tp")
+
+
 @functools.cache
-def figures(ranks, device=()):
-    """Layout -> row -> variant -> figure."""
+def figures(*arguments):
+    """Ranks -> layout -> row -> variant -> figure."""
     with tempfile.TemporaryDirectory() as folder:
-        done = run(
-            "--ranks",
-            str(ranks),
-            "--layers",
-            "2",
-            "--dim",
-            "256",
-            "--repeats",
-            "7",
-            "--json",
-            f"{folder}/f.json",
-            *device,
-        )
+        done = run(*SMALL, "--layouts", *LAYOUTS, "--json", f"{folder}/f.json", *arguments)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-        return json.loads(pathlib.Path(folder, "f.json").read_text())["ranks"][str(ranks)]
+        return json.loads(pathlib.Path(folder, "f.json").read_text())["ranks"]
+
+
+def on_gpu(ranks, layout):
+    return figures("--ranks", "1", "4")[str(ranks)][layout]
 
 
 @needs_gpu
-@pytest.mark.parametrize("layout", ["tp", "fsdp"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_numbers_are_those_of_eager(ranks, layout):
-    found = figures(ranks)[layout]
+    found = on_gpu(ranks, layout)
+    assert "ours" in found["loss"]
     for variant in found["loss"].keys() - {"eager"}:
         assert found["loss"][variant] < 1e-4 and found["gradient"][variant] < 1e-3, (
             variant,
@@ -58,21 +55,20 @@ def test_numbers_are_those_of_eager(ranks, layout):
 
 
 @needs_gpu
-@pytest.mark.parametrize("layout", ["tp", "fsdp"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_local_compute_is_tritons_and_memory_is_at_most_eagers(ranks, layout):
-    found = figures(ranks)[layout]
+    found = on_gpu(ranks, layout)
     assert found["triton"]["eager"] == 0 < found["triton"]["ours"]
     assert found["other"]["ours"] < found["other"]["eager"]
     assert found["memory"]["ours"] <= found["memory"]["eager"]
 
 
 @needs_gpu
-@pytest.mark.parametrize("layout", ["tp", "fsdp"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_step_takes_at_most_what_stocks_does(ranks, layout):
-    found = figures(ranks)[layout]["step"]
-    assert found["ours"] <= 1.05 * found["stock"], found  # what two runs of one program differ by
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_takes_at_most_what_stocks_does(layout):
+    found = on_gpu(1, layout)["step"]
+    assert found["ours"] <= 1.05 * found.get("stock", found["eager"]), found  # what two runs of one program differ by
 
 
 def test_without_a_gpu_it_is_said_and_nothing_is_measured():
@@ -84,6 +80,7 @@ def test_without_a_gpu_it_is_said_and_nothing_is_measured():
 
 @pytest.mark.slow
 def test_the_program_runs_on_the_cpu_where_it_is_only_tried():
-    found = figures(2, ("--check-on-cpu", "--layouts", "tp"))["tp"]
-    assert found["loss"]["ours"] < 1e-5 and found["gradient"]["ours"] < 1e-4
-    assert {"predicted", "in waits", "beyond compute"} == set(found["exposed"]) and found["compute"]["ours"] > 0
+    found = figures("--check-on-cpu", "--ranks", "4")["4"]
+    assert found.keys() == set(LAYOUTS)
+    for layout in LAYOUTS:
+        assert found[layout]["loss"]["ours"] < 1e-5 and found[layout]["gradient"]["ours"] < 1e-4

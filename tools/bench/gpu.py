@@ -1,11 +1,12 @@
-"""A training step on one GPU: NCCL with one rank, and several ranks that share the GPU over gloo.
+"""A training step on one GPU: NCCL with one rank, and several ranks that share the GPU.
 
     python tools/bench/gpu.py [--layouts tp fsdp fully_shard fully_shard_tp] [--ranks 1 2 4] [--layers 4] [--dim 1024]
     [--sequence 128] [--dtype float32] [--repeats 15] [--json FILE] [--check-on-cpu]
 
-One table for each number of ranks. With one rank the backend is NCCL: all code paths, streams and events, nothing sent.
-With more it is gloo over CUDA tensors: staging and transfer beside kernels. Rows, by the names under which
-`docs/gpu.md` keeps them:
+One table for each number of ranks and layout. With one rank the backend is NCCL: all code paths, streams and events,
+nothing sent. With more it is `staged_group`: kernels of several ranks on real data, for their numbers and memory;
+collectives block the host there, so that times say nothing. Jobs compile side by side, as many as there are cores for,
+and take turns on the GPU for what is measured. Rows, by the names under which `docs/gpu.md` keeps them:
 
     loss, gradient   largest difference from eager, relative (gradient: to the largest value of its parameter);
                      `--steps` AdamW steps
@@ -15,20 +16,17 @@ With more it is gloo over CUDA tensors: staging and transfer beside kernels. Row
     copied           MB that the device copies to and from the host in a step, by the profiler
     busy, idle       ms of a step in which a kernel runs, and in which none does, by the profiler; `busy` also as
                      predicted by the report
-    compute          ms of the same step with collectives that return at once
-    exposed          ms: predicted for the device and for the link that was measured; measured in waits; step beyond
-                     compute
 
 Variants: eager, stock (left out, with its error, where it cannot compile the layout), ours, and with one rank ours with
-CUDA graphs (``mode="reduce-overhead"``). A 2-D layout needs 1 or 4 ranks. Where there is no GPU the exit status is 2;
-`--check-on-cpu` runs what does not need one, over gloo, to try the program.
+CUDA graphs (``mode="reduce-overhead"``). A layout is left out for numbers of ranks that it does not fit (2-D ones need
+1 or 4). Where there is no GPU the exit status is 2; `--check-on-cpu` tries the program without one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import fcntl
 import json
 import os
 import pathlib
@@ -37,17 +35,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import staged_group
 import torch
 import torch.distributed as dist
-from overlap import Waits
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_compile import offline
 from dtensor_compile.demo.llama import LlamaConfig
 from dtensor_compile.demo.train import LAYOUTS, Run, Trainer, gradient_difference, loss_difference
 from dtensor_compile.recording.recorder import record
@@ -55,33 +52,16 @@ from dtensor_compile.report.build import build_side
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-import measure_links  # noqa: E402 - tools beside this one
-
-ROWS = ("loss", "gradient", "step", "memory", "triton", "other", "copied", "busy", "idle", "compute", "exposed")
+ROWS = ("loss", "gradient", "step", "memory", "triton", "other", "copied", "busy", "idle")
 
 
 def topology(device: str) -> Cluster:
-    """The GPU that is there, and the link between the ranks that share it. Called on all ranks."""
+    """The GPU that is there, with the links between its like."""
     if device == "cpu":
-        return dataclasses.replace(CLUSTERS["cpu-loopback"], inside=measure_links.measure_link(), name="cpu")
+        return CLUSTERS["cpu-loopback"]
     known = [gpu for gpu in GPUS.values() if gpu.name.split()[1].split("-")[0] in torch.cuda.get_device_name()]
-    link = CLUSTERS["h100"].inside if dist.get_world_size() == 1 else _link_over_gloo()
+    link = CLUSTERS["h100"].inside
     return Cluster("shared gpu", 0, link, link, (known or [GPUS["h100"]])[0].device, backend=dist.get_backend())
-
-
-def _link_over_gloo() -> Any:
-    """The link that gloo makes of staging and loopback."""
-    n, times = dist.get_world_size(), []
-    for elements in (1 << 10, 1 << 22):
-        x, out = torch.ones(elements, device="cuda"), torch.empty(n * elements, device="cuda")
-
-        def gather(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
-            dist.all_gather_into_tensor(out, x)
-            torch.cuda.synchronize()
-
-        times.append((4.0 * (n - 1) * elements, measure_links.seconds_of(gather, 9)))
-    return measure_links.fit(times[1], times[0], 1)
 
 
 def variants(cluster: Cluster, graphs: bool) -> dict[str, Callable[[Any], Any]]:
@@ -104,16 +84,15 @@ def model_config(args: argparse.Namespace) -> LlamaConfig:
     return LlamaConfig(layers=args.layers, dim=args.dim, ffn_dim=3 * args.dim, sequence=args.sequence)
 
 
-def measure(args: argparse.Namespace, device: str, layout_name: str) -> dict[str, dict[str, float]]:
+def measure(args: argparse.Namespace, device: str, layout_name: str, turns: Turns) -> dict[str, dict[str, float]]:
     """Row -> variant -> figure, on this rank. Called on all ranks."""
     layout, world = LAYOUTS[layout_name], dist.get_world_size()
     mesh = init_device_mesh(device, layout.mesh_shape(world), mesh_dim_names=layout.dims)
-    config = model_config(args)
-    cluster = topology(device) if world > 1 or device == "cuda" else CLUSTERS["cpu-loopback"]
+    config = LlamaConfig(layers=args.layers, dim=args.dim, ffn_dim=3 * args.dim, sequence=args.sequence)
+    cluster = topology(device)
     found: dict[str, dict[str, float]] = {row: {} for row in ROWS}
     trainers, runs = {}, {}
     for name, wrap in variants(cluster, world == 1 and device == "cuda").items():
-        torch.manual_seed(0)
         with record() if name == "ours" else contextlib.nullcontext() as recording:
             trainer = Trainer(layout, mesh, config, args.steps, wrap)
             try:
@@ -130,23 +109,47 @@ def measure(args: argparse.Namespace, device: str, layout_name: str) -> dict[str
         found["loss"][name] = loss_difference(run, runs["eager"])
         found["gradient"][name] = gradient_difference(run, runs["eager"])
         if recording is not None:
-            kernels = [d for d in recording.decisions if d.kind == "schedule_kernels" and not d.left_alone]
-            found["exposed"]["predicted"] = sum(float(d.after.split()[0]) for d in kernels)
-            found["busy"]["predicted"] = 1e3 * sum(
-                g.compute_seconds for g in build_side(recording, cluster, name).graphs
-            )
-    waited = []
-    for _ in range(args.repeats):
-        for name, trainer in trainers.items():
-            with _peak(device, found["memory"], name), Waits() as waits:
-                found["step"].setdefault(name, []).append(_seconds(trainer, device))  # type: ignore[arg-type, union-attr]
-            waited += [waits.seconds] if name == "ours" else []
-    found["step"] = {name: 1e3 * statistics.median(values) for name, values in found["step"].items()}  # type: ignore[arg-type]
-    found["exposed"]["in waits"] = 1e3 * statistics.median(waited)
-    if device == "cuda":
-        for name, trainer in trainers.items():
-            _profile(trainer, found, name)
+            graphs = build_side(recording, cluster, name).graphs
+            found["busy"]["predicted"] = 1e3 * sum(graph.compute_seconds for graph in graphs)
+    with turns.mine():
+        times: dict[str, list[float]] = {name: [] for name in trainers}
+        for _ in range(args.repeats):
+            for name, trainer in trainers.items():
+                with _peak(device, found["memory"], name):
+                    times[name].append(_seconds(trainer, device))
+        found["step"] = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+        if device == "cuda":
+            for name, trainer in trainers.items():
+                _profile(trainer, found, name)
     return found
+
+
+class Turns:
+    """Jobs compile side by side; while one measures, the others wait. A lock of the machine, held by rank 0.
+
+    Compiling holds it shared, so that nobody measures beside it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        file = pathlib.Path(tempfile.gettempdir(), "dtensor_compile-gpu-bench.lock")
+        self.file = file.open("w") if rank == 0 else None  # held until the process ends
+        self._lock(fcntl.LOCK_SH)
+
+    def _lock(self, how: int) -> None:
+        if self.file is not None:
+            fcntl.flock(self.file, how)
+
+    @contextlib.contextmanager
+    def mine(self) -> Iterator[None]:
+        """Called on all ranks of a job."""
+        self._lock(fcntl.LOCK_UN)
+        self._lock(fcntl.LOCK_EX)
+        dist.barrier()
+        try:
+            yield
+        finally:
+            dist.barrier()
+            self._lock(fcntl.LOCK_UN)
 
 
 def _loss(trainer: Trainer, index: int) -> float:
@@ -202,67 +205,65 @@ def _profile(trainer: Trainer, found: dict[str, dict[str, float]], name: str) ->
     found["copied"][name] = sum(event["args"].get("bytes", 0) for event in copies) / 1e6
 
 
-def compute_alone(args: argparse.Namespace, device: str, layout_name: str, world: int) -> float:
-    """Milliseconds of a step whose collectives return at once: one rank, the others in name only."""
-    layout = LAYOUTS[layout_name]
-    config = model_config(args)
-    with offline.job(world):
-        mesh = init_device_mesh(device, layout.mesh_shape(world), mesh_dim_names=layout.dims)
-        trainer = Trainer(
-            layout, mesh, config, 1, lambda model: torch.compile(model, backend="dtensor", fullgraph=True)
-        )
-        return 1e3 * statistics.median([_seconds(trainer, device) for _ in range(args.repeats + 1)][1:])
-
-
-def rank_main(rank: int, world: int, file: str, device: str, args: argparse.Namespace, results: Any) -> None:
-    """One process of a job, which meets the others at `file` and ends with ``layout -> figures`` of rank 0 in
-    `results`."""
+def rank_main(rank: int, world: int, layout: str, device: str, folder: str, args: argparse.Namespace) -> None:
+    """One process of a job, which meets the others in `folder`; rank 0 leaves the figures there."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+    turns = Turns(rank)
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, args.dtype))
-    backend = "nccl" if world == 1 and device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
+    staged_group.register()
+    backend = "nccl" if world == 1 and device == "cuda" else staged_group.NAME
+    name = f"{layout}-{world}"
+    dist.init_process_group(backend, init_method=f"file://{folder}/{name}.store", rank=rank, world_size=world)
     try:
-        found = {layout: measure(args, device, layout) for layout in args.layouts}
+        found = measure(args, device, layout, turns)
         dist.barrier()
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        for layout in args.layouts if world > 1 else ():
-            alone = compute_alone(args, device, layout, world)
-            found[layout]["compute"]["ours"] = alone
-            found[layout]["exposed"]["beyond compute"] = found[layout]["step"]["ours"] - alone
-        results.put(found)
+        pathlib.Path(folder, f"{name}.json").write_text(json.dumps(found))
 
 
-def run(world: int, device: str, args: argparse.Namespace) -> dict[str, Any]:
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, f"{folder}/store", device, args, results)
-        torch.multiprocessing.spawn(rank_main, arguments, nprocs=world)
-    return results.get()  # type: ignore[no-any-return]
+def run(jobs: list[tuple[int, str]], device: str, args: argparse.Namespace) -> Iterator[tuple[int, str, Any]]:
+    """Ranks, layout and figures of each job, as soon as it is over; an error of it in place of figures."""
+    cores = len(os.sched_getaffinity(0))
+    while jobs:
+        batch = [jobs.pop(0)]
+        while jobs and sum(world for world, _ in batch) + jobs[0][0] <= cores:
+            batch.append(jobs.pop(0))
+        with tempfile.TemporaryDirectory() as folder:
+            contexts = [
+                torch.multiprocessing.spawn(rank_main, (world, layout, device, folder, args), nprocs=world, join=False)
+                for world, layout in batch
+            ]
+            for (world, layout), context in zip(batch, contexts):
+                try:
+                    while not context.join():
+                        pass
+                    yield world, layout, json.loads(pathlib.Path(folder, f"{layout}-{world}.json").read_text())
+                except torch.multiprocessing.ProcessExitedException as error:
+                    yield world, layout, error
+                except torch.multiprocessing.ProcessRaisedException as error:
+                    yield world, layout, error
 
 
 def table(layout: str, world: int, device: str, found: dict[str, dict[str, float]]) -> Table:
-    names = [name for name in ("eager", "stock", "ours", "graphs") if name in found["step"]]
-    names += ["predicted"] if "predicted" in found["busy"] else []
-    backend = "nccl" if world == 1 and device == "cuda" else "gloo"
+    names = [
+        name for name in ("eager", "stock", "ours", "graphs", "predicted") if any(name in r for r in found.values())
+    ]
+    backend = "nccl" if world == 1 and device == "cuda" else staged_group.NAME
     result = Table(title=f"{LAYOUTS[layout].title}, {world} rank{'s' * (world > 1)}, {backend}")
     for column in ("", *names):
         result.add_column(column, justify="right")
     for row in ROWS:
-        if row == "exposed":
-            text = ", ".join(f"{name} {value:.2f}" for name, value in found[row].items())
-            result.caption = f"exposed, ms: {text}" if world > 1 else None
-        elif found[row]:
+        if found[row].keys() - {"predicted"}:
             result.add_row(row, *(f"{found[row][name]:.3g}" if name in found[row] else "" for name in names))
     return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=["tp", "fsdp"])
+    parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=1024)
@@ -282,19 +283,21 @@ def main() -> int:
     device = "cpu" if args.check_on_cpu else "cuda"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}, {time.strftime('%Y-%m-%d')}")
-    everything = {}
-    for world in args.ranks:
-        unfit = [layout for layout in args.layouts if len(LAYOUTS[layout].dims) == 2 and world not in (1, 4)]
-        if unfit:
-            parser.error(f"--ranks {world}: {', '.join(unfit)} need 1 or 4")
-        everything[world] = run(world, device, args)
-        for layout, found in everything[world].items():
-            Console(width=120).print(table(layout, world, device, found))
+    jobs = [(w, layout) for w in args.ranks for layout in args.layouts if len(LAYOUTS[layout].dims) == 1 or w in (1, 4)]
+    everything: dict[int, dict[str, Any]] = {}
+    failed = False
+    for world, layout, found in run(jobs, device, args):
+        if isinstance(found, Exception):
+            print(f"{layout}, {world} ranks: {found}", file=sys.stderr)
+            failed = True
+            continue
+        Console(width=120).print(table(layout, world, device, found))
+        everything.setdefault(world, {})[layout] = found
         if args.json:  # after each job, so that a run that is cut short leaves what it has
             pathlib.Path(args.json).write_text(
                 json.dumps({"device": name, "torch": torch.__version__, "ranks": everything}, indent=1)
             )
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":
