@@ -80,15 +80,14 @@ def variants(cluster: Cluster, graphs: bool) -> dict[str, Callable[[Any], Any]]:
     return found
 
 
-def model_config(args: argparse.Namespace) -> LlamaConfig:
-    return LlamaConfig(layers=args.layers, dim=args.dim, ffn_dim=3 * args.dim, sequence=args.sequence)
-
-
 def measure(args: argparse.Namespace, device: str, layout_name: str, turns: Turns) -> dict[str, dict[str, float]]:
     """Row -> variant -> figure, on this rank. Called on all ranks."""
     layout, world = LAYOUTS[layout_name], dist.get_world_size()
     mesh = init_device_mesh(device, layout.mesh_shape(world), mesh_dim_names=layout.dims)
-    config = LlamaConfig(layers=args.layers, dim=args.dim, ffn_dim=3 * args.dim, sequence=args.sequence)
+    heads = max(8, args.dim // 128)
+    config = LlamaConfig(
+        layers=args.layers, dim=args.dim, ffn_dim=3 * args.dim, heads=heads, kv_heads=heads // 2, sequence=args.sequence
+    )
     cluster = topology(device)
     found: dict[str, dict[str, float]] = {row: {} for row in ROWS}
     trainers, runs = {}, {}
@@ -100,7 +99,6 @@ def measure(args: argparse.Namespace, device: str, layout_name: str, turns: Turn
             except Exception as error:
                 if name != "stock":
                     raise
-                torch.compiler.reset()  # what failed is marked as not to be compiled, for other backends too
                 print(f"{layout_name}: stock fails, and is left out: {' '.join(str(error).split())[:200]}", flush=True)
                 continue
             trainers[name], runs[name] = trainer, run
