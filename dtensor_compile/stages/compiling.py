@@ -41,6 +41,7 @@ from dtensor_compile.stages.joint import plan_joint_graph
 from dtensor_compile.stages.kernels import passes_over_kernels, tell_uncompiled
 from dtensor_compile.stages.lowered import lower_graph
 from dtensor_compile.stages.program import GRAPH_FUNCTIONS
+from dtensor_compile.topology.devices import on_one_host
 from dtensor_compile.topology.network import plans_for
 
 #: Entered in this order.
@@ -83,7 +84,7 @@ def key_of(this: Compilation) -> tuple[Any, ...] | None:
     if (build := current_build()) is not None and not build.kernels:
         return None
     # A program of which it is shown that ranks have the same graphs has the key of the first of them.
-    place = cache_key() if this.shares is None else ("artifacts", this.digest, this.shares)
+    place = (*cache_key(), on_one_host()) if this.shares is None else ("artifacts", this.digest, this.shares)
     facts = (this.rank_free, implicit_replication_is_allowed(), async_inputs(this.inputs))
     return (*this.options.cache_key(), *facts, place)
 

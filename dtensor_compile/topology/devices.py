@@ -30,6 +30,17 @@ def _number(names: Sequence[str]) -> int | None:
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
 
 
+def on_one_host() -> bool:
+    """Whether the launcher started all ranks of the job on this host, as on all ranks; False where it does not say how
+    many are here, and for a job in name only."""
+    return (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_backend() != "fake"
+        and _number(_ON_HOST) == dist.get_world_size()
+    )
+
+
 def _exchange(mine: Any) -> list[Any] | None:
     """The values of all ranks, in order of rank; None without a process group."""
     if (

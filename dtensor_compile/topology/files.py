@@ -15,6 +15,7 @@
     memory = 3.35e12                       # bytes per second
     launch = 4e-6                          # seconds
     peak = {2 = 989e12, 4 = 494e12}        # operations per second, by bytes of an element
+    exact = 67e12                          # optional: those of float32 matmuls without TF32
 
 A GPU, for `dtensor_compile.offline.device`:
 
@@ -140,15 +141,18 @@ def _link(value: Any, where: str) -> Link:
     )
 
 
+_DEVICE_KEYS = {"peak", "memory", "launch"}
+
+
 def _device(value: Any, where: str) -> Device:
     if value is None:
         return CLUSTERS["h100"].device
     if (
         not isinstance(value, Mapping)
-        or value.keys() != {"peak", "memory", "launch"}
+        or not _DEVICE_KEYS <= value.keys() <= _DEVICE_KEYS | {"exact"}
         or not isinstance(value["peak"], Mapping)
     ):
-        said = "peak (operations per second by bytes of an element), memory and launch"
+        said = "peak (operations per second by bytes of an element), memory and launch, and if need be exact"
         raise TopologyError(f"{where}: a device is {said}, not {value!r}")
     try:
         peak = tuple(sorted((int(size), _number(rate, f"{where}.peak")) for size, rate in value["peak"].items()))
@@ -156,9 +160,8 @@ def _device(value: Any, where: str) -> Device:
         raise TopologyError(f"{where}.peak: {error}") from error
     if not peak:
         raise TopologyError(f"{where}.peak is empty")
-    return Device(
-        peak, _number(value["memory"], f"{where}.memory"), _number(value["launch"], f"{where}.launch", zero=True)
-    )
+    memory, launch = _number(value["memory"], f"{where}.memory"), _number(value["launch"], f"{where}.launch", zero=True)
+    return Device(peak, memory, launch, _number(value["exact"], f"{where}.exact") if "exact" in value else None)
 
 
 _GPU_KEYS = {"capability", "multiprocessors", "bytes", "shared_memory", "l2"}
@@ -215,6 +218,7 @@ def to_values(cluster: Cluster) -> dict[str, Any]:
             "peak": {str(size): rate for size, rate in cluster.device.peak},
             "memory": cluster.device.memory,
             "launch": cluster.device.launch,
+            **({} if cluster.device.exact is None else {"exact": cluster.device.exact}),
         },
     }
 

@@ -14,17 +14,22 @@ class Device:
     """The device of one rank.
 
     Attributes:
-        peak: floating-point operations per second of a matmul, by bytes of an element (4: float32, 2: bfloat16).
+        peak: floating-point operations per second of a matmul, by bytes of an element (4: float32 as TF32 where the
+            device has it, 2: bfloat16).
         memory: bytes per second to and from its memory.
         launch: minimum seconds of an operator.
+        exact: operations per second of a float32 matmul without TF32; None: those of `peak`.
     """
 
     peak: tuple[tuple[int, float], ...]
     memory: float
     launch: float
+    exact: float | None = None
 
-    def operations_per_second(self, itemsize: int) -> float:
+    def operations_per_second(self, itemsize: int, tf32: bool = True) -> float:
         """Peak for elements of that many bytes, or for the nearest larger ones."""
+        if itemsize == 4 and self.exact is not None and not tf32:
+            return self.exact
         sizes = dict(self.peak)
         return sizes.get(itemsize) or next(
             (rate for size, rate in sorted(self.peak) if size >= itemsize), self.peak[-1][1]
@@ -69,18 +74,18 @@ V100 = Device(((2, 125e12), (4, 15.7e12), (8, 7.8e12)), 0.9e12, 5e-6)
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 166_912, 40 << 20,
-        Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6),
+        Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6, 19.5e12),
     ),
     "h100": Gpu(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 232_448, 50 << 20,
-        Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6),
+        Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6, 67e12),
     ),
     "h200": Gpu(
         "NVIDIA H200", (9, 0), 132, 143_771 << 20, 232_448, 60 << 20,
-        Device(((2, 989e12), (4, 494e12), (8, 67e12)), 4.8e12, 4e-6),
+        Device(((2, 989e12), (4, 494e12), (8, 67e12)), 4.8e12, 4e-6, 67e12),
     ),
     "b200": Gpu(
         "NVIDIA B200", (10, 0), 148, 180 * 10**9, 232_448, 126 << 20,
-        Device(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6),
+        Device(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6, 75e12),
     ),
 }  # fmt: skip

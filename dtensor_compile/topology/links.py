@@ -21,6 +21,8 @@ Roofline, 2009):
 
     seconds = max(F / peak, M / memory bandwidth) + launch
 
+with the peak of TF32 for float32 where torch may use it (``torch.set_float32_matmul_precision``; not by default).
+
 These are estimates: they compare one program with another on one machine. They ignore contention, fusion, and kernels
 that stay below the peak.
 """
@@ -30,6 +32,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from dtensor_compile.topology.backends import traffic
 from dtensor_compile.topology.gpus import CPU, GPUS, V100, Device
@@ -182,5 +186,6 @@ def compute_seconds(device: Device, operations: int, bytes_moved: int, itemsize:
         itemsize: bytes of an element.
         fused: whether it is part of a kernel that was launched for another operator.
     """
-    busy = max(operations / device.operations_per_second(itemsize), bytes_moved / device.memory)
+    rate = device.operations_per_second(itemsize, tf32=torch.get_float32_matmul_precision() != "highest")
+    busy = max(operations / rate, bytes_moved / device.memory)
     return busy if fused else busy + device.launch

@@ -64,8 +64,8 @@ def overlapped(graph):
 def skip_unless_texts_are_those_of_this_torch():
     if minor_release(torch.__version__) != "2.13" or torch.version.cuda is not None:
         pytest.skip(
-            "what is above holds; names of kernels, and which of two orders that take as long, are those of 2.13 below, "
-            "built for CPUs (built for CUDA it has RMSNorm as one operator)"
+            "what is above holds; names of kernels, and which of two orders that take as long, are those of 2.13 built "
+            "for CPUs below (built for CUDA it has RMSNorm as one operator)"
         )
 
 
@@ -191,22 +191,22 @@ operator mm
 start    all_gather_into_tensor #6 float32[64]
 wait     all_gather_into_tensor #4
 operator mm
-kernel   triton_poi_fused__unsafe_view_add_cat_mul_split_sub_transpose_unbind_view_1
 start    all_gather_into_tensor #7 float32[192, 512]
+kernel   triton_poi_fused__unsafe_view_add_cat_mul_split_sub_transpose_unbind_view_1
 start    all_gather_into_tensor #8 float32[192, 512]
 start    all_gather_into_tensor #9 float32[64, 1536]
 kernel   triton_poi_fused__unsafe_view_clone_transpose_unsqueeze_view_2
 operator _scaled_dot_product_efficient_attention
 wait     all_gather_into_tensor #5
 operator mm
+start    all_gather_into_tensor #10 float32[64]
 wait     all_gather_into_tensor #6
 kernel   triton_per_fused__unsafe_view_add_mean_mul_pow_rsqrt_3
-start    all_gather_into_tensor #10 float32[64]
 wait     all_gather_into_tensor #7
 operator mm
+start    all_gather_into_tensor #11 float32[256, 512]
 wait     all_gather_into_tensor #8
 operator mm
-start    all_gather_into_tensor #11 float32[256, 512]
 wait     all_gather_into_tensor #9
 kernel   triton_poi_fused__unsafe_view_mul_silu_4
 operator mm
@@ -227,25 +227,25 @@ kernel   triton_per_fused_mul_sum_view_1
 start    reduce_scatter_tensor #1 float32[512]
 kernel   triton_per_fused_add_div_expand_mul_pow_sum_view_2
 operator mm
-operator mm
 wait     reduce_scatter_tensor #0
+operator mm
+wait     reduce_scatter_tensor #1
 start    reduce_scatter_tensor #2 float32[512, 1536]
 kernel   triton_poi_fused__unsafe_view_add_fill_mul_sigmoid_silu_sub_view_3
-wait     reduce_scatter_tensor #1
 operator mm
 start    reduce_scatter_tensor #3 float32[1536, 512]
 operator mm
+wait     reduce_scatter_tensor #2
 start    reduce_scatter_tensor #4 float32[1536, 512]
 operator mm
-wait     reduce_scatter_tensor #2
+wait     reduce_scatter_tensor #3
 operator mm
 kernel   triton_per_fused__unsafe_view_add_div_expand_mul_pow_sum_view_4
+wait     reduce_scatter_tensor #4
 operator mm
-wait     reduce_scatter_tensor #3
 operator _scaled_dot_product_efficient_attention_backward
 operator mm
 kernel   triton_poi_fused_add_cat_clone_mul_neg_slice_squeeze_transpose_view_5
-wait     reduce_scatter_tensor #4
 operator mm
 operator mm
 kernel   triton_red_fused__unsafe_view_add_mul_sum_view_6
@@ -254,16 +254,16 @@ start    reduce_scatter_tensor #5 float32[512]
 operator mm
 start    reduce_scatter_tensor #6 float32[512, 512]
 operator mm
+wait     reduce_scatter_tensor #5
 start    reduce_scatter_tensor #7 float32[512, 512]
 operator mm
-wait     reduce_scatter_tensor #5
 start    reduce_scatter_tensor #8 float32[512, 512]
 operator mm
+wait     reduce_scatter_tensor #6
 start    reduce_scatter_tensor #9 float32[512, 512]
 kernel   triton_per_fused_mul_sum_view_1
 start    reduce_scatter_tensor #10 float32[512]
 kernel   triton_poi_fused_add_div_embedding_dense_backward_expand_mul_pow_view_7
-wait     reduce_scatter_tensor #6
 kernel   triton_per_fused_add_div_embedding_dense_backward_expand_mul_pow_sum_view_8
 wait     reduce_scatter_tensor #7
 start    reduce_scatter_tensor #11 float32[2048, 512]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from dtensor_compile.errors import OptionError, TopologyError
 from dtensor_compile.ir.mesh import parse_mesh
@@ -19,6 +20,7 @@ from dtensor_compile.topology import (
     to_values,
     topology,
 )
+from dtensor_compile.topology.links import compute_seconds
 from dtensor_compile.topology.network import PLAIN, Network, current_topology, network_of, plans_for
 
 TOML = """
@@ -124,3 +126,18 @@ def test_gloo_sends_a_reduce_scatter_twice():
     assert seconds_over(link, "gloo", "reduce_scatter", 100, 2) == 20
     assert seconds_over(link, "nccl", "reduce_scatter", 100, 2) == seconds_over(link, "", "all_to_all", 100, 2) == 10
     assert seconds_over(link, "gloo", "reduce_scatter", 100, 1) == 0
+
+
+def test_float32_matmuls_take_longer_where_tf32_is_off():
+    device = CLUSTERS["h100"].device
+
+    def seconds(precision, itemsize):
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            return compute_seconds(device, 10**15, 0, itemsize)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    assert seconds("highest", 4) > 5 * seconds("high", 4)
+    assert seconds("highest", 2) == seconds("high", 2)
