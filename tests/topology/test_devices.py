@@ -24,7 +24,7 @@ def compiled_machine():
 
 
 @on_ranks(2)
-def test_ranks_that_a_launcher_started_on_one_host(rank):
+def test_ranks_that_a_launcher_started_on_one_host():
     assert on_one_host() and default_cluster("cpu").name == "cpu-loopback" and default_cluster("cuda").name == "h100"
     machine = compiled_machine()
     assert machine.cluster.name == "cpu-loopback" and machine.known_from.startswith("assumed")
