@@ -57,7 +57,7 @@ _ASKED = """## Passes that have to be asked for
 - `exchange_rows` sends the rows of a table in shards that ranks look up (an embedding under FSDP) in place of the
   table, forward and backward, where that is fewer bytes. It takes on trust that all ranks look up as many rows in each
   call.
-- `decompose_products` divides a matmul beside an `all_gather` or a `reduce_scatter` into parts, so that one part
+- `decompose_matmuls` divides a matmul beside an `all_gather` or a `reduce_scatter` into parts, so that one part
   travels while another is computed, where the estimate of `topology` says that it pays: more collectives, each
   smaller; even shards only. For groups with symmetric memory it puts torch's fused operators in their place.
 - `bucket_collectives`, named here, sends small collectives of one kind as one also where the program does not group

@@ -13,8 +13,8 @@ small one takes beyond its bytes:
 
 A stream, because a link may let a burst through before it holds its rate (`tools/netlab.py`: 192 KB), and looks faster
 than it is to messages with pauses between them. Both are measured while every rank computes: gloo's threads need a core
-as much as the products that they are to run beside, and on a busy core a message starts later by what the core's turns
-take. The device's rates are those of matrix products and copies while all ranks run them, which is how they are when
+as much as the matmuls that they are to run beside, and on a busy core a message starts later by what the core's turns
+take. The device's rates are those of matmuls and copies while all ranks run them, which is how they are when
 ranks share a host.
 
 The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is
@@ -43,7 +43,7 @@ from rich.table import Table
 from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.topology import CLUSTERS, Device, Link, save
 
-#: Sizes of the matrix product that is timed, and elements that are copied: those of a small model's layer.
+#: Sizes of the matmul that is timed, and elements that are copied: those of a small model's layer.
 PRODUCT, COPIED = (512, 256, 1024), 1 << 18
 #: Elements (float32) of the local input of a small and of a large all-to-all, and how many large ones are in flight.
 SMALL, LARGE, STREAM = 1 << 10, 1 << 19, 8
@@ -91,14 +91,14 @@ def fit(stream: tuple[float, float], small: tuple[float, float], messages: int) 
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """While it is entered, another thread of this process computes products."""
+    """While it is entered, another thread of this process computes matmuls."""
     a, b, over = torch.ones(PRODUCT[:2]), torch.ones(PRODUCT[1:]), threading.Event()
 
-    def products() -> None:
+    def matmuls() -> None:
         while not over.is_set():
             torch.mm(a, b)
 
-    thread = threading.Thread(target=products, daemon=True)
+    thread = threading.Thread(target=matmuls, daemon=True)
     thread.start()
     try:
         yield

@@ -310,8 +310,8 @@ class _Order(ChunkOrder):
             return
         if len(self.rest(x) or []) == 1 and self._rows_written_freely(x) and self._rows_written_freely(right):
             flipped = self.call(node, node, aten.permute.default, self.in_order[x], [1, 0])
-            product = self.call(node, node, aten.mm.default, flipped, self.in_order[right])
-            node.replace_all_uses_with(product)
+            matmul = self.call(node, node, aten.mm.default, flipped, self.in_order[right])
+            node.replace_all_uses_with(matmul)
             self.old.add(node)
 
     def _natural(self, node: torch.fx.Node) -> torch.fx.Node:

@@ -46,7 +46,7 @@ def send_transposed(graph: torch.fx.Graph) -> list[Decision]:
         if not _sends_columns(node) or why_sizes_do_not_fit(node) or not value_of(node).numel():
             continue
         gathers = _gathers(node)
-        if gathers and not _is_read_by_products(node):
+        if gathers and not _is_read_by_matmuls(node):
             continue
         made = _gather(node, this) if gathers else _scatter(node, this)
         if made is None:
@@ -70,7 +70,7 @@ def columns_left(graph: torch.fx.Graph, because: str = "") -> Iterator[Decision]
         if not reason or not _sends_columns(node):
             continue
         local = read(node).local
-        if _is_read_by_products(node) if _gathers(node) else _made_by_product(local)[0] is not None:
+        if _is_read_by_matmuls(node) if _gathers(node) else _made_by_matmul(local)[0] is not None:
             reason, text = f"its columns are copied whole: {reason}", str(read(node))
             copied = max(bytes_of(node), bytes_of(local))
             yield Decision("send_transposed", source_line(node), reason, text, text, left_alone=True, bytes=copied)
@@ -94,15 +94,15 @@ def _gather(node: torch.fx.Node, this: RedistributeNode) -> str:
 
 
 def _scatter(node: torch.fx.Node, this: RedistributeNode) -> str | None:
-    product, flipped = _made_by_product(this.local)
-    if product is None:
+    matmul, flipped = _made_by_matmul(this.local)
+    if matmul is None:
         return None
     if not flipped:
         left, right = (
-            call(aten.permute.default, (factor, [1, 0]), like=product, before=node) for factor in product.args
+            call(aten.permute.default, (factor, [1, 0]), like=matmul, before=node) for factor in matmul.args
         )
-        product = call(aten.mm.default, (right, left), like=product, before=node)
-    part = redistribute(_transposed(this, product), like=node, before=node)
+        matmul = call(aten.mm.default, (right, left), like=matmul, before=node)
+    part = redistribute(_transposed(this, matmul), like=node, before=node)
     back = call(aten.permute.default, (part, [1, 0]), like=node, before=node)
     node.replace_all_uses_with(
         call(aten.clone.default, (back,), {"memory_format": torch.contiguous_format}, like=node, before=node)
@@ -129,12 +129,12 @@ def _is_view(node: torch.fx.Node) -> bool:
     return guard_or_false(sym_eq(list(value_of(node).shape), list(value_of(node_arg(node, 0)).shape)))
 
 
-def _is_read_by_products(node: torch.fx.Node) -> bool:
+def _is_read_by_matmuls(node: torch.fx.Node) -> bool:
     """Whether only matmuls read a node, behind views."""
-    return all(_is_read_by_products(user) if _is_view(user) else user.target is aten.mm.default for user in node.users)
+    return all(_is_read_by_matmuls(user) if _is_view(user) else user.target is aten.mm.default for user in node.users)
 
 
-def _made_by_product(node: Any) -> tuple[torch.fx.Node | None, bool]:
+def _made_by_matmul(node: Any) -> tuple[torch.fx.Node | None, bool]:
     """The matmul of which only this node is a view, and whether the view is a transpose; None if there is none."""
     flipped = False
     while isinstance(node, torch.fx.Node) and len(node.users) == 1:

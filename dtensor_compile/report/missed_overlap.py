@@ -50,7 +50,7 @@ def _not_hidden(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
 
 
 _IN_PARTS = (
-    "`decompose_products` (enable_passes) runs the two in parts beside each other where its estimate says that it pays"
+    "`decompose_matmuls` (enable_passes) runs the two in parts beside each other where its estimate says that it pays"
 )
 
 
@@ -62,7 +62,7 @@ def _not_decomposed(graph: GraphRecord, timing: Schedule) -> Iterator[Decision]:
         if matmul is not None:
             side = "feeds" if collective.kind == "all_gather" else "follows"
             can = (
-                "`decompose_products` leaves sums that all ranks get whole"
+                "`decompose_matmuls` leaves sums that all ranks get whole"
                 if collective.kind == "all_reduce"
                 else _IN_PARTS
             )

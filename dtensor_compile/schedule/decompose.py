@@ -20,7 +20,7 @@ and pays if that, with the copies and launches it takes, is less than e. Latency
 are rounded as a matmul of that size is. All ranks choose alike, since this runs only if all shards are even.
 
 If the program has enabled symmetric memory for the group, torch has one operator for both, which divides by ranks and
-copies nothing. The same estimate with k = n decides, and `fuse_products.py` inserts the operator.
+copies nothing. The same estimate with k = n decides, and `fuse_matmuls.py` inserts the operator.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pair:
 
     Attributes:
         start, wait: nodes of the collective.
-        products: the matmuls that read the gathered tensor, or the one whose result is reduced.
+        matmuls: the matmuls that read the gathered tensor, or the one whose result is reduced.
         rows: number of rows of one rank's shard.
         whole: whether something else reads the gathered tensor.
         why_not: why the matmuls cannot be computed in parts; empty if they can.
@@ -70,7 +70,7 @@ class Pair:
 
     start: torch.fx.Node
     wait: torch.fx.Node
-    products: tuple[torch.fx.Node, ...]
+    matmuls: tuple[torch.fx.Node, ...]
     rows: int = 0
     whole: bool = False
     why_not: str = ""
@@ -81,7 +81,7 @@ class Pair:
 
     @property
     def fuses(self) -> bool:
-        """Whether torch has one operator for it (`fuse_products.py`), which divides it by ranks."""
+        """Whether torch has one operator for it (`fuse_matmuls.py`), which divides it by ranks."""
         return has_symmetric_memory(const_arg(self.start, 2 if self.gathers else 3, str))
 
     @property
@@ -89,7 +89,7 @@ class Pair:
         return const_arg(self.start, 1 if self.gathers else 2, int)
 
 
-def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: float) -> list[Decision]:
+def decompose_matmuls(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: float) -> list[Decision]:
     """Decomposes the matmuls of `graph` that are beside collectives, if that pays.
 
     Args:
@@ -106,19 +106,19 @@ def decompose_products(graph: torch.fx.Graph, cluster: Cluster, overlap_memory: 
     divided: set[torch.fx.Node] = set()
     for pair in found:
         parts, reason = 1, pair.why_not
-        if not reason and not divided.isdisjoint(pair.products):
-            reason = "its product is in parts already, for another collective"
+        if not reason and not divided.isdisjoint(pair.matmuls):
+            reason = "the matmul is in parts already, for another collective"
         if not reason:
-            products = sum(tasks[number[product]].seconds for product in pair.products)
+            matmuls = sum(tasks[number[matmul]].seconds for matmul in pair.matmuls)
             start = number[pair.start]
-            parts, reason = _choose(pair, cluster, tasks[start].seconds - exposed[start], products)
+            parts, reason = _choose(pair, cluster, tasks[start].seconds - exposed[start], matmuls)
             if parts > 1 and pair.fuses:
                 pair.start.meta[FUSED] = True
-        what = f"{collective_of(pair.start).kind} and {len(pair.products)} mm"
+        what = f"{collective_of(pair.start).kind} and {len(pair.matmuls)} mm"
         after = "one operator" if FUSED in pair.start.meta else f"{parts} parts" if parts > 1 else what
-        decisions.append(Decision("decompose_products", source_line(pair.start), reason, what, after))
+        decisions.append(Decision("decompose_matmuls", source_line(pair.start), reason, what, after))
         if parts > 1:
-            divided.update(pair.products)
+            divided.update(pair.matmuls)
         if parts > 1 and FUSED not in pair.start.meta:
             _divide_gather(pair, parts) if pair.gathers else _divide_scatter(pair, parts)
     return decisions
@@ -140,7 +140,7 @@ def pairs(graph: torch.fx.Graph) -> Iterator[Pair]:
 
 
 def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
-    products: list[torch.fx.Node] = []
+    matmuls: list[torch.fx.Node] = []
     whole, stack = False, [wait]
     while stack:
         node = stack.pop()
@@ -148,41 +148,41 @@ def _around_gather(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
             if user.target in ORDERED_VIEWS:
                 stack.append(user)
             elif user.target is aten.mm.default and user.args[0] is node and user.args[1] is not node:
-                products.append(user)
+                matmuls.append(user)
             else:
                 whole = True
-    if not products:
+    if not matmuls:
         return None
-    pair = Pair(start, wait, tuple(products), whole=whole)
+    pair = Pair(start, wait, tuple(matmuls), whole=whole)
     x, n = value_of(node_arg(start, 0)), pair.ranks
-    lefts = [tuple(value_of(node_arg(product, 0)).shape) for product in products]
+    lefts = [tuple(value_of(node_arg(matmul, 0)).shape) for matmul in matmuls]
     if not _fixed(x.shape, *lefts):
         pair.why_not = "sizes vary"
     elif (
         len(set(lefts)) > 1 or x.numel() * n != math.prod(shape := lefts.pop()) or shape[0] % n or not x.is_contiguous()
     ):
-        pair.why_not = "its rows are no rows of the product"
+        pair.why_not = "its rows are no rows of the result"
     else:
         pair.rows = shape[0] // n
     return pair
 
 
 def _around_scatter(start: torch.fx.Node, wait: torch.fx.Node) -> Pair | None:
-    product = node_arg(start, 0)
+    matmul = node_arg(start, 0)
     alone = True
-    while product.target in ORDERED_VIEWS:
-        alone &= len(product.users) == 1
-        product = node_arg(product, 0)
-    if product.target is not aten.mm.default:
+    while matmul.target in ORDERED_VIEWS:
+        alone &= len(matmul.users) == 1
+        matmul = node_arg(matmul, 0)
+    if matmul.target is not aten.mm.default:
         return None
-    pair = Pair(start, wait, (product,))
-    value = product.meta["val"]
-    if not alone or len(product.users) > 1:
-        pair.why_not = "another operator reads the product too"
+    pair = Pair(start, wait, (matmul,))
+    value = matmul.meta["val"]
+    if not alone or len(matmul.users) > 1:
+        pair.why_not = "another operator reads the result of the matmul too"
     elif not _fixed(value.shape):
         pair.why_not = "sizes vary"
     elif value.shape[0] % pair.ranks:
-        pair.why_not = "its rows are no rows of the product"
+        pair.why_not = "its rows are no rows of the result"
     else:
         pair.rows = value.shape[0] // pair.ranks
     return pair
@@ -195,12 +195,12 @@ def _fixed(*shapes: tuple[object, ...]) -> bool:
 # ---- what pays -----------------------------------------------------------------------------------------------------
 
 
-def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tuple[int, str]:
+def _choose(pair: Pair, cluster: Cluster, hidden: float, matmuls: float) -> tuple[int, str]:
     """Number of parts, 1 for none, and why.
 
     Args:
         hidden: seconds of the collective, undivided, for which compute does not wait.
-        products: seconds of its matmuls.
+        matmuls: seconds of its matmuls.
     """
     this = collective_of(pair.start)
     if not pair.gathers and is_exchanged(pair.start, [node_arg(pair.start, 0)]):
@@ -214,7 +214,7 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
         if pair.rows % k and not pair.fuses:
             continue
         _, part = cost_of(cluster, replace(this, bytes=this.bytes // k))
-        left = max(0.0, part + (k - 1) * max(0.0, part - products / k) - hidden)
+        left = max(0.0, part + (k - 1) * max(0.0, part - matmuls / k) - hidden)
         found.append((left + _extra(pair, cluster, k), left, k))
     if not found:
         return 1, f"{pair.rows:,} rows of a shard divide by none of {', '.join(map(str, PARTS))}"
@@ -236,15 +236,15 @@ def _choose(pair: Pair, cluster: Cluster, hidden: float, products: float) -> tup
 def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
     """Seconds that `k` parts take for copies, launches, and the additional collectives."""
     itemsize = value_of(pair.start).element_size()
-    launching = (k - 1) * (len(pair.products) * cluster.device.launch + host_seconds(cluster.backend))
+    launching = (k - 1) * (len(pair.matmuls) * cluster.device.launch + host_seconds(cluster.backend))
     if pair.fuses:
         return launching  # parts are read and written in place
     if pair.gathers:
-        copies = [result_bytes(product) for product in pair.products] + (
+        copies = [result_bytes(matmul) for matmul in pair.matmuls] + (
             [result_bytes(pair.start)] if pair.whole else []
         )
     else:
-        copies = [result_bytes(node_arg(pair.products[0], 0)), result_bytes(pair.start)]
+        copies = [result_bytes(node_arg(pair.matmuls[0], 0)), result_bytes(pair.start)]
     copying = sum(compute_seconds(cluster.device, 0, 2 * size, itemsize) for size in copies)
     return copying + launching
 
@@ -262,11 +262,11 @@ def _divide_gather(pair: Pair, k: int) -> None:
     starts = [make(_GATHER, piece, *start.args[1:], start=True) for piece in pieces]
     make = Maker(wait, wait)
     waits = [make(wait_tensor, part) for part in starts]
-    for product in pair.products:
-        make = Maker(product, product)
-        results = [make(aten.mm.default, part, product.args[1]) for part in waits]
-        product.replace_all_uses_with(_interleaved(make, results, n, rows, list(value_of(product).shape)))
-        product.graph.erase_node(product)
+    for matmul in pair.matmuls:
+        make = Maker(matmul, matmul)
+        results = [make(aten.mm.default, part, matmul.args[1]) for part in waits]
+        matmul.replace_all_uses_with(_interleaved(make, results, n, rows, list(value_of(matmul).shape)))
+        matmul.graph.erase_node(matmul)
     erase_views(wait)
     if wait.users:
         wait.replace_all_uses_with(_interleaved(Maker(wait, wait), waits, n, rows, shape))
@@ -276,9 +276,9 @@ def _divide_gather(pair: Pair, k: int) -> None:
 
 def _divide_scatter(pair: Pair, k: int) -> None:
     n, rows, start, wait = pair.ranks, pair.rows, pair.start, pair.wait
-    (product,) = pair.products
-    left, right = node_arg(product, 0), node_arg(product, 1)
-    make = Maker(start, product)
+    (matmul,) = pair.matmuls
+    left, right = node_arg(matmul, 0), node_arg(matmul, 1)
+    make = Maker(start, matmul)
     inner = value_of(left).shape[1]
     by_part = make(aten.reshape.default, left, [n, k, rows // k, inner])
     results = []

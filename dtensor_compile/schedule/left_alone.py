@@ -70,7 +70,7 @@ def products_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decisio
     seconds = sum(cost_of(cluster, collective_of(start))[1] for start in found)
     reason = "shards are uneven or of symbolic sizes: ranks would decide by other seconds of compute, so that none does"
     text = f"{len(found)} matmuls beside collectives"
-    return [Decision("decompose_products", source_line(found[0]), reason, text, text, left_alone=True, seconds=seconds)]
+    return [Decision("decompose_matmuls", source_line(found[0]), reason, text, text, left_alone=True, seconds=seconds)]
 
 
 def left_out_of_buckets(graph: torch.fx.Graph, cluster: Cluster, *, further: bool) -> list[Decision]:

@@ -8,7 +8,7 @@ import torch
 
 from dtensor_compile.decisions import Decision
 from dtensor_compile.schedule.bucket import bucket_collectives as bucket
-from dtensor_compile.schedule.decompose import decompose_products as decompose
+from dtensor_compile.schedule.decompose import decompose_matmuls as decompose
 from dtensor_compile.schedule.left_alone import left_out_of_buckets, products_left_whole
 from dtensor_compile.schedule.schedule_graph import cluster_for
 from dtensor_compile.schedule.simulated_device import Simulation
@@ -16,7 +16,7 @@ from dtensor_compile.topology.links import Cluster
 
 #: Names by which they can be disabled.
 LOWERED_PASSES: tuple[str, ...] = (
-    "decompose_products",
+    "decompose_matmuls",
     "bucket_collectives",
     "reduce_by_exchange",
     "schedule_graph",
@@ -24,10 +24,10 @@ LOWERED_PASSES: tuple[str, ...] = (
 )
 #: Opt-in passes. `bucket_collectives` merges what the program groups by default. It merges more if the user asks for
 #: it, names a topology, whose latency decides what pays, or runs on CPUs, on which starting takes long on any network.
-LOWERED_OPTIONAL: tuple[str, ...] = ("decompose_products", "bucket_collectives")
+LOWERED_OPTIONAL: tuple[str, ...] = ("decompose_matmuls", "bucket_collectives")
 
 
-def decompose_products(
+def decompose_matmuls(
     graph: torch.fx.Graph, topology: Cluster | None, overlap_memory: float, even: bool
 ) -> list[Decision]:
     """`dtensor_compile.schedule.decompose`, if decisions may depend on the seconds of compute.

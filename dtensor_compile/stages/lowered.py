@@ -17,9 +17,9 @@ from dtensor_compile.lowering.lower_collectives import lower_collectives
 from dtensor_compile.lowering.receive_before_sending import receive_before_sending
 from dtensor_compile.lowering.reduce_by_exchange import reduce_by_exchange
 from dtensor_compile.runtime.artifacts import current_build
-from dtensor_compile.schedule.fuse_products import fuse_products
+from dtensor_compile.schedule.fuse_matmuls import fuse_matmuls
 from dtensor_compile.schedule.left_alone import communication_seconds, estimated_kernels, order_left
-from dtensor_compile.schedule.overlap import bucket_collectives, decompose_products
+from dtensor_compile.schedule.overlap import bucket_collectives, decompose_matmuls
 from dtensor_compile.schedule.schedule_graph import schedule_graph
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.topology.network import plans_for
@@ -55,7 +55,7 @@ LOWER = (
 #: Decomposition of matmuls, number and form of collectives, order of all nodes. The names are those of options.
 SCHEDULE = (
     GraphStep(
-        decompose_products, lambda this: (this.options.topology, this.options.overlap_memory, this.even), asked=True
+        decompose_matmuls, lambda this: (this.options.topology, this.options.overlap_memory, this.even), asked=True
     ),
     GraphStep(
         bucket_collectives,
@@ -71,7 +71,7 @@ FINISH = (
     GraphStep(view_again, required=True),
     GraphStep(lowered, lambda this: (this,), reads=True),
     GraphStep(note_collectives, lambda this: (this,), required=True, reads=True),
-    GraphStep(fuse_products),
+    GraphStep(fuse_matmuls),
 )
 
 

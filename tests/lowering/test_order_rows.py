@@ -172,7 +172,7 @@ def copies_of_gradients():
     return list(map(str, standalone_copies(gm.graph)))
 
 
-def test_a_gradient_is_written_in_one_order_for_both_its_products():
+def test_a_gradient_is_written_in_one_order_for_both_its_matmuls():
     assert run_on_ranks(2, copies_of_gradients) == [[], []]
 
 

@@ -80,7 +80,7 @@ def sent(name):
 class Golden(TestCase):
     maxDiff = None
 
-    def test_gather_is_read_by_a_product(self):
+    def test_gather_is_read_by_a_matmul(self):
         text, copies = run_on_ranks(2, sent, "linear")[0]
         assert copies == [OUT * IN * 4, OUT * IN * 4 // 2]
         self.assertExpectedInline(text, """\
@@ -95,7 +95,7 @@ mm: [5, 3] = mm(x_1, t)
 return mm
 """)  # fmt: skip
 
-    def test_product_is_scattered(self):
+    def test_matmul_is_scattered(self):
         text, copies = run_on_ranks(2, sent, "weight gradient")[0]
         assert copies == [OUT * IN * 4, OUT * IN * 4 // 2]
         self.assertExpectedInline(text, """\
@@ -111,7 +111,7 @@ clone_default: [3, 4] = clone(permute_default_2, memory_format=torch.contiguous_
 return clone_default
 """)  # fmt: skip
 
-    def test_product_is_the_transpose_already(self):
+    def test_matmul_is_the_transpose_already(self):
         text, copies = run_on_ranks(2, sent, "transposed weight gradient")[0]
         assert copies == [OUT * IN * 4, OUT * IN * 4 // 2]
         self.assertExpectedInline(text, """\
@@ -155,9 +155,9 @@ def uneven(x, w):
     return aten.mm(x, aten.t(redistribute(w, "S(1)", "R", (OUT, 7))))
 
 
-def product_read_twice(x, y):
-    product = aten.mm(aten.t(y), x)
-    return redistribute(product, "P(sum)", "S(1)", (OUT, IN)), aten.exp(product)
+def matmul_read_twice(x, y):
+    matmul = aten.mm(aten.t(y), x)
+    return redistribute(matmul, "P(sum)", "S(1)", (OUT, IN)), aten.exp(matmul)
 
 
 def left_alone():
@@ -166,7 +166,7 @@ def left_alone():
         untouched(returned, (OUT, "part")),
         untouched(rows, (ROWS, IN), ("part", OUT)),
         untouched(uneven, (ROWS, 7), (OUT, 4 - dist.get_rank())),
-        untouched(product_read_twice, (ROWS, IN), (ROWS, OUT)),
+        untouched(matmul_read_twice, (ROWS, IN), (ROWS, OUT)),
     ]
 
 

@@ -298,16 +298,16 @@ def test_calls_without_the_module_in_cpp(mesh, monkeypatch):
 
 
 def test_matmuls_beside_collectives_of_uneven_shards(mesh):
-    def product(x, w):
+    def matmul(x, w):
         return gathered(x).to_local() @ w
 
     x = DTensor.from_local(torch.ones(256, 64), mesh, [Shard(0)], run_check=False)
     odd = DTensor.from_local(
         torch.ones(2, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1)
     )
-    options = {"enable_passes": ("decompose_products",)}
-    recording = compiled(lambda x, w, odd: (product(x, w), odd * 2), x, torch.ones(64, 64), odd, options=options)
-    ((reason, seconds, _),) = left(recording, "decompose_products")
+    options = {"enable_passes": ("decompose_matmuls",)}
+    recording = compiled(lambda x, w, odd: (matmul(x, w), odd * 2), x, torch.ones(64, 64), odd, options=options)
+    ((reason, seconds, _),) = left(recording, "decompose_matmuls")
     assert "uneven" in reason and seconds > 0
 
 

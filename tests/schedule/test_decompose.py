@@ -15,15 +15,15 @@ import dtensor_compile
 from dtensor_compile.ir.mesh import mesh_text
 from dtensor_compile.lowering.lower import lower_redistributions
 from dtensor_compile.ops.redistribute import redistribute_op
-from dtensor_compile.schedule.decompose import decompose_products
-from dtensor_compile.schedule.fuse_products import fuse_products
+from dtensor_compile.schedule.decompose import decompose_matmuls
+from dtensor_compile.schedule.fuse_matmuls import fuse_matmuls
 from dtensor_compile.testing import graph_text, make_mesh, on_ranks, run_on_ranks
 from dtensor_compile.topology.links import Cluster, Device, Link
 
 aten = torch.ops.aten
 R, K, N = 8, 4, 6
 
-#: Hosts of one rank: a product of a part takes as long as the part on the link, and copies take nothing.
+#: Hosts of one rank: a matmul of a part takes as long as the part on the link, and copies take nothing.
 SLOW = Cluster("slow", 1, Link(6e-2, 1e3), Link(6e-2, 1e3), Device(((4, 3e3),), 1e9, 1e-6), backend="gloo")
 #: Starting takes longer than sending.
 LATENT = dataclasses.replace(SLOW, between=Link(1.0, 1e9))
@@ -54,7 +54,7 @@ def gathered_for_its_own_factor(x, w):
     return aten.mm(g, aten.mul(w, aten.sum(g)))
 
 
-#: Its product cannot be part of the operator that gathers.
+#: Its matmul cannot be part of the operator that gathers.
 LATE = {"late": (gathered_for_its_own_factor, [(R, K), (K, N)])}
 
 PROGRAMS = {
@@ -79,7 +79,7 @@ def divided(name, cluster=SLOW):
     lower_redistributions(gm.graph, strict=True)
     gm.recompile()
     wanted = gm(*args)
-    decisions = decompose_products(gm.graph, cluster, float("inf"))
+    decisions = decompose_matmuls(gm.graph, cluster, float("inf"))
     gm.graph.lint()
     gm.recompile()
     torch.testing.assert_close(gm(*args), wanted, rtol=0, atol=0)
@@ -89,7 +89,7 @@ def divided(name, cluster=SLOW):
 class Golden(TestCase):
     maxDiff = None
 
-    def test_a_product_of_what_is_gathered(self):
+    def test_a_matmul_of_what_is_gathered(self):
         (text, decisions), other = run_on_ranks(2, divided, "gathered")
         assert (text, decisions) == other
         self.assertExpectedInline(
@@ -116,7 +116,7 @@ return view_default_3
         reason = "188.00 of 188.00 ms exposed become 124.00, copies and launches take 0.16"
         assert decisions == [("all_gather and 1 mm", "2 parts", reason)]
 
-    def test_a_product_that_is_reduced(self):
+    def test_a_matmul_that_is_reduced(self):
         (text, decisions), other = run_on_ranks(2, divided, "reduced")
         assert (text, decisions) == other
         self.assertExpectedInline(
@@ -166,7 +166,7 @@ def test_a_collective_more_costs_the_host_time_too():
 
 
 def hidden():
-    """A gather that is not needed until a long product has run."""
+    """A gather that is not needed until a long matmul has run."""
     make_mesh((2,))
 
     def program(x, w, a):
@@ -175,7 +175,7 @@ def hidden():
 
     gm = make_fx(program, tracing_mode="fake")(numbers(R, K), numbers(K, N), numbers(16, 16))
     lower_redistributions(gm.graph, strict=True)
-    return [(d.after, d.reason) for d in decompose_products(gm.graph, SLOW, float("inf"))]
+    return [(d.after, d.reason) for d in decompose_matmuls(gm.graph, SLOW, float("inf"))]
 
 
 def test_what_is_hidden_already_stays_whole():
@@ -185,7 +185,7 @@ def test_what_is_hidden_already_stays_whole():
 # ---- compiled ------------------------------------------------------------------------------------------------------
 
 
-def step(kernels, rows, kind="decompose_products"):
+def step(kernels, rows, kind="decompose_matmuls"):
     """A sequence-parallel block compiled for a slow network, forward and backward, twice; against eager."""
     n = dist.get_world_size()
     mesh, gen = make_mesh((n,), ("tp",)), torch.Generator().manual_seed(0)
@@ -205,7 +205,7 @@ def step(kernels, rows, kind="decompose_products"):
         return [out.full_tensor().detach(), *(a.grad.full_tensor() for a in args)]
 
     torch._dynamo.reset()
-    options = {"topology": SLOW, "enable_passes": ["decompose_products"], "kernels": kernels, "strict": True}
+    options = {"topology": SLOW, "enable_passes": ["decompose_matmuls"], "kernels": kernels, "strict": True}
     with dtensor_compile.record() as recording:
         ours = run(torch.compile(program, backend="dtensor", fullgraph=True, options=options))
     for a, b in zip(ours, run(program)):
@@ -244,7 +244,7 @@ def symmetric_memory():
 
 def fused(kernels):
     with symmetric_memory():
-        return step(kernels, 16, "fuse_products")
+        return step(kernels, 16, "fuse_matmuls")
 
 
 @pytest.mark.parametrize("kernels", ["aten", "inductor"])
@@ -262,8 +262,8 @@ def fused_graph(name):
         lower_redistributions(gm.graph, strict=True)
         gm.recompile()
         wanted = gm(*args)
-        decided = [d.after for d in decompose_products(gm.graph, SLOW, float("inf"))]
-        decided += [d.after for d in fuse_products(gm.graph)]
+        decided = [d.after for d in decompose_matmuls(gm.graph, SLOW, float("inf"))]
+        decided += [d.after for d in fuse_matmuls(gm.graph)]
         gm.graph.lint()
         gm.recompile()
         torch.testing.assert_close(gm(*args), wanted, rtol=0, atol=0)
@@ -273,7 +273,7 @@ def fused_graph(name):
 class GoldenSymmetric(TestCase):
     maxDiff = None
 
-    def test_several_products_and_another_reader(self):
+    def test_several_matmuls_and_another_reader(self):
         (text, decided), other = run_on_ranks(2, fused_graph, "gathered for several")
         assert (text, decided) == other and decided == ["one operator", "fused_all_gather_matmul"]
         self.assertExpectedInline(
@@ -319,10 +319,10 @@ return view_default_1
         )
 
 
-def test_a_product_whose_other_factor_needs_the_gather_is_not_fused():
+def test_a_matmul_whose_other_factor_needs_the_gather_is_not_fused():
     for text, decided in run_on_ranks(2, fused_graph, "late"):
         assert decided == ["one operator", "all_gather and 1 mm"] and "= mm(" in text and "fused" not in text
 
 
 def test_without_symmetric_memory_nothing_is_fused():
-    assert run_on_ranks(2, step, "aten", 16, "fuse_products") == [[], []]
+    assert run_on_ranks(2, step, "aten", 16, "fuse_matmuls") == [[], []]

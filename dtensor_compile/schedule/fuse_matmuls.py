@@ -27,21 +27,21 @@ from dtensor_compile.schedule.decompose import Maker, Pair, erase_reduced, erase
 aten = torch.ops.aten
 
 
-def fuse_products(graph: torch.fx.Graph) -> list[Decision]:
-    """Replaces the collectives that `decompose_products` marked for fusion."""
+def fuse_matmuls(graph: torch.fx.Graph) -> list[Decision]:
+    """Replaces the collectives that `decompose_matmuls` marked for fusion."""
     decisions = []
     for pair in list(pairs(graph)):
         if FUSED in pair.start.meta and not pair.why_not:
-            where, before = source_line(pair.start), f"{collective_of(pair.start).kind} and {len(pair.products)} mm"
+            where, before = source_line(pair.start), f"{collective_of(pair.start).kind} and {len(pair.matmuls)} mm"
             fused = _fuse_gather(pair) if pair.gathers else _fuse_scatter(pair)
             reason = (
                 "the group has symmetric memory"
                 if fused
-                else "no product's other factor is there when the gather is needed"
+                else "no matmul's other factor is there when the gather is needed"
             )
             sent = None if fused else collective_of(pair.start).bytes
             decisions.append(
-                Decision("fuse_products", where, reason, before, fused or before, left_alone=not fused, bytes=sent)
+                Decision("fuse_matmuls", where, reason, before, fused or before, left_alone=not fused, bytes=sent)
             )
     return decisions
 
@@ -50,20 +50,20 @@ def _fuse_gather(pair: Pair) -> str:
     """The name of the operator; empty if it cannot be inserted."""
     wait, shape = pair.wait, list(value_of(pair.wait).shape)
     number = {node: index for index, node in enumerate(wait.graph.nodes)}
-    ready = [product for product in pair.products if number[node_arg(product, 1)] < number[wait]]
+    ready = [matmul for matmul in pair.matmuls if number[node_arg(matmul, 1)] < number[wait]]
     if not ready:
         return ""
     left = value_of(node_arg(ready[0], 0))
     make = Maker(wait, pair.start)
     rows = make(aten.view.default, pair.start.args[0], [pair.rows, left.shape[1]])
-    weights = [product.args[1] for product in ready]
-    whole = pair.whole or len(ready) < len(pair.products)
+    weights = [matmul.args[1] for matmul in ready]
+    whole = pair.whole or len(ready) < len(pair.matmuls)
     op = torch.ops.symm_mem.fused_all_gather_matmul.default
     fused = make(op, rows, weights, 0, pair.start.args[2], return_A=whole)
     results = make(operator.getitem, fused, 1)
-    for index, product in enumerate(ready):
-        product.replace_all_uses_with(Maker(wait, product)(operator.getitem, results, index))
-        product.graph.erase_node(product)
+    for index, matmul in enumerate(ready):
+        matmul.replace_all_uses_with(Maker(wait, matmul)(operator.getitem, results, index))
+        matmul.graph.erase_node(matmul)
     erase_views(wait)
     if wait.users:
         wait.replace_all_uses_with(make(aten.view.default, make(operator.getitem, fused, 0), shape))
@@ -74,10 +74,10 @@ def _fuse_gather(pair: Pair) -> str:
 
 def _fuse_scatter(pair: Pair) -> str:
     start, wait = pair.start, pair.wait
-    (product,) = pair.products
+    (matmul,) = pair.matmuls
     make = Maker(start, start)
     op = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
-    reduced = make(op, *product.args, start.args[1], 0, start.args[3])
+    reduced = make(op, *matmul.args, start.args[1], 0, start.args[3])
     wait.replace_all_uses_with(make(aten.view.default, reduced, list(value_of(wait).shape)))
     wait.graph.erase_node(wait)
     erase_reduced(start)
