@@ -91,7 +91,7 @@ def fit(stream: tuple[float, float], small: tuple[float, float], messages: int) 
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """While it is entered, another thread of this process computes matmuls."""
+    """While active, another thread of this process computes matmuls."""
     a, b, over = torch.ones(PRODUCT[:2]), torch.ones(PRODUCT[1:]), threading.Event()
 
     def matmuls() -> None:

@@ -98,9 +98,7 @@ def _scatter(node: torch.fx.Node, this: RedistributeNode) -> str | None:
     if matmul is None:
         return None
     if not flipped:
-        left, right = (
-            call(aten.permute.default, (factor, [1, 0]), like=matmul, before=node) for factor in matmul.args
-        )
+        left, right = (call(aten.permute.default, (factor, [1, 0]), like=matmul, before=node) for factor in matmul.args)
         matmul = call(aten.mm.default, (right, left), like=matmul, before=node)
     part = redistribute(_transposed(this, matmul), like=node, before=node)
     back = call(aten.permute.default, (part, [1, 0]), like=node, before=node)

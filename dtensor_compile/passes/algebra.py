@@ -158,5 +158,5 @@ def is_reduction(node: torch.fx.Node) -> bool:
 def may_round(node: torch.fx.Node, result: Global) -> bool:
     """Whether a sum is rounded to a narrow dtype on each rank before it is summed over ranks."""
     value = node.meta["val"]
-    owes = any(isinstance(p, Partial) for p in result.placements)
-    return node.target in REDUCTIONS and owes and value.is_floating_point() and value.element_size() < 4
+    partial = any(isinstance(p, Partial) for p in result.placements)
+    return node.target in REDUCTIONS and partial and value.is_floating_point() and value.element_size() < 4

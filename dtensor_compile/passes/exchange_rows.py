@@ -91,8 +91,8 @@ class LookedUpTable:
             return None
         i = changed[0]
         was, now, ranks = source.placements[i], target.placements[i], layout.shape[i]
-        owes = isinstance(was, Partial) and was.reduce_op in ("sum", "avg")
-        if this.shape[0] % ranks or not (was == Shard(0) and now == Replicate() or owes and now == Shard(0)):
+        partial = isinstance(was, Partial) and was.reduce_op in ("sum", "avg")
+        if this.shape[0] % ranks or not (was == Shard(0) and now == Replicate() or partial and now == Shard(0)):
             return None
         rows = this.shape[0] // ranks
         return cls(node, this, i, len(layout.shape), ranks, was, now, rows, coordinate[i] * rows)

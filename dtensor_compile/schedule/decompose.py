@@ -240,9 +240,7 @@ def _extra(pair: Pair, cluster: Cluster, k: int) -> float:
     if pair.fuses:
         return launching  # parts are read and written in place
     if pair.gathers:
-        copies = [result_bytes(matmul) for matmul in pair.matmuls] + (
-            [result_bytes(pair.start)] if pair.whole else []
-        )
+        copies = [result_bytes(matmul) for matmul in pair.matmuls] + ([result_bytes(pair.start)] if pair.whole else [])
     else:
         copies = [result_bytes(node_arg(pair.matmuls[0], 0)), result_bytes(pair.start)]
     copying = sum(compute_seconds(cluster.device, 0, 2 * size, itemsize) for size in copies)

@@ -178,8 +178,8 @@ class Rewrite(DTensorGraph):
         if not isinstance(value, torch.Tensor) or not node.users or node in self.stay_whole:
             return
         if isinstance(value, DTensor):
-            owes = any(p.is_partial() for p in value.placements)
-            if value.requires_grad and not owes and mesh_text(value.device_mesh) == self.text:
+            partial = any(p.is_partial() for p in value.placements)
+            if value.requires_grad and not partial and mesh_text(value.device_mesh) == self.text:
                 axes = placements_to_axes(value.placements, self.mesh_shape, value.dim())
                 self.insert(last, node, constrain, self.text, axes, True)
             return

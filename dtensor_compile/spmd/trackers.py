@@ -30,7 +30,7 @@ from dtensor_compile.spmd.manual import from_manual, placed_from_manual, to_manu
 from dtensor_compile.spmd.recurrent import IN_PROGRAMS, recurrent_layer
 
 
-def _twin(kind: str) -> Retrack:
+def _polyfill(kind: str) -> Retrack:
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
@@ -49,7 +49,7 @@ def _taken_with_annotations() -> contextlib.AbstractContextManager[None]:
     return taken_into_graphs() if anything_is_marked() else contextlib.nullcontext()
 
 
-OBJECTS: Objects = tuple((function, _twin(kind)) for kind, function in FUNCTIONS.items())
+OBJECTS: Objects = tuple((function, _polyfill(kind)) for kind, function in FUNCTIONS.items())
 CONTEXTS: Contexts = (_taken_with_annotations, plain_tensors_are_replicated)
 
 #: Functions in a Dynamo graph whose arguments fully determine their effect (`capture.cacheable`).

@@ -1,4 +1,4 @@
-"""Communicating functions of ``torch.distributed`` and methods of groups, traced as calls of their twins."""
+"""Communicating functions of ``torch.distributed`` and methods of groups, traced as calls of their polyfills."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtensor_compile.compat.dynamo.tracker_tools import (
     raise_in_program,
 )
 from dtensor_compile.variables import work_handles
-from dtensor_compile.variables.collectives import TWINS, check_local_tensor
+from dtensor_compile.variables.collectives import POLYFILLS, check_local_tensor
 from dtensor_compile.variables.group_methods import METHODS
 
 
@@ -31,7 +31,7 @@ def refuse(name: str, code: str) -> NoReturn:
 
 
 class DistributedFunctionVariable(UserFunctionVariable):
-    """A function of torch.distributed whose calls are traced as calls of its twin."""
+    """A function of torch.distributed whose calls are traced as calls of its polyfill."""
 
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
@@ -40,17 +40,17 @@ class DistributedFunctionVariable(UserFunctionVariable):
         arguments = _bind(tx, name, self.fn, args, kwargs)
         if self.fn in (dist.recv, dist.irecv) and all(_is_none(arguments.get(name)) for name in ("src", "group_src")):
             refuse(name, "receive-from-any")
-        return UserFunctionVariable(TWINS[self.fn]).call_function(tx, [], arguments)
+        return UserFunctionVariable(POLYFILLS[self.fn]).call_function(tx, [], arguments)
 
 
-def call_method_twin(
+def call_method_polyfill(
     tx: Translator,
     group: VariableTracker,
     name: str,
     args: Sequence[VariableTracker],
     kwargs: Mapping[str, VariableTracker],
 ) -> VariableTracker:
-    """Calls the twin of method `name` of a process group; breaks the graph if C++ options are passed."""
+    """Calls the polyfill of method `name` of a process group; breaks the graph if C++ options are passed."""
     if any(isinstance(argument.realize(), RefusingVariable) for argument in (*args, *kwargs.values())):
         refuse(f"ProcessGroup.{name}", "raw-object")
     arguments = _bind(tx, f"ProcessGroup.{name}", METHODS[name], [group, *args], kwargs)
@@ -60,7 +60,7 @@ def call_method_twin(
 def _bind(
     tx: Translator, name: str, function: Any, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
 ) -> dict[str, VariableTracker]:
-    """Arguments by name, with reductions (C++ objects) replaced by their names, which twins take."""
+    """Arguments by name, with reductions (C++ objects) replaced by their names, which polyfills take."""
     try:
         arguments = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except TypeError as error:
@@ -95,12 +95,12 @@ def _is_none(argument: VariableTracker | None) -> bool:
 
 
 def retrack(function: Any) -> Retrack:
-    """Returns the factory of the tracker for a function that has a twin.
+    """Returns the factory of the tracker for a function that has a polyfill.
 
     Raises:
-        KeyError: the function has no twin.
+        KeyError: the function has no polyfill.
     """
-    TWINS[function]
+    POLYFILLS[function]
     return lambda stock: DistributedFunctionVariable(function, source=stock.source)
 
 

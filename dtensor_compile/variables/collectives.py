@@ -1,11 +1,11 @@
-"""Traceable twins of the communicating functions of ``torch.distributed``.
+"""Polyfills of the communicating functions of ``torch.distributed``.
 
-A twin is a Python function with the same arguments that Dynamo traces in place of torch's function. It resolves what
-the call means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/c10d.py``. In the
+A polyfill is a Python function with the same arguments that Dynamo traces in place of torch's. It resolves what the
+call means on this rank (a group by its name, a rank of the group) and calls an operator of ``ops/c10d.py``. In the
 graph an operation is complete as soon as it is called, so that the `Work` of an asynchronous call has nothing left to
 do; the lowering makes it start early and wait late.
 
-`TWINS` has the twins of functions, ``group_methods.py`` those of methods of process groups; ``collective_calls.py``
+`POLYFILLS` has those of functions, ``group_methods.py`` those of methods of process groups; ``collective_calls.py``
 calls them.
 """
 
@@ -25,7 +25,7 @@ from dtensor_compile.variables.work_handles import Future, Work
 Group = Any
 
 
-# ---- what twins share ----------------------------------------------------------------------------------------------
+# ---- what polyfills share ------------------------------------------------------------------------------------------
 
 
 def _member_group(group: Group) -> Group:
@@ -83,7 +83,7 @@ def _done(results: list[torch.Tensor], async_op: bool) -> Work | None:
 def complete_work(results: list[torch.Tensor], source: int | None = None) -> Work:
     """Returns the `Work` of a complete operation.
 
-    Twins in other modules call this function, since Dynamo replaces a class that it finds in the globals of one module
+    Those in other modules call this function, since Dynamo replaces a class that it finds in the globals of one module
     and mistakes it for another one in the globals of a second module.
     """
     return Work(results, source)
@@ -313,7 +313,7 @@ def batch_isend_irecv(p2p_op_list):
 
 # ---- the table -----------------------------------------------------------------------------------------------------
 
-TWINS: Mapping[Any, Any] = {
+POLYFILLS: Mapping[Any, Any] = {
     dist.all_reduce: all_reduce,
     dist.all_reduce_coalesced: all_reduce_coalesced,
     dist.broadcast: broadcast,
@@ -334,6 +334,6 @@ TWINS: Mapping[Any, Any] = {
     dist.recv: recv,
     dist.batch_isend_irecv: batch_isend_irecv,
     **{function: all_gather_single for function in other_names("all_gather_single", "_all_gather_base")},
-    **differentiable_collectives.TWINS,
+    **differentiable_collectives.POLYFILLS,
     **{function: reduce_scatter_single for function in other_names("reduce_scatter_single", "_reduce_scatter_base")},
 }

@@ -1,8 +1,8 @@
 """Data-dependent values: symbolic scalars of the graph (`compat.dynamo.data_dependent_scalars`), in the contexts of
 `CONTEXTS`.
 
-``torch.equal`` returns a Python ``bool``. Its twin computes the answer as a tensor and reads it with ``item()``, which
-a graph can contain."""
+``torch.equal`` returns a Python ``bool``. Its polyfill computes the answer as a tensor and reads it by ``item()``,
+which a graph can contain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 def _equal(
     tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker:
-    """``torch.equal(x, y)``: calls the twin if the dtypes are equal, as torch requires."""
+    """``torch.equal(x, y)``: calls the polyfill if the dtypes are equal, as torch requires."""
     tensors = [arg.realize() for arg in args]
     if kwargs or len(tensors) != 2 or not all(t.is_tensor() for t in tensors) or tensors[0].dtype != tensors[1].dtype:
         return stock.call_function(tx, args, kwargs)

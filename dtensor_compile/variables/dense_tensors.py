@@ -1,6 +1,6 @@
 """Lists of tensors flattened into one tensor and back, as in code for gradient buckets.
 
-torch's functions for it are written in C++ and cannot be traced if a size is symbolic; the twins use tensor operators.
+torch's functions for it are written in C++ and cannot be traced if a size is symbolic; these use tensor operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torc
     return tuple(parts)
 
 
-def _twin(function: Any) -> Retrack:
+def _polyfill(function: Any) -> Retrack:
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
@@ -40,6 +40,6 @@ def _twin(function: Any) -> Retrack:
 
 
 OBJECTS: tuple[tuple[Any, Retrack], ...] = (
-    (flatten_dense_tensors, _twin(flatten)),
-    (unflatten_dense_tensors, _twin(unflatten)),
+    (flatten_dense_tensors, _polyfill(flatten)),
+    (unflatten_dense_tensors, _polyfill(unflatten)),
 )

@@ -1,6 +1,6 @@
 """``torch.distributed.nn.functional``: collectives with gradients.
 
-torch's functions raise under ``torch.compile``. Their twins are ``torch.autograd.Function`` objects over the operators
+torch's functions raise under ``torch.compile``. Their polyfills are ``torch.autograd.Function`` objects over operators
 of ``ops/c10d.py``, with torch's gradients: the gradient of a collective communicates in the opposite direction.
 
     all_reduce <-> all_reduce     all_gather <-> sum of all_to_all     broadcast <-> reduce     gather <-> scatter
@@ -127,7 +127,7 @@ class ReduceScatter(torch.autograd.Function):
         return ops.all_gather_into_tensor(grad, ctx.size, ctx.group, 0).view(ctx.size, *grad.shape), None, None
 
 
-# ---- twins ---------------------------------------------------------------------------------------------------------
+# ---- polyfills -----------------------------------------------------------------------------------------------------
 
 
 def _group(group):
@@ -197,10 +197,10 @@ def reduce_scatter(output, input_list, op="sum", group=None):
     return result
 
 
-#: Function of torch -> its twin.
-TWINS: Mapping[Any, Any] = {
-    function: twin
-    for twin in (
+#: Function of torch -> its polyfill.
+POLYFILLS: Mapping[Any, Any] = {
+    function: polyfill
+    for polyfill in (
         all_reduce,
         all_gather,
         all_to_all_single,
@@ -211,5 +211,5 @@ TWINS: Mapping[Any, Any] = {
         scatter,
         reduce_scatter,
     )
-    for function in functions_of(differentiable, twin.__name__)
+    for function in functions_of(differentiable, polyfill.__name__)
 }

@@ -1,4 +1,4 @@
-"""Twins of the communicating methods of process groups (``collectives.py`` has those of functions).
+"""Polyfills of the communicating methods of process groups (``collectives.py`` has those of functions).
 
 Ranks are ranks of the group.
 """
@@ -134,7 +134,7 @@ def _list(tensors: Any) -> Any:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-#: Name of a method -> its twin.
+#: Name of a method -> its polyfill.
 METHODS: Mapping[str, Any] = {
     "allreduce": pg_allreduce,
     "broadcast": pg_broadcast,

@@ -7,7 +7,7 @@ If a guard fixes an object, its members are fixed too. A table has a row per nam
 - `ASK`: as `BAKE`, with a guard on the answer, which may change between calls of the program.
 - `READ`: data with a source, under guards of its own.
 - `INLINE`: traced like any other Python code.
-- `OPERATOR`: a call becomes operators of the graph, through a twin (``collectives.py``).
+- `OPERATOR`: a call becomes operators of the graph, through a polyfill (``collectives.py``).
 - `MAKE`: creates meshes or groups; called once per place of the program (``mesh_constructors.py``).
 - `BREAK`: not traceable; an ordinary graph break with a cause (``causes.py``).
 

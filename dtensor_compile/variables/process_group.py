@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo.tracker_tools import Source, Translator, VariableTracker, fact_guard
-from dtensor_compile.variables.collective_calls import call_method_twin
+from dtensor_compile.variables.collective_calls import call_method_polyfill
 from dtensor_compile.variables.group_methods import METHODS
 from dtensor_compile.variables.member_rules import SourcedVariable, table
 
@@ -49,7 +49,7 @@ class ProcessGroupVariable(SourcedVariable):
     def operate(
         self, tx: Translator, name: str, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
     ) -> VariableTracker:
-        return call_method_twin(tx, self, name, args, kwargs)
+        return call_method_polyfill(tx, self, name, args, kwargs)
 
     @classmethod
     def guard(cls, source: Source) -> None:

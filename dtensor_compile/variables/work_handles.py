@@ -121,11 +121,11 @@ def collect_all(futures: list[Future]) -> Future:
     return Future(list(futures))
 
 
-def _trace(twin: Any) -> Retrack:
+def _trace(polyfill: Any) -> Retrack:
     def call(
         tx: Translator, stock: VariableTracker, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
-        return UserFunctionVariable(twin).call_function(tx, args, kwargs)
+        return UserFunctionVariable(polyfill).call_function(tx, args, kwargs)
 
     return handle_calls(call)
 

@@ -126,7 +126,7 @@ def test_a_wrong_backend_is_seen_in_everything_that_it_leaves_behind():
 
 
 def seeded(name):
-    """While it is entered, the pass of that name is a wrong one: what the first redistribution brings grows a
+    """While active, the pass of that name is a wrong one: what the first redistribution brings grows a
     little.
     """
 

@@ -149,7 +149,7 @@ def test_a_row_that_breaks_needs_a_cause_that_exists():
         table(breaks={"object-colective": "all_gather_object"})
 
 
-def test_every_function_that_becomes_operators_has_a_twin():
+def test_every_function_that_becomes_operators_has_a_polyfill():
     with pytest.raises(KeyError):
         functions.collective_calls.retrack(dist.get_rank)
 

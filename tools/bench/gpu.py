@@ -204,7 +204,7 @@ def _profile(trainer: Trainer, found: dict[str, dict[str, float]], name: str) ->
 
 
 def rank_main(rank: int, world: int, layout: str, device: str, folder: str, args: argparse.Namespace) -> None:
-    """One process of a job, which meets the others in `folder`; rank 0 leaves the figures there."""
+    """One process of a job, which finds the others by `folder`; rank 0 leaves the figures there."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
     turns = Turns(rank)
     torch.set_num_threads(1)

@@ -106,7 +106,7 @@ def _forget_peak() -> None:
 
 
 class Waits:
-    """Seconds that compiled code stands in waits for collectives while it is entered."""
+    """Seconds for which compiled code waits for collectives while active."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

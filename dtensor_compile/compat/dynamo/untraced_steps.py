@@ -80,8 +80,8 @@ class FusedStep(_Untraced):
         if any(not bound[name].is_constant_none() for name in ("grad_scale", "found_inf")):
             return super().call_function(tx, list(args), kwargs)
         function = inspect.unwrap(self.value)
-        twin = function.__globals__[function.__name__.replace("_fused_", "_multi_tensor_")]
-        return UserFunctionVariable(twin).call_function(tx, list(args), kwargs)
+        multi_tensor = function.__globals__[function.__name__.replace("_fused_", "_multi_tensor_")]
+        return UserFunctionVariable(multi_tensor).call_function(tx, list(args), kwargs)
 
 
 def fused_steps() -> tuple[Any, ...]:
