@@ -21,7 +21,7 @@ Roofline, 2009):
 
     seconds = max(F / peak, M / memory bandwidth) + launch
 
-with the peak of TF32 for float32 where torch may use it (``torch.set_float32_matmul_precision``; not by default).
+with the peak of TF32 for float32 where torch may use it (``torch.backends.cuda.matmul.fp32_precision``; not by default).
 
 These are estimates: they compare one program with another on one machine. They ignore contention, fusion, and kernels
 that stay below the peak.
@@ -186,6 +186,7 @@ def compute_seconds(device: Device, operations: int, bytes_moved: int, itemsize:
         itemsize: bytes of an element.
         fused: whether it is part of a kernel that was launched for another operator.
     """
-    rate = device.operations_per_second(itemsize, tf32=torch.get_float32_matmul_precision() != "highest")
-    busy = max(operations / rate, bytes_moved / device.memory)
+    # What ``torch.set_float32_matmul_precision`` sets too; its getter raises where this setting was used.
+    tf32 = device.exact is None or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    busy = max(operations / device.operations_per_second(itemsize, tf32), bytes_moved / device.memory)
     return busy if fused else busy + device.launch

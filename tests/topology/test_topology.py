@@ -128,16 +128,28 @@ def test_gloo_sends_a_reduce_scatter_twice():
     assert seconds_over(link, "gloo", "reduce_scatter", 100, 1) == 0
 
 
-def test_float32_matmuls_take_longer_where_tf32_is_off():
-    device = CLUSTERS["h100"].device
+@pytest.fixture
+def tf32_as_by_default():
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "none"
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    matmul.fp32_precision = before
 
-    def seconds(precision, itemsize):
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(precision)
-        try:
-            return compute_seconds(device, 10**15, 0, itemsize)
-        finally:
-            torch.set_float32_matmul_precision(before)
 
-    assert seconds("highest", 4) > 5 * seconds("high", 4)
-    assert seconds("highest", 2) == seconds("high", 2)
+ALLOWED = {
+    "legacy": lambda: torch.set_float32_matmul_precision("high"),
+    "matmul": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+}
+
+
+@pytest.mark.usefixtures("tf32_as_by_default")
+@pytest.mark.parametrize("allow", ALLOWED.values(), ids=ALLOWED)
+def test_float32_matmuls_take_longer_where_tf32_is_off(allow):
+    # torch.get_float32_matmul_precision raises after the second and the third.
+    float32, narrow = (compute_seconds(CLUSTERS["h100"].device, 10**15, 0, itemsize) for itemsize in (4, 2))
+    allow()
+    assert float32 > 5 * compute_seconds(CLUSTERS["h100"].device, 10**15, 0, 4)
+    assert narrow == compute_seconds(CLUSTERS["h100"].device, 10**15, 0, 2)
