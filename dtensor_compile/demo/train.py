@@ -55,7 +55,8 @@ class Layout:
 
     def mesh_shape(self, world: int) -> tuple[int, ...]:
         """Shape of the mesh for a job of `world` ranks."""
-        return (2, world // 2) if len(self.dims) == 2 and world > 1 else (1,) * (len(self.dims) - 1) + (world,)
+        outer = min(2, world)
+        return (outer, world // outer) if len(self.dims) == 2 else (world,)
 
 
 LAYOUTS = {

@@ -60,7 +60,7 @@ def communication_seconds(graph: torch.fx.Graph, topology: Cluster | None) -> fl
     )
 
 
-def products_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decision]:
+def matmuls_left_whole(graph: torch.fx.Graph, cluster: Cluster) -> list[Decision]:
     """The decision that matmuls beside collectives are not decomposed, because seconds of compute differ between
     ranks.
     """

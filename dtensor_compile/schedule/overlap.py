@@ -9,7 +9,7 @@ import torch
 from dtensor_compile.decisions import Decision
 from dtensor_compile.schedule.bucket import bucket_collectives as bucket
 from dtensor_compile.schedule.decompose import decompose_matmuls as decompose
-from dtensor_compile.schedule.left_alone import left_out_of_buckets, products_left_whole
+from dtensor_compile.schedule.left_alone import left_out_of_buckets, matmuls_left_whole
 from dtensor_compile.schedule.schedule_graph import cluster_for
 from dtensor_compile.schedule.simulated_device import Simulation
 from dtensor_compile.topology.links import Cluster
@@ -40,7 +40,7 @@ def decompose_matmuls(
     cluster = cluster_for(graph, topology)
     if cluster is None:
         return []
-    return decompose(graph, cluster, overlap_memory) if even else products_left_whole(graph, cluster)
+    return decompose(graph, cluster, overlap_memory) if even else matmuls_left_whole(graph, cluster)
 
 
 def bucket_collectives(graph: torch.fx.Graph, topology: Cluster | None, asked: bool) -> list[Decision]:

@@ -21,7 +21,8 @@ Roofline, 2009):
 
     seconds = max(F / peak, M / memory bandwidth) + launch
 
-with the peak of TF32 for float32 where torch may use it (``torch.backends.cuda.matmul.fp32_precision``; not by default).
+with the peak of TF32 for float32 where torch may use it, which by default it may not
+(``torch.backends.cuda.matmul.fp32_precision``).
 
 These are estimates: they compare one program with another on one machine. They ignore contention, fusion, and kernels
 that stay below the peak.

@@ -24,25 +24,25 @@ def run(*arguments, timeout=280):
 
 
 SMALL = ("--layers", "2", "--dim", "256", "--repeats", "7")
-LAYOUTS = ("tp", "fully_shard", "fully_shard_tp")
+LAYOUTS = ("tp", "fsdp", "fully_shard", "fully_shard_tp")
+ON_GPU = [(ranks, layout) for ranks in (1, 2, 4) for layout in LAYOUTS if (ranks, layout) != (2, "fully_shard_tp")]
 
 
 @functools.cache
 def figures(*arguments):
     """Ranks -> layout -> row -> variant -> figure."""
     with tempfile.TemporaryDirectory() as folder:
-        done = run(*SMALL, "--layouts", *LAYOUTS, "--json", f"{folder}/f.json", *arguments)
+        done = run(*SMALL, "--json", f"{folder}/f.json", *arguments)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         return json.loads(pathlib.Path(folder, "f.json").read_text())["ranks"]
 
 
 def on_gpu(ranks, layout):
-    return figures("--ranks", "1", "4")[str(ranks)][layout]
+    return figures("--ranks", "1", "2", "4", "--layouts", *LAYOUTS)[str(ranks)][layout]
 
 
 @needs_gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks, layout", ON_GPU)
 def test_numbers_are_those_of_eager(ranks, layout):
     found = on_gpu(ranks, layout)
     assert "ours" in found["loss"]
@@ -55,8 +55,7 @@ def test_numbers_are_those_of_eager(ranks, layout):
 
 
 @needs_gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks, layout", ON_GPU)
 def test_local_compute_is_tritons_and_memory_is_at_most_eagers(ranks, layout):
     found = on_gpu(ranks, layout)
     assert found["triton"]["eager"] == 0 < found["triton"]["ours"]
@@ -80,7 +79,5 @@ def test_without_a_gpu_it_is_said_and_nothing_is_measured():
 
 @pytest.mark.slow
 def test_the_program_runs_on_the_cpu_where_it_is_only_tried():
-    found = figures("--check-on-cpu", "--ranks", "4")["4"]
-    assert found.keys() == set(LAYOUTS)
-    for layout in LAYOUTS:
-        assert found[layout]["loss"]["ours"] < 1e-5 and found[layout]["gradient"]["ours"] < 1e-4
+    found = figures("--check-on-cpu", "--ranks", "2", "--layouts", "tp")["2"]["tp"]
+    assert found["loss"]["ours"] < 1e-5 and found["gradient"]["ours"] < 1e-4

@@ -239,9 +239,10 @@ def run(jobs: list[tuple[int, str]], device: str, args: argparse.Namespace) -> I
                     while not context.join():
                         pass
                     yield world, layout, json.loads(pathlib.Path(folder, f"{layout}-{world}.json").read_text())
-                except torch.multiprocessing.ProcessExitedException as error:
-                    yield world, layout, error
-                except torch.multiprocessing.ProcessRaisedException as error:
+                except (
+                    torch.multiprocessing.ProcessExitedException,
+                    torch.multiprocessing.ProcessRaisedException,
+                ) as error:
                     yield world, layout, error
 
 

@@ -12,7 +12,7 @@ forward and backward:
     both        compute while a thread sends as many bytes that it does not depend on: what this machine can do at best
     least       what no order of the same kernels and collectives undercuts, by the estimates of seconds
     eager, stock, knobs, ours     knobs: stock with its reordering of collectives switched on
-    parts       ours with products in parts (``decompose_matmuls``)
+    parts       ours with matmuls in parts (``decompose_matmuls``)
     rows        ours with rows sent in place of the embedding (``exchange_rows``)
     ratio       ours / max(compute, wire)
     memory      peak of resident memory in a step beyond that before it: stock, ours
