@@ -10,32 +10,32 @@ import types
 
 import torch.distributed as dist
 
-from dtensor_compile.compat.dynamo.recompile_limits import reaches_recompile_limit
+from dtensor_compile.compat.dynamo.recompile_limits import Fate, reaches_recompile_limit
 from dtensor_compile.runtime.eager_fallback import fall_back_together
 from dtensor_compile.runtime.waiting import failure_key, function_name, while_the_store_is_there
 from dtensor_compile.store.failed_ranks import first_line, is_told, tell_failure
 from dtensor_compile.store.ledger import current_book
 
 
-def frame_failed(code: types.CodeType, error: Exception, ends: bool) -> None:
+def frame_failed(code: types.CodeType, error: Exception, fate: Fate) -> None:
     """Called with an error that ends the compilation of a frame.
 
     Args:
-        ends: whether the program gets the error, instead of running the frame in eager.
+        fate: what Dynamo does about the error.
 
     Raises:
-        AgreementError: it would run in eager on this rank only.
+        AgreementError: the frame would run in eager on this rank only.
     """
     book = current_book()
-    if book is None or is_told(error):
+    if book is None:
         return
     limit = reaches_recompile_limit(error)
-    if ends:
+    if fate is not Fate.GOES_ON and not is_told(error):
         function = function_name(code)
         with while_the_store_is_there():
             tell_failure(f"compile {function}", error)
             if not limit:  # else the others have a graph that they run
                 time = book.compilations[function] = book.compilations.get(function, 0) + 1
                 book.store.set(failure_key(book, function, time, 0, dist.get_rank()), first_line(error))
-    elif limit:
+    if fate is Fate.SUPPRESSED or (fate is Fate.GOES_ON and limit):
         fall_back_together(code, error)

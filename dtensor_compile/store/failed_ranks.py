@@ -56,7 +56,8 @@ def name_failures(error: BaseException) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Class and first line of an error."""
+    """Class and first line of an error, or of the one that Dynamo raises it for."""
+    error = getattr(error, "inner_exception", error)
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 

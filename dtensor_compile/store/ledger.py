@@ -24,7 +24,7 @@ class Book:
         graphs: number of compilations per graph, by name.
         compilations: number of compilations started per function, by name.
         partners: by function, the ranks with which its graphs communicate.
-        limits: number of times that a function reached the recompile limit, by name (`runtime.eager_fallback`).
+        in_eager: number of times that a function was left to eager, by name (`runtime.eager_fallback`).
         met: number of rendezvous of `ranks` per topic (`store.rendezvous`).
         epoch: number of process groups that this rank has had on that store, which may outlive them.
     """
@@ -38,7 +38,7 @@ class Book:
         self.graphs: dict[str, int] = {}
         self.compilations: dict[str, int] = {}
         self.partners: dict[str, set[int]] = {}
-        self.limits: dict[str, int] = {}
+        self.in_eager: dict[str, int] = {}
         self.met: dict[tuple[tuple[int, ...], str], int] = {}
         self.epoch = self.store.add(f"dtensor_compile/epoch/{dist.get_rank()}", 1)
 

@@ -5,6 +5,7 @@ Each job ends with right results, or with an error on every rank that names a ra
 """
 
 import contextlib
+import datetime
 import functools
 import math
 import re
@@ -16,6 +17,7 @@ import unittest.mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from dtensor_compile.compat.dynamo import counters
@@ -192,6 +194,61 @@ def fails_before_its_backward():
         with lowering_fails_if(lambda: True):
             torch.compile(lambda x: x * 2, backend="dtensor_aten")(x)
     value.backward()
+
+
+# ---- errors that the program suppresses, or catches ------------------------------------------------------------------
+
+
+def fails_with_suppressed_errors(failing, first):
+    """Calls before and after a compilation that fails on ranks `failing`: the first one of the function, or a later."""
+    x = distribute_tensor(torch.ones(4, 4), make_mesh((2,)), [Shard(0)])
+
+    def step(x, k):
+        return x.sum().full_tensor() + x.full_tensor().sum() * k
+
+    run = torch.compile(step, backend="dtensor_aten", dynamic=False)
+    fails = first and dist.get_rank() in failing
+    suppressed = torch._dynamo.config.patch(suppress_errors=True)
+    with suppressed, lowering_fails_if(lambda: fails), unittest.mock.patch.object(eager_fallback, "PATIENCE", 2.0):
+        values = [run(x, 1)]
+        fails = dist.get_rank() in failing
+        values += [run(x, 2 if first or fails else 1) for _ in range(2)]
+    return [float(value) for value in values]
+
+
+def test_a_first_compilation_that_fails_on_one_rank_and_is_suppressed_is_left_to_eager_by_all():
+    assert values_of(run_job(2, fails_with_suppressed_errors, (1,), True)) == [[32.0, 48.0, 48.0]] * 2
+
+
+def test_one_that_fails_on_all_ranks_and_is_suppressed_is_left_to_eager_by_all():
+    assert values_of(run_job(2, fails_with_suppressed_errors, (0, 1), False)) == [[32.0, 48.0, 48.0]] * 2
+
+
+def test_a_recompilation_that_fails_on_one_rank_is_not_suppressed():
+    other, own = errors_of(run_job(2, fails_with_suppressed_errors, (1,), False))
+    named = r"rank 1 cannot compile step \(.*ValueError: nothing to lower it to.*\) and would run it in eager"
+    assert re.search(rf"AgreementError: {named}.*, but rank 0 would run a compiled graph", own), own
+    assert re.search(rf"rank 1 could not compile step .* s ago: AgreementError: {named}", other), other
+
+
+def fails_on_rank_1_which_lives_on(rest):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    run = torch.compile(lambda x, k: x.full_tensor().sum() * k, backend="dtensor_aten", fullgraph=True, dynamic=False)
+    assert run(x, 1) == 16
+    if dist.get_rank() == 0:
+        return float(run(x, 1))
+    with lowering_fails_if(lambda: True), contextlib.suppress(Exception):
+        run(x, 2)
+    time.sleep(rest)
+    return "alive"
+
+
+def test_a_rank_that_catches_its_error_and_lives_on_is_named_when_the_time_out_of_the_group_is_over():
+    waits, lives = run_job(2, fails_on_rank_1_which_lives_on, 5.0)
+    assert lives.value == "alive" and waits.seconds < lives.seconds
+    assert re.search(r"rank 1 could not compile <lambda> .* s ago: .*nothing to lower it to", waits.error), waits.error
 
 
 # ---- imports -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,12 @@ then on, and the others run a graph with other collectives.
 
 from __future__ import annotations
 
+import contextlib
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import torch._dynamo.config
 from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy
 from torch._dynamo.exc import FailOnRecompileLimitHit, RestartAnalysis, SkipFrame, Unsupported, UserError
 
@@ -17,6 +23,7 @@ _LIMIT = feature(
     hook("torch._dynamo.exc:FailOnRecompileLimitHit"),
     hook("torch._dynamo.eval_frame:FrameExecStrategy"),
     hook("torch._dynamo.exc:TorchDynamoException"),
+    hook("torch._dynamo.convert_frame:ConvertFrameBox.error_on_graph_break"),
     without="a rank that reaches it alone runs in eager, and hangs with the others",
     essential=True,
     upstream="not reported: torch's own graphs call the collectives that eager calls, as long as nothing reorders them",
@@ -34,19 +41,46 @@ def reaches_recompile_limit(error: BaseException) -> bool:
     )
 
 
-def ends_program(error: BaseException, *, one_graph: bool) -> bool:
-    """Whether the program gets an error that ends the compilation of a frame, instead of running it in eager.
+class Fate(enum.Enum):
+    """What becomes of a frame that is not compiled: the program gets the error; it runs in eager, as the program asks
+    for with ``torch._dynamo.config.suppress_errors``; or Dynamo goes on, with a graph break for instance."""
+
+    RAISES, SUPPRESSED, GOES_ON = range(3)
+
+
+def fate_of_frame(error: BaseException, *, one_graph: bool) -> Fate:
+    """What Dynamo does about an error that ends the compilation of a frame.
 
     Args:
         one_graph: whether it is compiled with ``fullgraph=True``.
     """
     if isinstance(error, (RestartAnalysis, SkipFrame)):
-        return False
-    return one_graph or not isinstance(error, (Unsupported, UserError))
+        return Fate.GOES_ON
+    if one_graph:
+        return Fate.RAISES
+    if isinstance(error, (Unsupported, UserError)):
+        return Fate.GOES_ON
+    return Fate.SUPPRESSED if torch._dynamo.config.suppress_errors else Fate.RAISES
+
+
+@contextlib.contextmanager
+def never_suppressed(box: Any) -> Iterator[None]:
+    """While active, an error that leaves the context reaches the program, whatever ``suppress_errors`` says.
+
+    Args:
+        box: the ``ConvertFrameBox`` in which ``_compile`` tells its caller whether graph breaks are errors; None where
+            the caller raises everything.
+    """
+    try:
+        yield
+    except Exception:
+        if box is not None:
+            box.error_on_graph_break = True  # of this compilation alone: each one writes it
+        raise
 
 
 def run_in_eager(error: BaseException) -> None:
-    """Changes an error that `reaches_recompile_limit` so that all later calls of the frame run in eager.
+    """Changes an error that ends the compilation of a frame so that all later calls of the frame run in eager.
 
     Stock torch runs what it has compiled where its guards hold, which may be on some ranks only.
     """

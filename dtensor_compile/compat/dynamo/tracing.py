@@ -53,7 +53,7 @@ from dtensor_compile.compat.dynamo.constant_objects import (
 )
 from dtensor_compile.compat.dynamo.left_to_python import is_left
 from dtensor_compile.compat.dynamo.opaque_trackers import OpaqueVariable
-from dtensor_compile.compat.dynamo.recompile_limits import ends_program
+from dtensor_compile.compat.dynamo.recompile_limits import Fate, fate_of_frame, never_suppressed
 from dtensor_compile.compat.dynamo.tracker_entries import (
     Backend,
     Entries,
@@ -314,12 +314,12 @@ def _around_compilation(
 
 
 #: Called with each frame that Dynamo does not compile; the last one counts.
-_at_failure: list[Callable[[types.CodeType, Exception, bool], None]] = []
+_at_failure: list[Callable[[types.CodeType, Exception, Fate], None]] = []
 
 
-def at_failed_frames(failed: Callable[[types.CodeType, Exception, bool], None]) -> None:
+def at_failed_frames(failed: Callable[[types.CodeType, Exception, Fate], None]) -> None:
     """From now on, `failed` is called where Dynamo does not compile a frame for one of our backends; with its code, the
-    error, which it may change or replace, and whether the program gets the error."""
+    error, which it may change, and what becomes of the frame. An error that it raises reaches the program."""
     _at_failure.append(failed)
 
 
@@ -353,7 +353,8 @@ def _leave_some_to_python(
             return stock(code, globals, locals, builtins, closure, compiler_fn, *args, **kwargs)
         except Exception as error:
             if _at_failure and compiles_for_us(compiler_fn):
-                _at_failure[-1](code, error, ends_program(error, one_graph=bool(args[0])))
+                with never_suppressed(kwargs.get("convert_frame_box")):
+                    _at_failure[-1](code, error, fate_of_frame(error, one_graph=bool(args[0])))
             raise
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
     return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
