@@ -40,6 +40,7 @@ from dtensor_compile.compat.distributed.device_meshes import group_exists, group
 from dtensor_compile.compat.dynamo.tracker_tools import real_object
 from dtensor_compile.compat.inductor.cache_folder import cache_folder
 from dtensor_compile.compat.inductor.compile import package_digest
+from dtensor_compile.compat.inductor.start_costs import processor
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.ir.known_groups import know_group
@@ -186,7 +187,7 @@ def made_for(world: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "dtensor_compile": package_digest()[:16],
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "machine": processor(),
         "CPU threads": torch.get_num_threads(),
         "ranks": world,
     }

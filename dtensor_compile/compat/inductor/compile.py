@@ -23,6 +23,7 @@ from dtensor_compile.compat.inductor.collective_lowerings import masks_are_sent_
 from dtensor_compile.compat.inductor.input_layouts import inputs_checked_at_once
 from dtensor_compile.compat.inductor.kept_collectives import collectives_kept
 from dtensor_compile.compat.inductor.repair_libraries import rebuild_damaged_libraries
+from dtensor_compile.compat.inductor.start_costs import quick_starts
 from dtensor_compile.compat.inductor.uncompiled_kernels import LoweredGraph, run_lowered, run_uncompiled
 from dtensor_compile.compat.inductor.wrapper_header import Header, begins_with
 from dtensor_compile.compat.patches import feature, hook, if_there
@@ -202,7 +203,7 @@ def compile_with_inductor(  # noqa: PLR0913 - one keyword per hook of Inductor
     keep = functools.partial(collectives_kept, *collectives)
     inner = keep()(begins_with(header)(_graph_compiler(lowered, uncompiled))) if kernels else run_lowered(lower)
     inner = keys_of_any_process()(guards_of_local_sizes()(inner))
-    with keys_of_any_process(), guards_of_local_sizes(), rebuild_damaged_libraries(), keep():
+    with keys_of_any_process(), guards_of_local_sizes(), quick_starts(), rebuild_damaged_libraries(), keep():
         compiled = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
         return cast("Callable[..., Any]", compiled)  # for a module
 
