@@ -27,6 +27,10 @@ def main(argv: list[str] | None = None) -> int:
         from dtensor_compile.report import build_command
 
         return build_command.main(argv[1:])
+    if argv[:1] == ["plan"]:
+        from dtensor_compile.forecast import plan_command as plan
+
+        return plan.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="dtensor-compile", description='tools around torch.compile(model, backend="dtensor")'
     )
@@ -38,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("kernels", help="GPU code of a program, for an emulated GPU: dtensor-compile kernels --help")
     commands.add_parser(
         "build", help="compiles a program for all ranks of a job in advance: dtensor-compile build --help"
+    )
+    commands.add_parser(
+        "plan", help="memory and time of a training step on a cluster that is not there: dtensor-compile plan --help"
     )
     demo = commands.add_parser(
         "demo", help="train a small Llama in eager, with stock Inductor and with this backend, and compare"

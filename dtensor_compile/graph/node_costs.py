@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -194,12 +194,21 @@ _COUNTED_AS = {
 
 def flops_of(node: torch.fx.Node) -> int:
     """Floating-point operations of a node, by torch's formulas; 0 without one."""
-    packet = getattr(node.target, "overloadpacket", None)  # operators of higher order have none
-    formula = None if packet is None else flop_registry.get(_COUNTED_AS.get(packet, packet))
-    if formula is None:
+    if _flop_formula(node.target) is None:
         return 0
     args, kwargs = fake_arguments(node)
-    return size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return flops_of_call(node.target, args, node.meta["val"], kwargs)
+
+
+def flops_of_call(target: Any, args: Sequence[Any], result: Any, kwargs: Mapping[str, Any] = {}) -> int:
+    """Floating-point operations of a call of an operator, by torch's formulas; 0 without one."""
+    formula = _flop_formula(target)
+    return 0 if formula is None else size_hint(formula(*args, **kwargs, out_val=result))
+
+
+def _flop_formula(target: Any) -> Any:
+    packet = getattr(target, "overloadpacket", None)  # operators of higher order have none
+    return None if packet is None else flop_registry.get(_COUNTED_AS.get(packet, packet))
 
 
 def _collective(node: torch.fx.Node, name: str) -> SentCollective:

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,16 +92,35 @@ class EmulatedGraph:
         return "".join(f"{step}\n" for step in self.steps)
 
 
+class Observer:
+    """Sees what the device is given, in order, while it is an `EmulatedDevice.observer`. This one does nothing."""
+
+    def operator(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """An operator on tensors of the device has its result: in eager, and in generated code, where allocations and
+        views are operators too."""
+
+    def step(self, step: IssuedStep, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> None:
+        """Generated code makes a request; of a kernel with the tensors that it reads and those that it writes."""
+
+    def begins(self, graph: EmulatedGraph) -> None:
+        """Generated code begins to run."""
+
+    def ends(self, graph: EmulatedGraph) -> None:
+        """Generated code has run."""
+
+
 class EmulatedDevice:
     """Everything that was compiled while `device` was active.
 
     Attributes:
         gpu: the GPU.
         graphs: generated code, in the order in which it was compiled.
+        observer: is told what the device is given.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.graphs = gpu, list[EmulatedGraph]()
+        self.observer = Observer()
         self._pending, self._running = dict[str, Kernel](), list[EmulatedGraph]()
 
     @property
@@ -131,7 +151,7 @@ class EmulatedDevice:
             except Exception:
                 self._pending = {}  # no code will be generated that calls them
                 raise
-        return _Launch(self, name)
+        return _Launch(self, name, source)
 
     def _graph(self, source: str, is_backward: bool) -> Any:
         graph = EmulatedGraph("backward" if is_backward else "forward", source, tuple(self._pending.values()))
@@ -142,42 +162,60 @@ class EmulatedDevice:
         def run() -> Iterator[None]:
             graph.steps = []
             self._running.append(graph)
+            self.observer.begins(graph)
             try:
-                with Watch(_Collectives(graph)):
+                with Watch(_Requests(graph, self._issued)):
                     yield
             finally:
                 self._running.pop()
+                self.observer.ends(graph)
 
         return run
+
+    def _issued(self, step: IssuedStep, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> None:
+        self._running[-1].steps.append(step)
+        self.observer.step(step, reads, writes)
+
+    def _operator(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        self.observer.operator(func, args, result)
 
 
 class _Launch:
     """Stand-in for a kernel in generated code."""
 
-    def __init__(self, device: EmulatedDevice, name: str) -> None:
+    def __init__(self, device: EmulatedDevice, name: str, source: str) -> None:
         self._device, self._name = device, name
+        found = _POINTERS.search(source)
+        self._pointers = [text.strip() for text in found[1].split(",")] if found is not None else []
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        self._device._running[-1].steps.append(IssuedStep("kernel", self._name))
+        named = list(zip(self._pointers, args))
+        reads = [value for name, value in named if name.startswith("in_")]
+        writes = [value for name, value in named if name.startswith(("out_", "in_out_"))]
+        self._device._issued(IssuedStep("kernel", self._name), reads, writes)
 
 
-class _Collectives:
-    """Records operators called by generated code as steps; a wait has the number of its start."""
+#: The parameters of a kernel: Inductor names those that it reads in_ptr, those that it writes out_ptr or in_out_ptr.
+_POINTERS = re.compile(r"^def \w+\(((?:in|out)_[^)]*)\)", re.MULTILINE)
 
-    def __init__(self, graph: EmulatedGraph) -> None:
-        self.graph, self.started = graph, dict[int, tuple[str, int]]()
+
+class _Requests:
+    """Makes steps of the operators that generated code calls; a wait has the number of its start."""
+
+    def __init__(self, graph: EmulatedGraph, issued: Callable[[IssuedStep], None]) -> None:
+        self.graph, self.issued, self.started = graph, issued, dict[int, tuple[str, int]]()
 
     def __call__(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func._name.split("::")[-1].split(".")[0]
         if func.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
-            self.graph.steps.append(IssuedStep("operator", name))
+            self.issued(IssuedStep("operator", name))
         elif name == "wait_tensor":
-            self.graph.steps.append(IssuedStep("wait", *self.started.get(_storage(args[0]), ("?", -1))))
+            self.issued(IssuedStep("wait", *self.started.get(_storage(args[0]), ("?", -1))))
         else:
             number = sum(step.kind == "start" for step in self.graph.steps)
             given = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
             sends = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in given)
-            self.graph.steps.append(IssuedStep("start", name, number, sends))
+            self.issued(IssuedStep("start", name, number, sends))
             for tensor in result if isinstance(result, (list, tuple)) else (result,):
                 self.started[_storage(tensor)] = name, number
 
@@ -203,5 +241,5 @@ def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
     gpu = gpu_named(name)
     with driver_for(gpu):
         made = EmulatedDevice(gpu)
-        with emulated(gpu, Hooks(made._kernel, made._graph)):
+        with emulated(gpu, Hooks(made._kernel, made._graph, made._operator)):
             yield made

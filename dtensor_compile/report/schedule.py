@@ -3,15 +3,15 @@
 Input: the operations of a graph in order, and a cluster. Output: spans on two streams, and per collective its seconds
 and its exposed seconds. The rules are those of a device with one stream for compute and one for communication:
 
-    an operator starts when the one before it ends, unless a wait delays it
-    a collective starts when its operands are ready and the one before it is done; with some backends that takes host
-    time first, in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
+    an operator starts when the one before it ends, unless a wait delays it, or the host has not issued it yet
+    a collective starts when its operands are ready and the one before it on its stream is done; with some backends
+    that takes host time first, in which nothing is computed (`dtensor_compile.topology.backends.HOST_SECONDS`)
     a wait delays compute until its collective is done; that delay is the exposed time of the collective
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dtensor_compile.graph.node_costs import Operation, SentCollective
@@ -44,20 +44,36 @@ class Schedule:
     seconds: float
 
 
-def schedule(operations: Sequence[Operation], collectives: Sequence[SentCollective], cluster: Cluster) -> Schedule:
-    """The schedule of one run of a graph on `cluster`."""
-    now = free = 0.0
+def schedule(
+    operations: Sequence[Operation],
+    collectives: Sequence[SentCollective],
+    cluster: Cluster,
+    stream: Callable[[SentCollective], str] = lambda collective: "",
+    issue: Sequence[float] = (),
+) -> Schedule:
+    """The schedule of one run of a graph on `cluster`.
+
+    Args:
+        stream: name of the stream on which a collective runs; by default one for all.
+        issue: for each operation, seconds of the host to issue it; by default none.
+    """
+    now = issued = 0.0
+    free: dict[str, float] = {}
     compute: list[Timed] = []
     communication: list[Timed] = []
     ends: dict[int, float] = {}
     exposed = [0.0] * len(collectives)
     for index, operation in enumerate(operations):
+        if issue:
+            issued += issue[index]
+            now = max(now, issued)
         if operation.starts is not None:
             this = collectives[operation.starts]
             now += host_seconds(cluster.backend)
-            start, seconds = max(now, free), collective_seconds(cluster, this.kind, this.bytes, this.ranks)
+            start = max(now, free.get(stream(this), 0.0))
+            seconds = collective_seconds(cluster, this.kind, this.bytes, this.ranks)
             communication.append(Timed(operation.starts, start, seconds))
-            free = ends[operation.starts] = start + seconds
+            free[stream(this)] = ends[operation.starts] = start + seconds
         elif operation.waits_for is not None:
             waited = max(0.0, ends[operation.waits_for] - now)
             exposed[operation.waits_for] += waited
@@ -68,4 +84,4 @@ def schedule(operations: Sequence[Operation], collectives: Sequence[SentCollecti
             )
             compute.append(Timed(index, now, seconds))
             now += seconds
-    return Schedule(tuple(compute), tuple(communication), tuple(exposed), max(now, free))
+    return Schedule(tuple(compute), tuple(communication), tuple(exposed), max(now, *free.values(), 0.0))

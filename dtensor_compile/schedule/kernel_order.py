@@ -313,14 +313,19 @@ def _called(parts: Nodes) -> list[torch.fx.Node]:
 
 
 def _origin(node: Any) -> torch.fx.Node | None:
-    """The node of an operator. Inductor does not record it for an operator with several results; then it is the origin
-    that calls the same operator.
+    """The node of an operator. Inductor does not record it for an operator with several results, and replaces it by the
+    wait where the result is reduced in place; then it is the origin that calls the same operator.
     """
     known = node.get_origin_node()
-    operator_called = getattr(node, "op_overload", None)
-    if known is not None or operator_called is None:
+    called = _packet(getattr(node, "op_overload", None))
+    if called is None or known is not None and _packet(known.target) is called:
         return known
-    return next((origin for origin in sorted(node.get_origins()) if origin.target is operator_called), None)
+    return next((origin for origin in sorted(node.get_origins()) if _packet(origin.target) is called), known)
+
+
+def _packet(target: Any) -> Any:
+    """``aten.mm`` of any of its overloads."""
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
 
 
 def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:

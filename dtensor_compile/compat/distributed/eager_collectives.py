@@ -75,23 +75,27 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor dispatches its collectives again, on local tensors, under this mode
-        if getattr(func, "namespace", "") in _NAMESPACES and not _traced_or_compiled():
-            self._collective(func, args)
+        if not _traced_or_compiled() and (found := collective_of_call(func, args)) is not None:
+            self.tell(found)
         return func(*args, **(kwargs or {}))
 
-    def _collective(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> None:
-        name = func._schema.name.split("::")[1]
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args)}
-        group = next((value for argument, value in given.items() if argument in _GROUPS), None)
-        if group is None or name in _SENDS_NOTHING:
-            return
-        inputs = next((value for argument, value in given.items() if argument in _INPUTS), ())
-        tensors = tuple(value for value in pytree.tree_leaves(inputs) if isinstance(value, torch.Tensor))
-        splits = next((tuple(value) for argument, value in given.items() if argument in _SPLITS), ())
-        backward = torch._C._current_graph_task_id() != -1
-        frames = traceback.extract_stack(sys._getframe(1))
-        stack = tuple((frame.filename, frame.lineno or 0, frame.line or "") for frame in frames)
-        self.tell(EagerCollective(name, tensors, splits, _group(group), backward, stack))
+
+def collective_of_call(func: Any, args: Sequence[Any]) -> EagerCollective | None:
+    """The collective that a call of an operator starts; None if it starts none."""
+    if getattr(func, "namespace", "") not in _NAMESPACES:
+        return None
+    name = func._schema.name.split("::")[1]
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args)}
+    group = next((value for argument, value in given.items() if argument in _GROUPS), None)
+    if group is None or name in _SENDS_NOTHING:
+        return None
+    inputs = next((value for argument, value in given.items() if argument in _INPUTS), ())
+    tensors = tuple(value for value in pytree.tree_leaves(inputs) if isinstance(value, torch.Tensor))
+    splits = next((tuple(value) for argument, value in given.items() if argument in _SPLITS), ())
+    backward = torch._C._current_graph_task_id() != -1
+    frames = traceback.extract_stack(sys._getframe(1))
+    stack = tuple((frame.filename, frame.lineno or 0, frame.line or "") for frame in frames)
+    return EagerCollective(name, tensors, splits, _group(group), backward, stack)
 
 
 def _group(given: Any) -> dist.ProcessGroup | None:

@@ -29,6 +29,7 @@ from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _pytree as pytree
 
 from dtensor_compile.compat.apply_patches import patched, patched_value, patched_values
@@ -65,6 +66,7 @@ _GROUPS = tuple(
     for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and hasattr(cls, "_init_group")
 )
+_FOREACH = patch("torch.optim.optimizer:_foreach_supported_types")
 _RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log")
 _VERIFY = patch("torch.distributed:_verify_params_across_processes")
 _APPLY = patch("torch.nn:Module._apply", "self fn recurse")
@@ -76,6 +78,7 @@ _GPU = feature(
     _TRACKER,
     _DDP,
     *_GROUPS,
+    _FOREACH,
     _RUNTIME_STATS,
     _VERIFY,
     _APPLY,
@@ -93,9 +96,17 @@ _GPU = feature(
 
 
 class CudaTensorsAreFake(FakeTensorMode):
-    """Makes tensors on ``cuda`` fake; computes operators that involve none of them."""
+    """Makes tensors on ``cuda`` fake; computes operators that involve none of them.
+
+    Args:
+        told: called with each operator that involves one, its arguments and its result.
+    """
 
     supports_higher_order_operators = True  # their rules are registered for FakeTensorMode, not for this class
+
+    def __init__(self, told: Callable[[Any, Sequence[Any], Any], None]) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.told = told
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -105,6 +116,7 @@ class CudaTensorsAreFake(FakeTensorMode):
             return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
         if isinstance(func, HigherOrderOperator) or _is_for_cuda(args, kwargs):
             result = super().__torch_dispatch__(func, types, args, kwargs)
+            self.told(func, args, result)
             return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
         if func in (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default):
             return args[0].clone()
@@ -159,8 +171,10 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         forget_devices()
         # DTensor keeps the RNG tracker of the first device that draws, which may be another one outside.
         stack.enter_context(patched_value(_TRACKER, None))
+        # Optimizers take their foreach form for tensors of these classes where all are on a GPU.
+        stack.enter_context(patched_value(_FOREACH, [*_foreach_supported_types, FakeTensor]))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        mode = CudaTensorsAreFake(allow_non_fake_inputs=True)
+        mode = CudaTensorsAreFake(hooks.operator)
         stack.enter_context(_entered_while_traced(mode))
         stack.enter_context(_no_measured_times())
         stack.enter_context(_modules_keep_parameters())

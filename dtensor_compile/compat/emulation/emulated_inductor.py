@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +83,12 @@ class Hooks:
             code calls.
         graph: called with the generated code and whether it is of a backward graph; returns a function that makes the
             context to run it in.
+        operator: called with each operator that the device is given, its arguments and its result.
     """
 
     kernel: Callable[[str, str], Any]
     graph: Callable[[str, bool], Callable[[], contextlib.AbstractContextManager[Any]]]
+    operator: Callable[[Any, Sequence[Any], Any], None]
 
 
 @contextlib.contextmanager

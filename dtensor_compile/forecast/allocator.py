@@ -1,0 +1,117 @@
+"""The caching allocator's view of allocations: what ``nvidia-smi`` sees, and what does not fit although there is room.
+
+Sizes and rules are those of torch's native allocator (``c10/cuda/CUDACachingAllocator.cpp``), for one stream:
+
+    a size is rounded up to 512 bytes
+    up to 1 MiB comes from segments of 2 MiB; below 10 MiB from segments of 20 MiB; larger ones from segments of their
+    own, rounded up to 2 MiB
+    the smallest free block that is large enough is taken, and split if more than 512 bytes (small ones) or 1 MiB (large
+    ones) are left
+    freed blocks are merged with free neighbours of their segment; segments are kept
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MIN_BLOCK = 512
+SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
+LARGE, LARGE_SEGMENT, LARGE_ROUND = 10 << 20, 20 << 20, 2 << 20
+
+
+@dataclass(eq=False)
+class _Block:
+    size: int
+    small: bool
+    free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+class CachingAllocator:
+    """Simulates the allocator.
+
+    Attributes:
+        allocated, peak_allocated: bytes of blocks in use, now and at most.
+        reserved: bytes of all segments. They only grow.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = self.peak_allocated = self.reserved = 0
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._number = 0
+        self._numbers: dict[_Block, int] = {}
+
+    def allocate(self, size: int) -> _Block:
+        """A block of at least `size` bytes."""
+        size = max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
+        small = size <= SMALL
+        free = self._free[small]
+        place = bisect.bisect_left(free, (size, -1))
+        if place < len(free):
+            block = free.pop(place)[2]
+            del self._numbers[block]
+            block.free = False
+        else:
+            block = _Block(_segment(size), small)
+            self.reserved += block.size
+        rest = block.size - size
+        if rest >= MIN_BLOCK if small else rest > SMALL:
+            remaining = _Block(rest, small, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = remaining
+            block.after, block.size = remaining, size
+            self._give(remaining)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def release(self, block: _Block) -> None:
+        """Frees a block."""
+        self.allocated -= block.size
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._take(other)
+                other.free = False
+                if other is block.before:
+                    block.before = other.before
+                    if other.before is not None:
+                        other.before.after = block
+                else:
+                    block.after = other.after
+                    if other.after is not None:
+                        other.after.before = block
+                block.size += other.size
+        self._give(block)
+
+    def _give(self, block: _Block) -> None:
+        block.free, self._number = True, self._number + 1
+        self._numbers[block] = self._number
+        bisect.insort(self._free[block.small], (block.size, self._number, block))
+
+    def _take(self, block: _Block) -> None:
+        free = self._free[block.small]
+        del free[bisect.bisect_left(free, (block.size, self._numbers.pop(block)))]
+
+
+def _segment(size: int) -> int:
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LARGE else -(-size // LARGE_ROUND) * LARGE_ROUND
+
+
+def reserved_by(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Bytes that the allocator has in use at most, and those of its segments.
+
+    Args:
+        sizes: events in order: number and size of an allocation, or its number and 0 where it is freed.
+    """
+    allocator, blocks = CachingAllocator(), dict[int, _Block]()
+    for number, size in sizes:
+        if size:
+            blocks[number] = allocator.allocate(size)
+        elif number in blocks:
+            allocator.release(blocks.pop(number))
+    return allocator.peak_allocated, allocator.reserved

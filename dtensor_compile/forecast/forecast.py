@@ -1,0 +1,321 @@
+"""Makes a plan: runs a training step of a target on a simulated rank and an emulated GPU, and reads its log.
+
+Input: a target and its job, a GPU and a cluster. Output: a `StepPlan`. The program runs twice, since an optimizer makes
+its states in its first step: figures are those of the second.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dtensor_compile.compat import pytree
+from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.inductor.compile import fresh_caches
+from dtensor_compile.forecast import step_plan as model
+from dtensor_compile.forecast.allocator import reserved_by
+from dtensor_compile.forecast.memory_use import KINDS, kind_of, use_of_step
+from dtensor_compile.forecast.step_log import Allocation, StepLog
+from dtensor_compile.forecast.training import StepSettings, Training
+from dtensor_compile.graph.node_costs import Operation, SentCollective
+from dtensor_compile.offline.emulated_device import device
+from dtensor_compile.offline.simulated_job import job
+from dtensor_compile.recording.recorder import Recording, record
+from dtensor_compile.report.breaks import graph_breaks
+from dtensor_compile.report.run_target import Job, mesh_of
+from dtensor_compile.report.schedule import Schedule, schedule
+from dtensor_compile.report.target import (
+    TargetError,
+    TargetProgram,
+    call_target,
+    function_of,
+    is_script,
+    program_of,
+    users_program,
+)
+from dtensor_compile.topology.files import gpu as gpu_named
+from dtensor_compile.topology.gpus import Gpu
+from dtensor_compile.topology.links import CLUSTERS, Cluster
+
+#: Seconds of the host for a request: of compiled code, and of an operator in eager. Typical of Python on a server's
+#: CPU; nothing was measured.
+HOST_COMPILED, HOST_EAGER = 6e-6, 2e-5
+#: Names of mesh dims over which a batch is split, by their beginnings.
+DATA_DIMS = ("dp", "ddp", "fsdp", "data", "replicate", "shard")
+#: Bytes of the workspace that cuBLAS gets from torch, by the major compute capability (``CUDABlas.cpp``:
+#: ``parseChosenWorkspaceSize``).
+_WORKSPACE = {9: 4096 * 8 * 1024, 10: 4096 * 8 * 1024}
+_WORKSPACE_ELSE = 4096 * 1024 * 2 + 16 * 1024 * 8
+#: A step where nothing else is said.
+DEFAULTS = StepSettings()
+#: Number of holders of the peak that a plan names.
+HOLDERS = 12
+
+
+class _Point(NamedTuple):
+    """A point of a log: numbers of requests and of changes of memory before it."""
+
+    requests: int
+    changes: int
+
+
+@dataclass
+class _Marks:
+    """Where the phases of the last step begin."""
+
+    forward: _Point
+    backward: _Point
+    rest: _Point
+    end: _Point
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """A program that has made its steps.
+
+    Attributes:
+        training, log, recording: the program, what the device was given, and what was compiled.
+        marks: of the last step.
+        owned: kinds of the allocations that objects of the program own.
+        operations, collectives: of the last step, one operation for each request.
+    """
+
+    training: Training
+    log: StepLog
+    recording: Recording
+    marks: _Marks
+    owned: Mapping[Allocation, str]
+    operations: Sequence[Operation]
+    collectives: Sequence[SentCollective]
+
+    def kind(self, this: Allocation) -> str:
+        return kind_of(this, self.owned, self.marks.forward.requests, self.marks.backward.requests)
+
+
+def make_plan(
+    target: str, this: Job, *, gpu: str, cluster: str | None = None, settings: StepSettings = DEFAULTS
+) -> model.StepPlan:
+    """The plan of a target.
+
+    Args:
+        target: a function, as `dtensor_compile.report.target` takes it.
+        this: the job.
+        gpu: name of a preset, or a file.
+        cluster: one of `CLUSTERS`; None: the one with the GPU's name.
+        settings: the rest of the step.
+
+    Raises:
+        TargetError: the target is no program that can be trained.
+        ForecastError: it cannot be forecast.
+    """
+    if is_script(target):
+        raise TargetError(f"{target}: plan takes a function, script.py:function, that returns a model and its inputs")
+    machine = CLUSTERS[cluster if cluster is not None else _cluster_of(gpu)]
+    with fresh_caches(), job(this.ranks, this.rank), device(gpu) as emulated, contextlib.redirect_stdout(io.StringIO()):
+        log = StepLog(emulated)
+        emulated.observer = log
+        found = program_of(call_target(function_of(target), target, lambda: mesh_of(this, "cuda")))
+        if found is None:
+            raise TargetError(f"{target} returns neither a model and its inputs nor a step to call")
+        with users_program(target), record() as recording:
+            training = _training(found, settings)
+            marks, owned = _run(training, log)
+        operations, collectives = log.operations(recording, marks.forward.requests, marks.end.requests)
+        seen = _Observed(training, log, recording, marks, owned, operations, collectives)
+        return _plan(target, this, gpu_named(gpu), machine, seen)
+
+
+def _cluster_of(gpu: str) -> str:
+    if gpu not in CLUSTERS:
+        raise TargetError(f"--cluster is needed for the GPU {gpu}: {', '.join(CLUSTERS)}")
+    return gpu
+
+
+def _training(found: TargetProgram, settings: StepSettings) -> Training:
+    if isinstance(found.model, torch.nn.Module):
+        found.model.to("cuda")
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to("cuda"), (found.args, found.kwargs))
+    program = TargetProgram(found.model, args, kwargs)
+    training = Training(program, program.model, settings)
+    if not training.is_step() and uncompiled(program.model) is program.model:
+        training.run = torch.compile(program.model, backend="dtensor")
+    return training
+
+
+def _run(training: Training, log: StepLog) -> tuple[_Marks, dict[Allocation, str]]:
+    """Makes two steps; where the phases of the second are, and the kinds of the allocations that the program's objects
+    own."""
+    kinds: dict[Allocation, str] = {}
+    points: dict[str, _Point] = {}
+
+    def own(kind: str, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if (this := log.allocation_of(tensor)) is not None:
+                kinds.setdefault(this, kind)
+                if kind == "parameters":
+                    this.of_parameters = this.written = True
+
+    def told(phase: str) -> None:
+        points[phase] = _Point(log.now, len(log.changes))
+        own("parameters", training.parameters())
+        own("optimizer states", training.states())
+        if phase in ("rest", "optimizer", "end"):
+            own("gradients", [p.grad for p in training.parameters() if p.grad is not None])
+        own("inputs", training.inputs())
+
+    with training.optimizers_watched(told):
+        for _ in range(2):
+            training.step(told)
+    if training.is_step():
+        inside = range(points["forward"].requests, points["end"].requests)
+        backward = [number for number in inside if log.is_backward(number)]
+        begin, end = (backward[0], backward[-1] + 1) if backward else (inside.stop, inside.stop)
+        points["backward"], points["rest"] = _Point(begin, 0), _Point(end, 0)  # changes are asked for the step alone
+    return _Marks(*(points[phase] for phase in ("forward", "backward", "rest", "end"))), kinds
+
+
+def _plan(target: str, this: Job, gpu: Gpu, cluster: Cluster, seen: _Observed) -> model.StepPlan:
+    marks, operations = seen.marks, seen.operations
+    requests = seen.log.requests[marks.forward.requests : marks.end.requests]
+    issue = [HOST_EAGER if request.graph < 0 else HOST_COMPILED for request in requests]
+    timing = schedule(operations, seen.collectives, cluster, lambda sent: sent.mesh_dim, issue)
+    starts = _starts(timing, len(operations))
+    forward_flops = sum(operation.flops for operation in operations[: marks.backward.requests - marks.forward.requests])
+    flops = sum(operation.flops for operation in operations)
+    model_flops = 3 * forward_flops if flops > forward_flops else forward_flops
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    peak = gpu.device.operations_per_second(_itemsize(operations), tf32)
+    settings = seen.training.settings
+    return model.StepPlan(
+        version=model.VERSION,
+        target=target,
+        torch=torch.__version__,
+        mesh=",".join(f"{name}={size}" for name, size in this.mesh) or f"tp={this.ranks}",
+        world=this.ranks,
+        gpu=gpu.name,
+        cluster=cluster.name,
+        loss=settings.loss,
+        optimizer=settings.optimizer,
+        clip=settings.clip,
+        memory=_memory(seen, starts, gpu),
+        time=_time(timing, starts, marks, sum(issue)),
+        communication=_communication(timing, seen.collectives),
+        flops=flops,
+        model_flops=model_flops,
+        model_flops_fraction=model_flops / peak / timing.seconds if timing.seconds else 0.0,
+        tokens=_tokens(seen.training, this),
+        graphs=len(seen.recording.graphs),
+        breaks=len(graph_breaks(seen.recording)),
+        rests_on=(
+            f"collectives: links of the preset {cluster.name} (vendors' figures)",
+            f"kernels: roofline of {gpu.name} at its peaks (vendors' figures), a lower bound",
+            f"host: {HOST_COMPILED * 1e6:.0f} us for a request of compiled code, {HOST_EAGER * 1e6:.0f} us in eager "
+            "(a guess)",
+            "memory: what the generated code and eager ask for, by the rules of torch's allocator, and cuBLAS's "
+            "workspace; without buffers of NCCL and the CUDA context",
+        ),
+    )
+
+
+def _time(timing: Schedule, starts: Sequence[float], marks: _Marks, host: float) -> model.StepTime:
+    compute = sum(timed.seconds for timed in timing.compute)
+    exposed = sum(timing.exposed)
+    sent = sum(timed.seconds for timed in timing.communication)
+    forward, backward = (starts[point.requests - marks.forward.requests] for point in (marks.backward, marks.rest))
+    return model.StepTime(
+        step=timing.seconds,
+        compute=compute,
+        exposed=exposed,
+        idle=max(0.0, timing.seconds - compute - exposed),
+        hidden=max(0.0, sent - exposed),
+        host=host,
+        forward=forward,
+        backward=backward - forward,
+        rest=timing.seconds - backward,
+    )
+
+
+def _starts(timing: Schedule, requests: int) -> list[float]:
+    """For each request, and after the last, the seconds at which compute reaches it."""
+    starts = [timing.seconds] * (requests + 1)
+    for timed in timing.compute:
+        starts[timed.index] = timed.start
+    for index in range(requests - 1, -1, -1):
+        starts[index] = min(starts[index], starts[index + 1])
+    return starts
+
+
+def _memory(seen: _Observed, starts: Sequence[float], gpu: Gpu) -> model.StepMemory:
+    marks = seen.marks
+    use = use_of_step(seen.log.changes, seen.kind, marks.forward.changes, marks.end.changes)
+    first, peak = marks.forward.requests, use.peak
+    at = seen.operations[min(max(0, peak.requests - first), len(seen.operations) - 1)]
+    _, reserved = reserved_by(use.blocks)
+    fixed = _WORKSPACE.get(gpu.capability[0], _WORKSPACE_ELSE)
+    return model.StepMemory(
+        kinds=KINDS,
+        over_time=tuple(
+            model.MemoryAt(starts[max(0, at.requests - first)], tuple(at.bytes[kind] for kind in KINDS))
+            for at in use.uses
+        ),
+        peak=peak.total,
+        peak_of_kinds=tuple(peak.bytes[kind] for kind in KINDS),
+        peak_where=at.where,
+        peak_module=at.module,
+        holders=_holders(use.held, seen),
+        reserved=reserved,
+        fixed=fixed,
+        capacity=gpu.bytes,
+        fits=reserved + fixed <= gpu.bytes,
+    )
+
+
+def _holders(held: Sequence[Allocation], seen: _Observed) -> tuple[model.Holder, ...]:
+    sums: dict[tuple[str, str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
+    for this in held:
+        kind, where, module = seen.kind(this), "", ""
+        place = this.born - seen.marks.forward.requests
+        if this not in seen.owned and 0 <= place < len(seen.operations):
+            where, module = this.where or seen.operations[place].where, seen.operations[place].module
+        entry = sums[kind, where, module]
+        entry[0] += this.bytes
+        entry[1] += 1
+    rows = [model.Holder(*key, *value) for key, value in sums.items()]
+    return tuple(sorted(rows, key=lambda row: -row.bytes)[:HOLDERS])
+
+
+def _communication(timing: Schedule, collectives: Sequence[SentCollective]) -> tuple[model.Communication, ...]:
+    sums: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0, 0, 0.0, 0.0])
+    for timed in timing.communication:
+        this, entry = collectives[timed.index], sums[collectives[timed.index].mesh_dim, collectives[timed.index].kind]
+        for i, value in enumerate((1, this.bytes, timed.seconds, timing.exposed[timed.index])):
+            entry[i] += value
+    rows = [model.Communication(*key, int(value[0]), int(value[1]), value[2], value[3]) for key, value in sums.items()]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _itemsize(operations: Sequence[Operation]) -> int:
+    """Bytes of an element of the matmuls that compute most."""
+    work: collections.Counter[int] = collections.Counter()
+    for operation in operations:
+        work[operation.itemsize] += operation.flops
+    return work.most_common(1)[0][0] if work else 4
+
+
+def _tokens(training: Training, this: Job) -> int:
+    """Tokens of the job in a step: of inputs that are whole numbers; those of a rank count for each part of a mesh dim
+    over which data is split."""
+    for tensor in training.inputs():
+        if not tensor.dtype.is_floating_point and tensor.dim() >= 2:
+            parts = 1
+            if not hasattr(tensor, "placements"):
+                for name, size in this.mesh:
+                    parts *= size if name.startswith(DATA_DIMS) else 1
+            return tensor.numel() * parts
+    return 0

@@ -1,0 +1,69 @@
+"""``dtensor-compile plan TARGET``: memory and time of a training step on a cluster that is not there.
+
+TARGET is a function as for report: it returns a model and its inputs, of which a whole training step is made (loss,
+backward, clipping, optimizer), or a step to call. Its code is compiled for the GPU as it would be there, and runs
+once on tensors without values.
+
+Exit status: 0; 1 if the step does not fit into the GPU; 2 if it could not be forecast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from dtensor_compile.forecast.forecast import make_plan
+from dtensor_compile.forecast.plan_table import print_plan
+from dtensor_compile.forecast.step_plan import to_json
+from dtensor_compile.forecast.training import LOSSES, OPTIMIZERS, StepSettings
+from dtensor_compile.report.report_command import BROKEN, OK, status_of
+from dtensor_compile.report.run_target import Job, parse_mesh_argument
+from dtensor_compile.report.table import console_for
+from dtensor_compile.report.target import TargetError
+from dtensor_compile.topology.gpus import GPUS
+from dtensor_compile.topology.links import CLUSTERS
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog=program, description=__doc__.partition("\n\n")[2])  # type: ignore[union-attr]
+    p.add_argument("target", help="package.module:function or script.py:function; on cuda, or moved there")
+    p.add_argument("--mesh", metavar="dp=64,tp=8", help="mesh for a function that takes one")
+    p.add_argument("--world", type=int, metavar="N", help="ranks of the job (default: of --mesh, else 2)")
+    p.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
+    p.add_argument(
+        "--gpu", default="h100", metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a TOML or JSON file (h100)"
+    )
+    p.add_argument("--cluster", choices=[*CLUSTERS], help="links of the job (default: the preset of the GPU's name)")
+    p.add_argument(
+        "--loss", default="sum", metavar="NAME", help=f"{', '.join(LOSSES)}, or a function of the model's result (sum)"
+    )
+    p.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default adamw")
+    p.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="clip gradients to this norm")
+    p.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for standard output, instead of tables")
+    p.add_argument("--verbose", action="store_true", help="the traceback of an error")
+    return p
+
+
+def main(argv: Sequence[str], program: str = "dtensor-compile plan") -> int:
+    """Runs the command; returns the exit status."""
+    return status_of(_run, parser(program).parse_args(argv), program)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.loss not in LOSSES and ":" not in args.loss:
+        raise TargetError(f"--loss {args.loss} is none of {', '.join(LOSSES)}, nor script.py:function")
+    this = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, args.rank)
+    settings = StepSettings(args.loss, args.optimizer, args.clip)
+    plan = make_plan(args.target, this, gpu=args.gpu, cluster=args.cluster, settings=settings)
+    if args.json is not None and args.json != "-":
+        pathlib.Path(args.json).write_text(to_json(plan))
+    if args.json == "-":
+        print(to_json(plan))
+    else:
+        print_plan(plan, console_for())
+    if plan.memory.fits:
+        return OK
+    print(f"the step does not fit into {plan.gpu}", file=sys.stderr)
+    return BROKEN

@@ -1,0 +1,109 @@
+"""A plan for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from dtensor_compile.forecast.step_plan import StepMemory, StepPlan
+from dtensor_compile.report.compare_reports import seconds_text as seconds
+
+
+def print_plan(plan: StepPlan, console: Console) -> None:
+    """Prints memory, time and communication of a plan."""
+    console.print(
+        f"[bold]{plan.target}[/bold]: one training step of rank 0 of {plan.world} ({plan.mesh}), "
+        f"{plan.gpu}, cluster {plan.cluster}; optimizer {plan.optimizer}"
+        + (f", gradients clipped to {plan.clip:g}" if plan.clip else ""),
+        highlight=False,
+    )
+    console.print(_verdict(plan.memory), highlight=False)
+    console.print(_memory_table(plan.memory))
+    console.print(_time_table(plan))
+    console.print(_communication_table(plan))
+    for line in plan.rests_on:
+        console.print(f"[dim]{line}[/dim]", highlight=False)
+
+
+def _verdict(memory: StepMemory) -> str:
+    needed = memory.reserved + memory.fixed
+    capacity = size(memory.capacity)
+    if memory.fits:
+        return f"[green]fits[/green]: {size(needed)} of {capacity}"
+    kinds = sorted(zip(memory.peak_of_kinds, memory.kinds), reverse=True)
+    held = ", ".join(f"{kind} {size(bytes)}" for bytes, kind in kinds[:3] if bytes)
+    advice = _ADVICE.get(kinds[0][1], "")
+    return (
+        f"[red]does not fit[/red]: {size(needed)} of {capacity}, {size(needed - memory.capacity)} too much; "
+        f"most of it: {held}" + (f". {advice}" if advice else "")
+    )
+
+
+#: By what holds most of the memory: what would make less of it.
+_ADVICE = {
+    "parameters": "Shard parameters over more ranks (fully_shard, or a larger tensor-parallel mesh dim).",
+    "gradients": "Shard gradients over more ranks (fully_shard).",
+    "optimizer states": "Shard optimizer states over more ranks (fully_shard), or take an optimizer with fewer.",
+    "gathered parameters": "Wrap smaller modules in fully_shard, with reshard_after_forward=True.",
+    "saved activations": "Checkpoint the blocks, take a smaller batch, or a larger tensor-parallel mesh dim.",
+    "temporaries": "Take a smaller batch, or a sharded loss (loss_parallel) where logits are what is large.",
+    "collectives": "Take a smaller batch, or smaller modules in fully_shard.",
+}
+
+
+def _memory_table(memory: StepMemory) -> Table:
+    where = f"{memory.peak_module or memory.peak_where or 'between graphs'}"
+    table = Table(title=f"memory at the peak, {size(memory.peak)} at {where}", title_justify="left")
+    table.add_column("held by")
+    table.add_column("bytes", justify="right")
+    table.add_column("most of it", overflow="fold")
+    for kind, bytes in sorted(zip(memory.kinds, memory.peak_of_kinds), key=lambda row: -row[1]):
+        if bytes:
+            first = next((h for h in memory.holders if h.kind == kind and h.where), None)
+            line = f"{size(first.bytes)} {first.module or first.where}" if first is not None else ""
+            table.add_row(kind, size(bytes), line)
+    table.add_row("segments of the allocator", size(memory.reserved), "", style="dim")
+    table.add_row("workspaces of libraries", size(memory.fixed), "", style="dim")
+    return table
+
+
+def _time_table(plan: StepPlan) -> Table:
+    time = plan.time
+    table = Table(title=f"step {seconds(time.step)}", title_justify="left")
+    table.add_column("of it")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for name, value in (
+        ("compute", time.compute),
+        ("exposed communication", time.exposed),
+        ("idle, waiting for the host", time.idle),
+    ):
+        table.add_row(name, seconds(value), f"{value / time.step:.0%}" if time.step else "")
+    table.add_section()
+    for name, value in (("forward", time.forward), ("backward", time.backward), ("optimizer", time.rest)):
+        table.add_row(name, seconds(value), f"{value / time.step:.0%}" if time.step else "")
+    table.add_section()
+    table.add_row("hidden communication", seconds(time.hidden), "")
+    table.add_row("model FLOPs, of the peak", f"{plan.model_flops:.3g}", f"{plan.model_flops_fraction:.0%}")
+    if plan.tokens:
+        table.add_row("tokens of the job", f"{plan.tokens:,}", f"{plan.tokens_per_second:,.0f} a second")
+        table.add_row("", "", f"{plan.tokens_per_second * 86400:.3g} a day")
+    return table
+
+
+def _communication_table(plan: StepPlan) -> Table:
+    table = Table(title="communication of a step", title_justify="left")
+    for column in ("mesh dim", "kind", "count", "bytes", "seconds", "exposed"):
+        table.add_column(column, justify="left" if column in ("mesh dim", "kind") else "right")
+    for row in plan.communication:
+        table.add_row(
+            row.mesh_dim, row.kind, str(row.count), size(row.bytes), seconds(row.seconds), seconds(row.exposed_seconds)
+        )
+    return table
+
+
+def size(number: int) -> str:
+    """``1.50 GiB``, ``20.0 MiB``, ``12 KiB``"""
+    if number >= 1 << 30:
+        return f"{number / (1 << 30):.2f} GiB"
+    return f"{number / (1 << 20):.1f} MiB" if number >= 1 << 20 else f"{number / 1024:.0f} KiB"

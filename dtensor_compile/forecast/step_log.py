@@ -1,0 +1,306 @@
+"""What a training step asks of an emulated GPU: requests in order, and allocations.
+
+Input: a program that runs under `dtensor_compile.offline.device` while a `StepLog` is the device's observer. Output:
+operations as the cost model takes them (`dtensor_compile.graph.node_costs`), in the order in which the host issues
+them, and every allocation with the requests between which it lives.
+
+A request is a Triton kernel, an operator of a library, or the start of a collective or the wait for one. Each is
+counted from its arguments: bytes of what it reads and writes, operations by torch's formulas. Where the compilation
+recorded the kernels of a graph in the order in which they run, as it does where there are collectives among them, that
+record is taken instead, which has lines and modules, and reads of parts of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dtensor_compile.compat import pytree
+from dtensor_compile.compat.distributed.eager_collectives import collective_of_call
+from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.graph.node_costs import Operation, SentCollective, flops_of_call
+from dtensor_compile.graph.operator_traits import is_view
+from dtensor_compile.offline.emulated_device import EmulatedDevice, EmulatedGraph, IssuedStep, Observer
+from dtensor_compile.recording.recorder import Recording
+from dtensor_compile.report.outside import collective_outside
+from dtensor_compile.report.sources import is_users
+
+
+class ForecastError(DTensorCompileError):
+    """A program cannot be forecast, for the reason in the message."""
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Memory of the device.
+
+    Attributes:
+        bytes: that were asked for.
+        born, died: number of requests made before it was allocated, and before it was freed; None: never.
+        operator: that allocated it.
+        where: the user's line, ``file:line: code``; empty for one of compiled code, whose next request has it.
+        of_parameters: whether it holds parameters, or was computed from them alone (gathered, cast).
+        of_collective: whether a collective reads or writes it.
+        written: whether something was written to it.
+        reuses: whether it is memory of an earlier one, whose content was overwritten.
+        reused: whether a later one is.
+    """
+
+    bytes: int
+    born: int
+    operator: str
+    where: str
+    died: int | None = None
+    of_parameters: bool = False
+    of_collective: bool = False
+    written: bool = False
+    reuses: bool = False
+    reused: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+        operation: counted from its arguments; `starts` and `waits_for` are numbers of collectives of the log.
+        graph, step: number of the compiled graph, and of the step in it; -1 in eager.
+    """
+
+    operation: Operation
+    graph: int = -1
+    step: int = -1
+
+
+#: Operators that only make metadata or memory.
+_NO_WORK = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten._unsafe_view.default,
+}
+
+
+class StepLog(Observer):
+    """The log of everything that `device` is given while this is its observer.
+
+    Attributes:
+        requests: in order; collectives: those that they start.
+        changes: of memory, in order: the number of requests before it, an allocation, and whether it begins.
+    """
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.requests: list[Request] = []
+        self.collectives: list[SentCollective] = []
+        self.changes: list[tuple[int, Allocation, bool]] = []
+        self._device, self._live = device, dict[int, tuple[Allocation, Any]]()
+        self._graph: EmulatedGraph | None = None
+        self._called: list[Operation] = []  # what the last operator of compiled code is; tensors are not kept alive
+        self._started: dict[int, int] = {}  # by the memory of its result, the collective that was started last
+
+    # ---- the observer ----
+
+    def operator(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        namespace = getattr(func, "namespace", "")
+        if namespace == "prim":
+            return
+        self._allocate(func, result)
+        if func not in _NO_WORK and not (isinstance(func, torch._ops.OpOverload) and is_view(func)):
+            self._compute(() if _ignores_values(func) else args, result)
+            self._called = list(self._counted(func, args, result))
+            if self._graph is None:
+                self.requests.extend(map(Request, self._called))
+        if namespace in ("_c10d_functional", "c10d"):
+            for this in self._of((args, result)):
+                this.of_collective = True
+
+    def step(self, step: IssuedStep, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> None:
+        if step.kind == "kernel":
+            self._compute(reads, writes)
+            moved = [*_tensors(reads), *_tensors(writes)]
+            self._called = [Operation(step.name, "", "", 0, *_moved(moved))]
+        assert self._graph is not None
+        number = self._device.graphs.index(self._graph)
+        self.requests.extend(Request(this, number, len(self._graph.steps) - 1) for this in self._called[:1])
+
+    def begins(self, graph: EmulatedGraph) -> None:
+        self._graph = graph
+
+    def ends(self, graph: EmulatedGraph) -> None:
+        self._graph = None
+
+    # ---- use ----
+
+    @property
+    def now(self) -> int:
+        """Number of requests so far."""
+        return len(self.requests)
+
+    def allocation_of(self, tensor: torch.Tensor) -> Allocation | None:
+        """The allocation that holds a tensor (of a DTensor its local tensor); None for one on another device."""
+        for local in _tensors(tensor):
+            entry = self._live.get(_key(local))
+            if entry is not None:
+                return entry[0]
+        return None
+
+    def operations(self, recording: Recording, first: int, last: int) -> tuple[list[Operation], list[SentCollective]]:
+        """Operations and collectives of the requests from `first` to before `last`, one for each request; a start or a
+        wait names its collective by its index in the second list."""
+        operations: list[Operation] = []
+        collectives: list[SentCollective] = []
+        numbers: dict[int, int] = {}
+        for request in self.requests[first:last]:
+            this, recorded = request.operation, self._recorded(recording, request)
+            if recorded is not None:
+                this = replace(recorded, starts=this.starts, waits_for=this.waits_for)
+            if this.starts is not None:
+                sent = self.collectives[this.starts]
+                if recorded is not None and recorded.starts is not None:
+                    sent = recording.graphs[request.graph].collectives[recorded.starts]
+                numbers[this.starts] = len(collectives)
+                collectives.append(sent)
+                this = replace(this, starts=numbers[this.starts])
+            elif this.waits_for is not None:
+                this = replace(this, waits_for=numbers.get(this.waits_for))
+            operations.append(this)
+        return operations, collectives
+
+    def _recorded(self, recording: Recording, request: Request) -> Operation | None:
+        """What the compilation recorded for a request; None in eager, and where the record has other requests."""
+        if request.graph < 0:
+            return None
+        record, steps = recording.graphs[request.graph], self._device.graphs[request.graph].steps
+        if record.order is None or len(record.operations) != len(steps):
+            return None
+        return record.operations[request.step]
+
+    def is_backward(self, number: int) -> bool:
+        """Whether a request is one of a compiled backward graph."""
+        request = self.requests[number]
+        return request.graph >= 0 and self._device.graphs[request.graph].direction == "backward"
+
+    # ---- memory ----
+
+    def _of(self, values: Any) -> Iterator[Allocation]:
+        for tensor in _tensors(values):
+            entry = self._live.get(_key(tensor))
+            if entry is not None:
+                yield entry[0]
+
+    def _allocate(self, func: Any, result: Any) -> None:
+        for tensor in _tensors(result):
+            if tensor.device.type != "cuda":
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._live:
+                continue
+            where = _users_line() if self._graph is None else ""
+            this = Allocation(storage.nbytes(), self.now, _name(func), where)
+            self._begins(this)
+            self._live[key] = this, weakref.ref(storage, functools.partial(self._freed, key))
+
+    def _freed(self, key: int, reference: Any) -> None:
+        self._ends(self._live.pop(key)[0])
+
+    def _begins(self, this: Allocation) -> None:
+        self.changes.append((self.now, this, True))
+
+    def _ends(self, this: Allocation) -> None:
+        this.died = self.now
+        self.changes.append((self.now, this, False))
+
+    def _compute(self, reads: Any, writes: Any) -> None:
+        """Notes what memory holds from now on: new content in the same memory is an allocation of its own."""
+        given = list(self._of(reads))
+        of_parameters = bool(given) and all(this.of_parameters for this in given)
+        for tensor in _tensors(writes):
+            entry = self._live.get(_key(tensor))
+            if entry is None:
+                continue
+            this, reference = entry
+            if this.written and all(this is not other for other in given):
+                this.reused = True
+                self._ends(this)
+                this = Allocation(this.bytes, self.now, this.operator, this.where, reuses=True)
+                self._begins(this)
+                self._live[_key(tensor)] = this, reference
+            if not this.written:
+                this.written, this.of_parameters = True, of_parameters
+
+    # ---- requests ----
+
+    def _counted(self, func: Any, args: Sequence[Any], result: Any) -> Iterator[Operation]:
+        """The requests of an operator."""
+        name, namespace = _name(func), getattr(func, "namespace", "")
+        where = _users_line() if self._graph is None else ""
+        if (sent := collective_of_call(func, args)) is not None:
+            self.collectives.append(replace(collective_outside(sent), where=where))
+            number = len(self.collectives) - 1
+            self._started.update({_key(tensor): number for tensor in _tensors(result)})
+            yield Operation(name, where, "", starts=number)
+            if namespace == "c10d" and self._graph is None:  # whoever called it waits, or the next operator does
+                yield Operation(name, where, "", waits_for=number)
+        elif name == "_c10d_functional.wait_tensor":
+            waited = next((self._started.get(_key(tensor)) for tensor in _tensors(args)), None)
+            if waited is not None or self._graph is not None:
+                yield Operation(name, where, "", waits_for=waited)
+        elif self._graph is not None or namespace == "aten":
+            moved = _moved([*_tensors(args), *_tensors(result)])
+            yield Operation(name, where, "", flops_of_call(func, args, result), *moved)
+
+
+def _moved(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Bytes of tensors, and of an element of the last."""
+    return sum(x.numel() * x.element_size() for x in tensors), tensors[-1].element_size() if tensors else 4
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors in `values`; of a DTensor its local tensor."""
+    for value in pytree.tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            local = getattr(value, "_local_tensor", value)
+            yield getattr(local, "elem", local)
+
+
+def _ignores_values(func: Any) -> bool:
+    """Whether an operator takes no more than sizes and dtype from its arguments (``zeros_like``, ``new_full``)."""
+    name = _name(func)
+    return name.endswith("_like") or name.startswith("aten.new_")
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _name(func: Any) -> str:
+    name: str = func._schema.name if hasattr(func, "_schema") else str(func)
+    return name.replace("::", ".")
+
+
+def _users_line() -> str:
+    """The innermost line of the program that runs, ``file:line: code``; empty where it is this package that calls."""
+    frames = traceback.extract_stack(sys._getframe(2))
+    begin = max((i for i, frame in enumerate(frames) if frame.filename.endswith(_CALLERS)), default=-1)
+    own = [frame for frame in frames[begin + 1 :] if is_users(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+#: The modules that call the program: their frames are further out than those of its lines.
+_CALLERS = (
+    os.path.join("dtensor_compile", "forecast", "training.py"),
+    os.path.join("dtensor_compile", "report", "target.py"),
+)

@@ -1,0 +1,75 @@
+"""Programs for forecasts."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+WIDTH, HIDDEN, ROWS = 64, 256, 32
+
+
+class Net(nn.Module):
+    """An MLP without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
+def tensor_parallel(mesh):
+    model = parallelize_module(Net(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model, (torch.ones(ROWS, WIDTH),)
+
+
+def sharded(mesh):
+    with torch.device("cuda"):
+        model = nn.Sequential(Net(), Net())
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    return model, (torch.ones(ROWS, WIDTH),)
+
+
+def step(mesh):
+    """A step that does everything itself, compiled optimizer and all."""
+    model, (x,) = tensor_parallel(mesh)
+    model.to("cuda")
+    x = x.to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = torch.compile(model, backend="dtensor")
+
+    def train():
+        run(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def tokens(mesh):
+    with torch.device("cuda"):
+        return nn.Sequential(nn.Embedding(8, WIDTH), Net()), (torch.zeros(2, 16, dtype=torch.long),)
+
+
+def weighted_loss(out, x):
+    return (out * 2).sum() + x.sum()
+
+
+def frozen(mesh):
+    return Net().requires_grad_(False), (torch.ones(ROWS, WIDTH),)
+
+
+def large(mesh):
+    with torch.device("cuda"):
+        return nn.Linear(1 << 17, 1 << 17, bias=False), (torch.ones(1, 1 << 17),)
+
+
+def reads_a_value(mesh):
+    with torch.device("cuda"):
+        x = torch.ones(ROWS, WIDTH)
+    if x.sum() > 0:
+        return tensor_parallel(mesh)

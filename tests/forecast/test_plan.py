@@ -1,0 +1,145 @@
+"""Forecasts of training steps."""
+
+import dataclasses
+import json
+
+import pytest
+
+from dtensor_compile.cli import main
+from dtensor_compile.forecast.forecast import make_plan
+from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
+from dtensor_compile.forecast.training import StepSettings
+from dtensor_compile.report.run_target import Job
+from tests.forecast.targets import HIDDEN, ROWS, WIDTH
+
+HERE = "tests.forecast.targets:"
+WEIGHTS = 2 * WIDTH * HIDDEN * 4
+
+
+def plan_of(name, mesh=(("tp", 2),), gpu="h100", **settings) -> StepPlan:
+    return make_plan(HERE + name, Job(mesh), gpu=gpu, settings=StepSettings(**settings))
+
+
+def kinds_at(plan, place):
+    return dict(zip(plan.memory.kinds, plan.memory.over_time[place].bytes))
+
+
+def most(plan):
+    return {kind: max(values) for kind, *values in zip(plan.memory.kinds, *(at.bytes for at in plan.memory.over_time))}
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel():
+    return plan_of("tensor_parallel", clip=1.0)
+
+
+def test_memory_of_each_kind(tensor_parallel):
+    held = most(tensor_parallel)
+    assert held["parameters"] == WEIGHTS / 2
+    assert held["gradients"] == WEIGHTS / 2
+    assert held["optimizer states"] == WEIGHTS  # and two counters of steps, which AdamW keeps on the host
+    assert held["inputs"] == ROWS * WIDTH * 4
+    assert held["gathered parameters"] == 0
+    assert held["collectives"] == 2 * ROWS * WIDTH * 4  # the partial result, which is reduced in place
+    assert held["saved activations"] >= ROWS * HIDDEN // 2 * 4
+
+
+def test_memory_over_time_adds_up(tensor_parallel):
+    memory = tensor_parallel.memory
+    totals = [sum(at.bytes) for at in memory.over_time]
+    assert max(totals) == memory.peak == sum(memory.peak_of_kinds) <= memory.reserved
+    assert min(min(at.bytes) for at in memory.over_time) >= 0
+    seconds = [at.seconds for at in memory.over_time]
+    assert seconds == sorted(seconds) and seconds[-1] <= tensor_parallel.time.step
+    first = kinds_at(tensor_parallel, 0)
+    assert first["gradients"] == first["temporaries"] == 0
+
+
+def test_time_adds_up(tensor_parallel):
+    time = tensor_parallel.time
+    assert time.compute + time.exposed + time.idle == pytest.approx(time.step)
+    assert time.forward + time.backward + time.rest == pytest.approx(time.step)
+    assert min(dataclasses.astuple(time)) >= 0 and time.rest > 0
+
+
+def test_communication_and_flops(tensor_parallel):
+    rows = {(row.mesh_dim, row.kind): row for row in tensor_parallel.communication}
+    assert rows["tp", "all_reduce"].bytes >= ROWS * WIDTH * 4  # of two ranks: half of it twice
+    flops = 2 * ROWS * WIDTH * HIDDEN // 2 * 2
+    assert tensor_parallel.model_flops == 3 * flops
+    assert tensor_parallel.tokens == 0 and tensor_parallel.breaks == 0
+
+
+def test_a_plan_survives_json(tensor_parallel):
+    assert from_json(to_json(tensor_parallel)) == tensor_parallel
+    with pytest.raises(PlanFormatError, match="version"):
+        from_json(json.dumps({"version": "0.1"}))
+    with pytest.raises(PlanFormatError, match="not a plan"):
+        from_json("[]")
+
+
+def test_gathered_parameters():
+    plan = plan_of("sharded", (("dp", 4),), optimizer="sgd")
+    held = most(plan)
+    assert held["parameters"] == 2 * WEIGHTS / 4
+    assert WEIGHTS <= held["gathered parameters"] <= 2 * WEIGHTS + WEIGHTS / 2
+    assert held["optimizer states"] == 0
+    assert {row.kind for row in plan.communication if row.mesh_dim == "dp"} == {"all_gather", "reduce_scatter"}
+
+
+def test_a_step_that_does_everything_itself():
+    plan = plan_of("step")
+    held = most(plan)
+    assert held["parameters"] == held["gradients"] == held["optimizer states"] == WEIGHTS / 2
+    assert held["saved activations"] > 0
+    assert plan.time.backward > 0 and plan.time.rest > 0
+
+
+def test_tokens_of_a_job():
+    plan = plan_of("tokens", (("dp", 4), ("tp", 2)), optimizer="none")
+    assert plan.tokens == 2 * 16 * 4
+    assert most(plan)["optimizer states"] == 0
+
+
+def test_a_loss_of_ones_own():
+    assert plan_of("tensor_parallel", loss=f"{HERE}weighted_loss", optimizer="none").time.backward > 0
+
+
+def test_a_model_that_does_not_fit(capsys):
+    status = main(["plan", f"{HERE}large", "--mesh", "tp=2", "--optimizer", "adamw"])
+    said = capsys.readouterr()
+    assert status == 1
+    text = " ".join(said.out.split())
+    assert "does not fit: 320.03 GiB of 80.00 GiB, 240.03 GiB too much; most of it: optimizer states 128.00 GiB" in text
+    assert "Shard optimizer states over more ranks" in text
+    assert said.err == "the step does not fit into NVIDIA H100 80GB HBM3\n"
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert main(["plan", f"{HERE}tensor_parallel", "--mesh", "tp=2", "--gpu", "a100", "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "fits: " in said and "of 80.00 GiB" in said and "NVIDIA A100" in said
+    plan = from_json(file.read_text())
+    assert plan.cluster == "a100" and plan.memory.fixed == 4096 * 1024 * 2 + 16 * 1024 * 8
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["frozen"], "needs no gradient: there is nothing to train"),
+        (["reads_a_value"], "raises: .*targets.py"),
+        (["missing"], "has no 'missing'"),
+        (["tensor_parallel", "--gpu", "h1000"], "h1000"),
+        (["tensor_parallel", "--loss", "none"], "--loss none is none of sum, mean, cross_entropy"),
+        (["tensor_parallel", "--rank", "7"], "7 is no rank of a job of 2 ranks"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_programs_that_cannot_be_planned(arguments, message, capsys):
+    import re
+
+    name, *rest = arguments
+    assert main(["plan", HERE + name, "--mesh", "tp=2", *rest]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said) and len(said.strip().splitlines()) == 1, said
