@@ -135,6 +135,16 @@ class StepLog(Observer):
         number = self._device.graphs.index(self._graph)
         self.requests.extend(Request(this, number, len(self._graph.steps) - 1) for this in self._called[:1])
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        entry = self._live.get(storage._cdata)
+        if entry is None or entry[0].bytes == storage.nbytes():
+            return
+        this, reference = entry
+        self._ends(this)
+        this = Allocation(storage.nbytes(), self.now, this.operator, this.where)
+        self._begins(this)
+        self._live[storage._cdata] = this, reference
+
     def begins(self, graph: EmulatedGraph) -> None:
         self._graph = graph
 
@@ -162,8 +172,12 @@ class StepLog(Observer):
         operations: list[Operation] = []
         collectives: list[SentCollective] = []
         numbers: dict[int, int] = {}
+        known = [
+            matched(graph.steps, record.operations) if record.order is not None else [None] * len(graph.steps)
+            for graph, record in zip(self._device.graphs, recording.graphs)
+        ]
         for request in self.requests[first:last]:
-            this, recorded = request.operation, self._recorded(recording, request)
+            this, recorded = request.operation, known[request.graph][request.step] if request.graph >= 0 else None
             if recorded is not None:
                 this = replace(recorded, starts=this.starts, waits_for=this.waits_for)
             if this.starts is not None:
@@ -177,15 +191,6 @@ class StepLog(Observer):
                 this = replace(this, waits_for=numbers.get(this.waits_for))
             operations.append(this)
         return operations, collectives
-
-    def _recorded(self, recording: Recording, request: Request) -> Operation | None:
-        """What the compilation recorded for a request; None in eager, and where the record has other requests."""
-        if request.graph < 0:
-            return None
-        record, steps = recording.graphs[request.graph], self._device.graphs[request.graph].steps
-        if record.order is None or len(record.operations) != len(steps):
-            return None
-        return record.operations[request.step]
 
     def is_backward(self, number: int) -> bool:
         """Whether a request is one of a compiled backward graph."""
@@ -261,6 +266,33 @@ class StepLog(Observer):
         elif self._graph is not None or namespace == "aten":
             moved = _moved([*_tensors(args), *_tensors(result)])
             yield Operation(name, where, "", flops_of_call(func, args, result), *moved)
+
+
+#: Number of recorded operations that may have no step of their own, one after the other.
+_AHEAD = 4
+
+
+def matched(steps: Sequence[IssuedStep], recorded: Sequence[Operation]) -> list[Operation | None]:
+    """For each step of a graph the operation that was recorded for it; None for one without.
+
+    Both are in the order of the kernels. Inductor may leave out a kernel when it writes the code, after it is recorded.
+    """
+    found: list[Operation | None] = []
+    place = 0
+    for step in steps:
+        ahead = range(place, min(place + _AHEAD + 1, len(recorded)))
+        here = next((index for index in ahead if _is_of(step, recorded[index])), None)
+        found.append(recorded[here] if here is not None else None)
+        place = here + 1 if here is not None else place
+    return found
+
+
+def _is_of(step: IssuedStep, operation: Operation) -> bool:
+    if step.kind in {"start", "wait"}:
+        return (operation.starts if step.kind == "start" else operation.waits_for) is not None
+    if operation.starts is not None or operation.waits_for is not None:
+        return False
+    return step.kind == "kernel" or operation.name.partition(".")[2] == step.name
 
 
 def _moved(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:

@@ -99,6 +99,9 @@ class Observer:
         """An operator on tensors of the device has its result: in eager, and in generated code, where allocations and
         views are operators too."""
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """The size of a storage was changed; to nothing where its memory is freed."""
+
     def step(self, step: IssuedStep, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> None:
         """Generated code makes a request; of a kernel with the tensors that it reads and those that it writes."""
 
@@ -179,6 +182,9 @@ class EmulatedDevice:
     def _operator(self, func: Any, args: Sequence[Any], result: Any) -> None:
         self.observer.operator(func, args, result)
 
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self.observer.resized(storage)
+
 
 class _Launch:
     """Stand-in for a kernel in generated code."""
@@ -241,5 +247,5 @@ def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
     gpu = gpu_named(name)
     with driver_for(gpu):
         made = EmulatedDevice(gpu)
-        with emulated(gpu, Hooks(made._kernel, made._graph, made._operator)):
+        with emulated(gpu, Hooks(made._kernel, made._graph, made._operator, made._resized)):
             yield made

@@ -67,6 +67,7 @@ _GROUPS = tuple(
     if isinstance(cls, type) and hasattr(cls, "_init_group")
 )
 _FOREACH = patch("torch.optim.optimizer:_foreach_supported_types")
+_RESIZE = patch("torch:UntypedStorage.resize_")
 _RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log")
 _VERIFY = patch("torch.distributed:_verify_params_across_processes")
 _APPLY = patch("torch.nn:Module._apply", "self fn recurse")
@@ -79,6 +80,7 @@ _GPU = feature(
     _DDP,
     *_GROUPS,
     _FOREACH,
+    _RESIZE,
     _RUNTIME_STATS,
     _VERIFY,
     _APPLY,
@@ -177,6 +179,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         mode = CudaTensorsAreFake(hooks.operator)
         stack.enter_context(_entered_while_traced(mode))
         stack.enter_context(_no_measured_times())
+        stack.enter_context(_resizes_told(hooks.resized))
         stack.enter_context(_modules_keep_parameters())
         stack.enter_context(mode)
         yield
@@ -193,6 +196,17 @@ def _entered_while_traced(mode: FakeTensorMode) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for row in (*_GROUPS, _DDP):
             stack.enter_context(patched(row, under, every_thread=True))
+        yield
+
+
+@contextlib.contextmanager
+def _resizes_told(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    def resize(stock: Any, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result: torch.UntypedStorage = stock(storage, size)
+        told(storage)
+        return result
+
+    with patched(_RESIZE, resize):
         yield
 
 

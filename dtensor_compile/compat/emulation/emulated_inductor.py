@@ -84,11 +84,13 @@ class Hooks:
         graph: called with the generated code and whether it is of a backward graph; returns a function that makes the
             context to run it in.
         operator: called with each operator that the device is given, its arguments and its result.
+        resized: called with a storage whose size was changed, as FSDP frees memory that it goes on to refer to.
     """
 
     kernel: Callable[[str, str], Any]
     graph: Callable[[str, bool], Callable[[], contextlib.AbstractContextManager[Any]]]
     operator: Callable[[Any, Sequence[Any], Any], None]
+    resized: Callable[[torch.UntypedStorage], None]
 
 
 @contextlib.contextmanager
