@@ -11,12 +11,13 @@ import contextlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dynamo.observe import uncompiled
+from dtensor_compile.compat.emulation.emulated_gpu import DataDependentOutputException
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.forecast import step_plan as model
 from dtensor_compile.forecast.allocator import reserved_by
@@ -99,7 +100,13 @@ class _Observed:
 
 
 def make_plan(
-    target: str, this: Job, *, gpu: str, cluster: str | None = None, settings: StepSettings = DEFAULTS
+    target: str,
+    this: Job,
+    *,
+    gpu: str,
+    cluster: str | None = None,
+    settings: StepSettings = DEFAULTS,
+    arguments: Mapping[str, Any] = {},
 ) -> model.StepPlan:
     """The plan of a target.
 
@@ -109,6 +116,7 @@ def make_plan(
         gpu: name of a preset, or a file.
         cluster: one of `CLUSTERS`; None: the one with the GPU's name.
         settings: the rest of the step.
+        arguments: of the target's function, by name.
 
     Raises:
         TargetError: the target is no program that can be trained.
@@ -120,7 +128,7 @@ def make_plan(
     with fresh_caches(), job(this.ranks, this.rank), device(gpu) as emulated, contextlib.redirect_stdout(io.StringIO()):
         log = StepLog(emulated)
         emulated.observer = log
-        found = program_of(call_target(function_of(target), target, lambda: mesh_of(this, "cuda")))
+        found = program_of(_called(target, this, arguments))
         if found is None:
             raise TargetError(f"{target} returns neither a model and its inputs nor a step to call")
         with users_program(target), record() as recording:
@@ -129,6 +137,23 @@ def make_plan(
         operations, collectives = log.operations(recording, marks.forward.requests, marks.end.requests)
         seen = _Observed(training, log, recording, marks, owned, operations, collectives)
         return _plan(target, this, gpu_named(gpu), machine, seen)
+
+
+def _called(target: str, this: Job, arguments: Mapping[str, Any]) -> Any:
+    """What the target's function returns, made on the emulated GPU, where a model takes no memory; on the host where the
+    function reads values while it makes it."""
+    function = function_of(target)
+
+    def call() -> Any:
+        return call_target(function, target, lambda: mesh_of(this, "cuda"), arguments)
+
+    try:
+        with torch.device("cuda"):
+            return call()
+    except TargetError as error:
+        if not isinstance(error.__cause__, DataDependentOutputException):
+            raise
+    return call()
 
 
 def _cluster_of(gpu: str) -> str:
@@ -163,7 +188,8 @@ def _run(training: Training, log: StepLog) -> tuple[_Marks, dict[Allocation, str
 
     def told(phase: str) -> None:
         points[phase] = _Point(log.now, len(log.changes))
-        own("parameters", training.parameters())
+        if phase in ("forward", "optimizer"):  # in between, a wrapper may have gathered ones in their place
+            own("parameters", training.parameters())
         own("optimizer states", training.states())
         if phase in ("rest", "optimizer", "end"):
             own("gradients", [p.grad for p in training.parameters() if p.grad is not None])

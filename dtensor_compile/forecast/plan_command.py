@@ -10,13 +10,20 @@ Exit status: 0; 1 if the step does not fit into the GPU; 2 if it could not be fo
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
 
+from rich.console import Console
+from rich.progress import Progress
+
 from dtensor_compile.forecast.forecast import make_plan
-from dtensor_compile.forecast.plan_table import print_plan
+from dtensor_compile.forecast.plan_table import print_plan, print_sweep
 from dtensor_compile.forecast.step_plan import to_json
+from dtensor_compile.forecast.sweep import combinations, parse_sweep, run_sweep, value_of
 from dtensor_compile.forecast.training import LOSSES, OPTIMIZERS, StepSettings
 from dtensor_compile.report.report_command import BROKEN, OK, status_of
 from dtensor_compile.report.run_target import Job, parse_mesh_argument
@@ -41,6 +48,17 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     p.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS], help="default adamw")
     p.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="clip gradients to this norm")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="argument of the function (several times)"
+    )
+    p.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,VALUE",
+        help="plan with each of these sizes of a mesh dim, or values of an argument (several times: all combinations)",
+    )
+    p.add_argument("--jobs", type=int, metavar="J", help="plans of a sweep at once (default: one for each CPU core)")
     p.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for standard output, instead of tables")
     p.add_argument("--verbose", action="store_true", help="the traceback of an error")
     return p
@@ -48,7 +66,8 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str], program: str = "dtensor-compile plan") -> int:
     """Runs the command; returns the exit status."""
-    return status_of(_run, parser(program).parse_args(argv), program)
+    args = parser(program).parse_args(argv)
+    return status_of(_sweep if args.sweep else _run, args, program)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -56,7 +75,8 @@ def _run(args: argparse.Namespace) -> int:
         raise TargetError(f"--loss {args.loss} is none of {', '.join(LOSSES)}, nor script.py:function")
     this = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, args.rank)
     settings = StepSettings(args.loss, args.optimizer, args.clip)
-    plan = make_plan(args.target, this, gpu=args.gpu, cluster=args.cluster, settings=settings)
+    arguments = {name: value_of(value) for name, _, value in (text.partition("=") for text in args.set)}
+    plan = make_plan(args.target, this, gpu=args.gpu, cluster=args.cluster, settings=settings, arguments=arguments)
     if args.json is not None and args.json != "-":
         pathlib.Path(args.json).write_text(to_json(plan))
     if args.json == "-":
@@ -67,3 +87,24 @@ def _run(args: argparse.Namespace) -> int:
         return OK
     print(f"the step does not fit into {plan.gpu}", file=sys.stderr)
     return BROKEN
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    combined = combinations(
+        [parse_sweep(text) for text in args.sweep], parse_mesh_argument(args.mesh) if args.mesh else ()
+    )
+    command = [args.target, "--gpu", args.gpu, "--loss", args.loss, "--optimizer", args.optimizer]
+    command += ["--clip", str(args.clip), "--rank", str(args.rank), *(f"--set={text}" for text in args.set)]
+    command += ["--cluster", args.cluster] if args.cluster else []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("plans", total=len(combined))
+        swept = run_sweep(combined, command, args.jobs or os.cpu_count() or 1, lambda done: progress.advance(bar))
+    if args.json is not None:
+        text = json.dumps([dataclasses.asdict(this) for this in swept], indent=1)
+        if args.json == "-":
+            print(text)
+        else:
+            pathlib.Path(args.json).write_text(text)
+    if args.json != "-":
+        print_sweep(swept, console_for())
+    return OK if any(this.plan is not None and this.plan.memory.fits for this in swept) else BROKEN

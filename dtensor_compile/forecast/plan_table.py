@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from dtensor_compile.forecast.step_plan import StepMemory, StepPlan
+from dtensor_compile.forecast.sweep import Swept
 from dtensor_compile.report.compare_reports import seconds_text as seconds
 
 
@@ -26,17 +29,63 @@ def print_plan(plan: StepPlan, console: Console) -> None:
 
 
 def _verdict(memory: StepMemory) -> str:
-    needed = memory.reserved + memory.fixed
-    capacity = size(memory.capacity)
     if memory.fits:
-        return f"[green]fits[/green]: {size(needed)} of {capacity}"
-    kinds = sorted(zip(memory.peak_of_kinds, memory.kinds), reverse=True)
-    held = ", ".join(f"{kind} {size(bytes)}" for bytes, kind in kinds[:3] if bytes)
-    advice = _ADVICE.get(kinds[0][1], "")
-    return (
-        f"[red]does not fit[/red]: {size(needed)} of {capacity}, {size(needed - memory.capacity)} too much; "
-        f"most of it: {held}" + (f". {advice}" if advice else "")
-    )
+        return f"[green]fits[/green]: {size(memory.needed)} of {size(memory.capacity)}"
+    advice = _ADVICE.get(_largest(memory)[0][1], "")
+    return f"[red]does not fit[/red]: {why_not(memory)}" + (f". {advice}" if advice else "")
+
+
+def why_not(memory: StepMemory) -> str:
+    """By how much a step does not fit, and what holds most."""
+    held = ", ".join(f"{kind} {size(bytes)}" for bytes, kind in _largest(memory)[:3] if bytes)
+    too_much = size(memory.needed - memory.capacity)
+    return f"{size(memory.needed)} of {size(memory.capacity)}, {too_much} too much; most of it: {held}"
+
+
+def _largest(memory: StepMemory) -> list[tuple[int, str]]:
+    return sorted(zip(memory.peak_of_kinds, memory.kinds), reverse=True)
+
+
+def print_sweep(swept: Sequence[Swept], console: Console) -> None:
+    """Prints plans in their order, and the best with the next best."""
+    table = Table(title=f"{len(swept)} plans", title_justify="left")
+    table.add_column("plan")
+    for column in ("step", "tokens/s", "exposed", "of the peak"):
+        table.add_column(column, justify="right")
+    table.add_column("memory")
+    for this in swept:
+        name = text_of(this)
+        if this.plan is None:
+            table.add_row(name, "", "", "", "", f"failed: {this.failed}")
+            continue
+        plan = this.plan
+        table.add_row(
+            name,
+            seconds(plan.time.step),
+            f"{plan.tokens_per_second:,.0f}" if plan.tokens else "",
+            f"{plan.time.exposed / plan.time.step:.0%}",
+            f"{plan.model_flops_fraction:.0%}",
+            f"{size(plan.memory.needed)} of {size(plan.memory.capacity)}"
+            if plan.memory.fits
+            else f"does not fit: {why_not(plan.memory)}",
+            style="" if plan.memory.fits else "dim",
+        )
+    console.print(table)
+    fitting = [this for this in swept if this.plan is not None and this.plan.memory.fits]
+    if not fitting:
+        console.print("none fits")
+        return
+    console.print(f"best: {text_of(fitting[0])}", highlight=False)
+    if fitting[1:]:
+        more = fitting[1].seconds / fitting[0].seconds - 1
+        console.print(f"next best: {text_of(fitting[1])}, {more:.1%} slower", highlight=False)
+
+
+def text_of(this: Swept) -> str:
+    """``dp=64,tp=8 batch=2``"""
+    dims = {name for name, _ in this.mesh}
+    mesh = ",".join(f"{name}={size}" for name, size in this.mesh)
+    return " ".join(filter(None, [mesh, *(f"{n}={v}" for n, v in this.settings.items() if n not in dims)]))
 
 
 #: By what holds most of the memory: what would make less of it.

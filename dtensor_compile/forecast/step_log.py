@@ -141,7 +141,7 @@ class StepLog(Observer):
             return
         this, reference = entry
         self._ends(this)
-        this = Allocation(storage.nbytes(), self.now, this.operator, this.where)
+        this = Allocation(storage.nbytes(), self.now, this.operator, this.where, of_parameters=this.of_parameters)
         self._begins(this)
         self._live[storage._cdata] = this, reference
 

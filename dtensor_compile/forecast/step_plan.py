@@ -74,6 +74,11 @@ class StepMemory:
     capacity: int
     fits: bool
 
+    @property
+    def needed(self) -> int:
+        """Bytes of the segments and fixed ones."""
+        return self.reserved + self.fixed
+
 
 @dataclass(frozen=True)
 class Communication:

@@ -20,7 +20,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,19 +144,27 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         sys.path.remove(str(path.parent.resolve()))
 
 
-def call_target(function: Callable[..., Any], target: str, mesh: Callable[[], Any]) -> Any:
+def call_target(
+    function: Callable[..., Any], target: str, mesh: Callable[[], Any], arguments: Mapping[str, Any] = {}
+) -> Any:
     """Calls the function of a target, with a mesh if it takes one.
 
     Args:
         mesh: creates the mesh.
+        arguments: others of the function, by name.
 
     Raises:
-        TargetError: it needs other arguments, or raises.
+        TargetError: it needs other arguments, does not take these, or raises.
     """
+    parameters = inspect.signature(function).parameters
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    foreign = [name for name in arguments if name not in parameters and not any_name]
+    if foreign:
+        raise TargetError(f"{target} takes no argument {foreign[0]!r}: it takes {', '.join(parameters) or 'none'}")
     needed = [
         p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        for p in parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in arguments
     ]
     if [name for name in needed if name != "mesh"]:
         raise TargetError(
@@ -164,7 +172,7 @@ def call_target(function: Callable[..., Any], target: str, mesh: Callable[[], An
             "returns the model and its inputs"
         )
     with users_program(target):
-        return function(**({"mesh": mesh()} if "mesh" in inspect.signature(function).parameters else {}))
+        return function(**({"mesh": mesh()} if "mesh" in parameters else {}), **arguments)
 
 
 def program_of(result: Any) -> TargetProgram | None:

@@ -27,8 +27,7 @@ def tensor_parallel(mesh):
 
 
 def sharded(mesh):
-    with torch.device("cuda"):
-        model = nn.Sequential(Net(), Net())
+    model = nn.Sequential(Net(), Net())
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     return model, (torch.ones(ROWS, WIDTH),)
@@ -37,8 +36,6 @@ def sharded(mesh):
 def step(mesh):
     """A step that does everything itself, compiled optimizer and all."""
     model, (x,) = tensor_parallel(mesh)
-    model.to("cuda")
-    x = x.to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run = torch.compile(model, backend="dtensor")
 
@@ -51,8 +48,7 @@ def step(mesh):
 
 
 def tokens(mesh):
-    with torch.device("cuda"):
-        return nn.Sequential(nn.Embedding(8, WIDTH), Net()), (torch.zeros(2, 16, dtype=torch.long),)
+    return nn.Sequential(nn.Embedding(8, WIDTH), Net()), (torch.zeros(2, 16, dtype=torch.long),)
 
 
 def weighted_loss(out, x):
@@ -64,12 +60,21 @@ def frozen(mesh):
 
 
 def large(mesh):
-    with torch.device("cuda"):
-        return nn.Linear(1 << 17, 1 << 17, bias=False), (torch.ones(1, 1 << 17),)
+    return nn.Linear(1 << 17, 1 << 17, bias=False), (torch.ones(1, 1 << 17),)
 
 
 def reads_a_value(mesh):
-    with torch.device("cuda"):
-        x = torch.ones(ROWS, WIDTH)
-    if x.sum() > 0:
+    if torch.ones(ROWS, WIDTH, device="cuda").sum() > 0:
         return tensor_parallel(mesh)
+
+
+def reads_a_value_on_the_host(mesh):
+    """As models do that compute a rate for each layer."""
+    rates = [float(rate) for rate in torch.linspace(0, 1, 2)]
+    model, inputs = tensor_parallel(mesh)
+    return nn.Sequential(model, nn.Dropout(rates[1])), inputs
+
+
+def sized(mesh, rows=ROWS, width=WIDTH, checkpoint=False):
+    model = nn.Linear(width, width, bias=False)
+    return parallelize_module(model, mesh["tp"], ColwiseParallel()), (torch.ones(rows, width),)

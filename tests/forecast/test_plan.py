@@ -101,6 +101,10 @@ def test_tokens_of_a_job():
     assert most(plan)["optimizer states"] == 0
 
 
+def test_a_model_that_reads_values_while_it_is_made():
+    assert most(plan_of("reads_a_value_on_the_host", optimizer="none"))["parameters"] == WEIGHTS / 2
+
+
 def test_a_loss_of_ones_own():
     assert plan_of("tensor_parallel", loss=f"{HERE}weighted_loss", optimizer="none").time.backward > 0
 

@@ -1,0 +1,84 @@
+"""Plans of many settings."""
+
+import json
+import re
+
+import pytest
+
+from dtensor_compile.cli import main
+from dtensor_compile.forecast.sweep import Swept, combinations, order, parse_sweep, value_of
+from dtensor_compile.report.target import TargetError
+
+MESH = (("dp", 64), ("tp", 8))
+
+
+def test_a_sweep_is_a_name_and_values():
+    assert parse_sweep("tp=2, 4,8") == ("tp", ("2", "4", "8"))
+    for text in ("tp", "tp=", "=2", "2=3"):
+        with pytest.raises(TargetError, match="is no sweep: write NAME=VALUE,VALUE"):
+            parse_sweep(text)
+
+
+@pytest.mark.parametrize(
+    "text, value", [("2", 2), ("0.5", 0.5), ("on", True), ("False", False), ("bf16", "bf16")], ids=str
+)
+def test_values_of_arguments(text, value):
+    assert value_of(text) == value and type(value_of(text)) is type(value)
+
+
+def test_the_number_of_ranks_stays():
+    made = combinations([("tp", ("2", "8")), ("batch", ("1", "2"))], MESH)
+    assert [dict(this.mesh) for this in made] == [{"dp": 256, "tp": 2}] * 2 + [{"dp": 64, "tp": 8}] * 2
+    assert [this.settings["batch"] for this in made] == ["1", "2", "1", "2"]
+
+
+def test_both_mesh_dims_may_vary():
+    (made,) = combinations([("dp", ("32",)), ("tp", ("16",))], MESH)
+    assert dict(made.mesh) == {"dp": 32, "tp": 16}
+
+
+@pytest.mark.parametrize(
+    "sweeps, message",
+    [
+        ([("tp", ("3",))], "tp=3 does not divide the 512 ranks"),
+        ([("dp", ("2",)), ("tp", ("2",))], "dp=2, tp=2 does not divide the 512 ranks"),
+        ([("tp", ("two",))], "tp is a mesh dim, and 'two' no size of one"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_meshes_that_do_not_divide(sweeps, message):
+    with pytest.raises(TargetError, match=message):
+        combinations(sweeps, MESH)
+
+
+def test_what_failed_comes_last():
+    failed = Swept({"a": "1"}, (), failed="no")
+    assert order([failed, failed]) == [failed, failed]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "plans.json"
+    command = [
+        "plan",
+        "tests.forecast.targets:sized",
+        "--mesh",
+        "dp=1,tp=2",
+        "--optimizer",
+        "none",
+        "--json",
+        str(file),
+    ]
+    assert main([*command, "--sweep", "width=64,128,262144", "--set=checkpoint=on"]) == 0
+    said = " ".join(re.sub("[^ -~]", " ", capsys.readouterr().out).split())
+    assert "3 plans" in said and "best: dp=1,tp=2 width=64" in said
+    assert re.search(r"next best: dp=1,tp=2 width=128, \d+\.\d% slower", said)
+    assert "does not" in said and "too much" in said
+    found = json.loads(file.read_text())
+    assert [this["plan"]["memory"]["fits"] for this in found] == [True, True, False]
+
+
+def test_an_argument_that_the_function_does_not_take(capsys):
+    assert main(["plan", "tests.forecast.targets:sized", "--mesh", "dp=1,tp=2", "--set", "batch=2"]) == 2
+    assert "takes no argument 'batch': it takes mesh, rows, width, checkpoint" in capsys.readouterr().err
