@@ -17,7 +17,7 @@ import torch
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.dynamo.observe import uncompiled
-from dtensor_compile.compat.emulation.emulated_gpu import DataDependentOutputException
+from dtensor_compile.compat.emulation.emulated_gpu import reads_values
 from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.forecast import step_plan as model
 from dtensor_compile.forecast.allocator import reserved_by
@@ -140,8 +140,8 @@ def make_plan(
 
 
 def _called(target: str, this: Job, arguments: Mapping[str, Any]) -> Any:
-    """What the target's function returns, made on the emulated GPU, where a model takes no memory; on the host where the
-    function reads values while it makes it."""
+    """What the target's function returns: made on the emulated GPU, where a model takes no memory, or on the host if
+    the function reads values."""
     function = function_of(target)
 
     def call() -> Any:
@@ -151,7 +151,7 @@ def _called(target: str, this: Job, arguments: Mapping[str, Any]) -> Any:
         with torch.device("cuda"):
             return call()
     except TargetError as error:
-        if not isinstance(error.__cause__, DataDependentOutputException):
+        if not reads_values(error.__cause__):
             raise
     return call()
 

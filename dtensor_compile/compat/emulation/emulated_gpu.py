@@ -28,7 +28,6 @@ from torch._dynamo.eval_frame import TorchPatcher
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _pytree as pytree
@@ -125,6 +124,11 @@ class CudaTensorsAreFake(FakeTensorMode):
             return args[0].clone()
         with fake_tensor.unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+def reads_values(error: BaseException | None) -> bool:
+    """Whether an error says that the program reads values of a tensor of the emulated GPU, which has none."""
+    return isinstance(error, fake_tensor.DataDependentOutputException)
 
 
 def _is_for_cuda(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
