@@ -4,7 +4,7 @@ TARGET is a function as for report: it returns a model and its inputs, of which 
 backward, clipping, optimizer), or a step to call. Its code is compiled for the GPU as it would be there, and runs
 once on tensors without values.
 
-Exit status: 0; 1 if the step does not fit into the GPU; 2 if it could not be forecast.
+Exit status: 0; 1 if the step does not fit into the GPU, or a limit is exceeded; 2 if it could not be forecast.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import Progress
 
+from dtensor_compile.forecast.compare_plans import PlanLimits, compare_plans
 from dtensor_compile.forecast.forecast import make_plan
 from dtensor_compile.forecast.plan_table import print_plan, print_sweep
-from dtensor_compile.forecast.step_plan import to_json
+from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
 from dtensor_compile.forecast.sweep import combinations, parse_sweep, run_sweep, value_of
 from dtensor_compile.forecast.training import LOSSES, OPTIMIZERS, StepSettings
 from dtensor_compile.report.report_command import BROKEN, OK, status_of
 from dtensor_compile.report.run_target import Job, parse_mesh_argument
-from dtensor_compile.report.table import console_for
+from dtensor_compile.report.table import console_for, print_comparison
 from dtensor_compile.report.target import TargetError
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS
@@ -60,6 +61,9 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     p.add_argument("--jobs", type=int, metavar="J", help="plans of a sweep at once (default: one for each CPU core)")
     p.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for standard output, instead of tables")
+    p.add_argument("--compare", metavar="BASE", help="show what changed since a plan that --json has written")
+    p.add_argument("--max-memory", metavar="70GiB|+5%%", help="exit status 1 if more is needed")
+    p.add_argument("--max-step", metavar="200ms|+5%%", help="exit status 1 if a step takes longer")
     p.add_argument("--verbose", action="store_true", help="the traceback of an error")
     return p
 
@@ -73,6 +77,8 @@ def main(argv: Sequence[str], program: str = "dtensor-compile plan") -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.loss not in LOSSES and ":" not in args.loss:
         raise TargetError(f"--loss {args.loss} is none of {', '.join(LOSSES)}, nor script.py:function")
+    base = _read(args.compare) if args.compare else None
+    limits = PlanLimits.parse(base, args.max_memory, args.max_step)
     this = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, args.rank)
     settings = StepSettings(args.loss, args.optimizer, args.clip)
     arguments = {name: value_of(value) for name, _, value in (text.partition("=") for text in args.set)}
@@ -83,10 +89,22 @@ def _run(args: argparse.Namespace) -> int:
         print(to_json(plan))
     else:
         print_plan(plan, console_for())
-    if plan.memory.fits:
-        return OK
-    print(f"the step does not fit into {plan.gpu}", file=sys.stderr)
-    return BROKEN
+        if base is not None:
+            print_comparison(compare_plans(base, plan), console_for())
+    lines = [] if plan.memory.fits else [f"the step does not fit into {plan.gpu}"]
+    lines += limits.exceeded(plan)
+    for line in lines:
+        print(line, file=sys.stderr)
+    return BROKEN if lines else OK
+
+
+def _read(file: str) -> StepPlan:
+    try:
+        return from_json(pathlib.Path(file).read_text())
+    except FileNotFoundError:
+        raise TargetError(f"there is no plan {file!r}: write one with --json {file}") from None
+    except PlanFormatError as error:
+        raise PlanFormatError(f"{file}: {error}") from None
 
 
 def _sweep(args: argparse.Namespace) -> int:
