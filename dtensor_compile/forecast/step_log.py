@@ -52,6 +52,7 @@ class Allocation:
         written: whether something was written to it.
         reuses: whether it is memory of an earlier one, whose content was overwritten.
         reused: whether a later one is.
+        storages: number of storages that stand for it.
     """
 
     bytes: int
@@ -64,6 +65,7 @@ class Allocation:
     written: bool = False
     reuses: bool = False
     reused: bool = False
+    storages: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class StepLog(Observer):
         namespace = getattr(func, "namespace", "")
         if namespace == "prim":
             return
+        if _name(func) == "_c10d_functional.wait_tensor":
+            self._same_memory(args, result)
         self._allocate(func, result)
         if func not in _NO_WORK and not (isinstance(func, torch._ops.OpOverload) and is_view(func)):
             self._compute(() if _ignores_values(func) else args, result)
@@ -139,11 +143,9 @@ class StepLog(Observer):
         entry = self._live.get(storage._cdata)
         if entry is None or entry[0].bytes == storage.nbytes():
             return
-        this, reference = entry
-        self._ends(this)
-        this = Allocation(storage.nbytes(), self.now, this.operator, this.where, of_parameters=this.of_parameters)
-        self._begins(this)
-        self._live[storage._cdata] = this, reference
+        old = entry[0]
+        new = Allocation(storage.nbytes(), self.now, old.operator, old.where, of_parameters=old.of_parameters)
+        self._replaced(old, new)
 
     def begins(self, graph: EmulatedGraph) -> None:
         self._graph = graph
@@ -219,7 +221,28 @@ class StepLog(Observer):
             self._live[key] = this, weakref.ref(storage, functools.partial(self._freed, key))
 
     def _freed(self, key: int, reference: Any) -> None:
-        self._ends(self._live.pop(key)[0])
+        this, _ = self._live.pop(key)
+        this.storages -= 1
+        if not this.storages:
+            self._ends(this)
+
+    def _replaced(self, old: Allocation, new: Allocation) -> Allocation:
+        """Ends one allocation and begins another, for which the same storages stand."""
+        new.storages = old.storages
+        self._ends(old)
+        self._begins(new)
+        for key, (this, reference) in self._live.items():
+            if this is old:
+                self._live[key] = new, reference
+        return new
+
+    def _same_memory(self, given: Any, result: Any) -> None:
+        """Notes that a result is the memory of what was given: a fake wait returns a tensor of its own."""
+        for tensor, waited in zip(_tensors(given), _tensors(result)):
+            entry, key = self._live.get(_key(tensor)), _key(waited)
+            if entry is not None and key not in self._live:
+                entry[0].storages += 1
+                self._live[key] = entry[0], weakref.ref(waited.untyped_storage(), functools.partial(self._freed, key))
 
     def _begins(self, this: Allocation) -> None:
         self.changes.append((self.now, this, True))
@@ -236,13 +259,10 @@ class StepLog(Observer):
             entry = self._live.get(_key(tensor))
             if entry is None:
                 continue
-            this, reference = entry
+            this, _ = entry
             if this.written and all(this is not other for other in given):
                 this.reused = True
-                self._ends(this)
-                this = Allocation(this.bytes, self.now, this.operator, this.where, reuses=True)
-                self._begins(this)
-                self._live[_key(tensor)] = this, reference
+                this = self._replaced(this, Allocation(this.bytes, self.now, this.operator, this.where, reuses=True))
             if not this.written:
                 this.written, this.of_parameters = True, of_parameters
 
