@@ -106,7 +106,7 @@ def guard_constant(builder: VariableBuilder, value: Any) -> None:
     builder.install_guards(GuardBuilder.TYPE_MATCH if isinstance(value, ProcessGroup) else GuardBuilder.EQUALS_MATCH)
 
 
-_WORLD = patch("torch._dynamo.variables.distributed:WorldMetaClassVariable.var_getattr", "self tx name")
+_WORLD = patch("torch._dynamo.variables.distributed:WorldMetaClassVariable.var_getattr", "self tx name", optional=True)
 
 
 @needs(

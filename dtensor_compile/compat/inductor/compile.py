@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import logging
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -335,11 +335,19 @@ def cache_refusal(gm: torch.fx.GraphModule, cacheable: Sequence[Callable[..., An
     return ""
 
 
-def fresh_caches() -> AbstractContextManager[None]:
-    """While active, Inductor's caches on disk are an empty folder, so that compile times are comparable."""
+@contextlib.contextmanager
+def fresh_caches() -> Iterator[None]:
+    """While active, Inductor's caches on disk are an empty folder, which goes at the end, after an error too."""
     from torch._inductor.utils import fresh_cache
 
-    return fresh_cache()
+    failed: Exception | None = None
+    with fresh_cache():
+        try:
+            yield
+        except Exception as error:  # torch keeps the folder where one passes
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 def trace_local(
