@@ -34,8 +34,8 @@ def fall_back_together(code: types.CodeType, error: Exception) -> None:
         AgreementError: other ranks, with which its graphs communicate, run a compiled graph.
     """
     book, function = current_book(), function_name(code)
-    if book is None:
-        return
+    if book is None or reaches_recompile_limit(error) and not book.partners.get(function):
+        return  # what it has compiled calls no collectives, and goes on to run where its guards hold
     with while_the_store_is_there():
         missing = _missing(book, function)
         if missing:

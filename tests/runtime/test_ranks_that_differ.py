@@ -113,6 +113,18 @@ def test_ranks_that_reach_the_recompile_limit_together_go_on_in_eager():
 
 
 @on_ranks(2)
+def test_a_function_without_collectives_keeps_its_graphs_at_the_recompile_limit():
+    x = torch.ones(2)
+
+    def step(x, k):
+        return x * k + int(torch.compiler.is_compiling())
+
+    run = torch.compile(step, backend="dtensor_aten", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert [run(x, k)[0].item() for k in (2, 4, 6, 4, 2)] == [3, 5, 6, 5, 3]
+
+
+@on_ranks(2)
 def test_local_sizes_and_constants_that_change_on_one_rank_are_compiled_by_it_alone():
     x = distribute_tensor(torch.ones(4, 4), make_mesh((2,)), [Shard(0)]).requires_grad_()
     rank = dist.get_rank()

@@ -75,8 +75,10 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor dispatches its collectives again, on local tensors, under this mode
-        if not _traced_or_compiled() and (found := collective_of_call(func, args)) is not None:
-            self.tell(found)
+        if getattr(func, "namespace", "") in _NAMESPACES and not _traced_or_compiled():
+            found = collective_of_call(func, args)
+            if found is not None:
+                self.tell(found)
         return func(*args, **(kwargs or {}))
 
 
