@@ -120,7 +120,6 @@ def make_plan(
 
     Raises:
         TargetError: the target is no program that can be trained.
-        ForecastError: it cannot be forecast.
     """
     if is_script(target):
         raise TargetError(f"{target}: plan takes a function, script.py:function, that returns a model and its inputs")

@@ -25,17 +25,12 @@ import torch
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.distributed.eager_collectives import collective_of_call
-from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.graph.node_costs import Operation, SentCollective, flops_of_call
 from dtensor_compile.graph.operator_traits import is_view
 from dtensor_compile.offline.emulated_device import EmulatedDevice, EmulatedGraph, IssuedStep, Observer
 from dtensor_compile.recording.recorder import Recording
 from dtensor_compile.report.outside import collective_outside
 from dtensor_compile.report.sources import is_users
-
-
-class ForecastError(DTensorCompileError):
-    """A program cannot be forecast, for the reason in the message."""
 
 
 @dataclass(eq=False)
@@ -108,7 +103,8 @@ class StepLog(Observer):
         self.collectives: list[SentCollective] = []
         self.changes: list[tuple[int, Allocation, bool]] = []
         self._device, self._live = device, dict[int, tuple[Allocation, Any]]()
-        self._graph: EmulatedGraph | None = None
+        self._graph: EmulatedGraph | None = None  # the one that runs, and its number
+        self._number = -1
         self._called: list[Operation] = []  # what the last operator of compiled code is; tensors are not kept alive
         self._started: dict[int, int] = {}  # by the memory of its result, the collective that was started last
 
@@ -136,8 +132,8 @@ class StepLog(Observer):
             moved = [*_tensors(reads), *_tensors(writes)]
             self._called = [Operation(step.name, "", "", 0, *_moved(moved))]
         assert self._graph is not None
-        number = self._device.graphs.index(self._graph)
-        self.requests.extend(Request(this, number, len(self._graph.steps) - 1) for this in self._called[:1])
+        place = len(self._graph.steps) - 1
+        self.requests.extend(Request(this, self._number, place) for this in self._called[:1])
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         entry = self._live.get(storage._cdata)
@@ -149,6 +145,7 @@ class StepLog(Observer):
 
     def begins(self, graph: EmulatedGraph) -> None:
         self._graph = graph
+        self._number = next(number for number, known in enumerate(self._device.graphs) if known is graph)
 
     def ends(self, graph: EmulatedGraph) -> None:
         self._graph = None

@@ -7,6 +7,7 @@ any number of times, whose phases are told. A target that is a step itself does 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,10 @@ class Training:
         for parameter in parameters:
             parameter.grad = None
 
+    @functools.cached_property
+    def _own_loss(self) -> Callable[..., torch.Tensor]:
+        return function_of(self.settings.loss)  # runs its file, so that it is looked up once
+
     def loss(self, out: Any) -> torch.Tensor:
         """The loss of the model's result.
 
@@ -130,7 +135,7 @@ class Training:
         if not leaves:
             raise TargetError("the model's result needs no gradient: there is nothing to train")
         if ":" in name:
-            value: torch.Tensor = function_of(name)(out, *self.program.args, **(self.program.kwargs or {}))
+            value: torch.Tensor = self._own_loss(out, *self.program.args, **(self.program.kwargs or {}))
             return value
         if len(leaves) == 1 and leaves[0].dim() == 0:
             return leaves[0]
