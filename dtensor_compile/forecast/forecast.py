@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.forecast import step_plan as model
 from dtensor_compile.forecast.allocator import reserved_by
 from dtensor_compile.forecast.memory_use import KINDS, kind_of, use_of_step
-from dtensor_compile.forecast.step_log import Allocation, StepLog
+from dtensor_compile.forecast.step_log import Allocation, Request, StepLog
 from dtensor_compile.forecast.training import StepSettings, Training
 from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.offline.emulated_device import device
@@ -44,13 +45,13 @@ from dtensor_compile.topology.files import gpu as gpu_named
 from dtensor_compile.topology.gpus import Gpu
 from dtensor_compile.topology.links import CLUSTERS, Cluster
 
-#: Seconds of the host for a request: of compiled code, and of an operator in eager. Typical of Python on a server's
-#: CPU; nothing was measured.
-HOST_COMPILED, HOST_EAGER = 6e-6, 2e-5
+#: Seconds of the host, measured beside an H100 (2026-11-26; `tools/measure_device.py`): for a kernel or an operator of
+#: compiled code, for a collective of it, for a call of it, for an operator in eager, and for each tensor of its lists.
+HOST_COMPILED, HOST_COLLECTIVE, HOST_CALL, HOST_EAGER, HOST_LISTED = 7e-6, 4e-5, 4e-4, 1e-5, 2e-7
 #: Names of mesh dims over which a batch is split, by their beginnings.
 DATA_DIMS = ("dp", "ddp", "fsdp", "data", "replicate", "shard")
 #: Bytes of the workspace that cuBLAS gets from torch, by the major compute capability (``CUDABlas.cpp``:
-#: ``parseChosenWorkspaceSize``).
+#: ``parseChosenWorkspaceSize``), once for each thread that multiplies: the program's, and autograd's.
 _WORKSPACE = {9: 4096 * 8 * 1024, 10: 4096 * 8 * 1024}
 _WORKSPACE_ELSE = 4096 * 1024 * 2 + 16 * 1024 * 8
 #: A step where nothing else is said.
@@ -124,6 +125,7 @@ def make_plan(
     if is_script(target):
         raise TargetError(f"{target}: plan takes a function, script.py:function, that returns a model and its inputs")
     machine = CLUSTERS[cluster if cluster is not None else _cluster_of(gpu)]
+    machine = dataclasses.replace(machine, device=gpu_named(gpu).device)
     with fresh_caches(), job(this.ranks, this.rank), device(gpu) as emulated, contextlib.redirect_stdout(io.StringIO()):
         log = StepLog(emulated)
         emulated.observer = log
@@ -208,7 +210,7 @@ def _run(training: Training, log: StepLog) -> tuple[_Marks, dict[Allocation, str
 def _plan(target: str, this: Job, gpu: Gpu, cluster: Cluster, seen: _Observed) -> model.StepPlan:
     marks, operations = seen.marks, seen.operations
     requests = seen.log.requests[marks.forward.requests : marks.end.requests]
-    issue = [HOST_EAGER if request.graph < 0 else HOST_COMPILED for request in requests]
+    issue = [_host_seconds(before, request) for before, request in zip([None, *requests], requests)]
     timing = schedule(operations, seen.collectives, cluster, lambda sent: sent.mesh_dim, issue)
     starts = _starts(timing, len(operations))
     forward_flops = sum(operation.flops for operation in operations[: marks.backward.requests - marks.forward.requests])
@@ -239,13 +241,21 @@ def _plan(target: str, this: Job, gpu: Gpu, cluster: Cluster, seen: _Observed) -
         breaks=len(graph_breaks(seen.recording)),
         rests_on=(
             f"collectives: links of the preset {cluster.name} (vendors' figures)",
-            f"kernels: roofline of {gpu.name} at its peaks (vendors' figures), a lower bound",
-            f"host: {HOST_COMPILED * 1e6:.0f} us for a request of compiled code, {HOST_EAGER * 1e6:.0f} us in eager "
-            "(a guess)",
+            f"kernels: {gpu.device.basis}",
+            f"host: {HOST_COMPILED * 1e6:.0f} us for a kernel of compiled code, {HOST_CALL * 1e6:.0f} us for a call of "
+            f"it, {HOST_EAGER * 1e6:.0f} us for an operator in eager (measured on one host)",
             "memory: what the generated code and eager ask for, by the rules of torch's allocator, and cuBLAS's "
             "workspace; without buffers of NCCL and the CUDA context",
         ),
     )
+
+
+def _host_seconds(before: Request | None, this: Request) -> float:
+    """Seconds of the host for a request, which follows another."""
+    if this.graph < 0:
+        return HOST_EAGER + HOST_LISTED * this.listed
+    call = HOST_CALL if before is None or before.graph != this.graph or this.step == 0 else 0.0
+    return call + (HOST_COMPILED if this.operation.starts is None else HOST_COLLECTIVE)
 
 
 def _time(timing: Schedule, starts: Sequence[float], marks: _Marks, host: float) -> model.StepTime:
@@ -282,7 +292,8 @@ def _memory(seen: _Observed, starts: Sequence[float], gpu: Gpu) -> model.StepMem
     first, peak = marks.forward.requests, use.peak
     at = seen.operations[min(max(0, peak.requests - first), len(seen.operations) - 1)]
     _, reserved = reserved_by(use.blocks)
-    fixed = _WORKSPACE.get(gpu.capability[0], _WORKSPACE_ELSE)
+    threads = 2 if marks.rest.requests > marks.backward.requests else 1
+    fixed = threads * _WORKSPACE.get(gpu.capability[0], _WORKSPACE_ELSE)
     return model.StepMemory(
         kinds=KINDS,
         over_time=tuple(

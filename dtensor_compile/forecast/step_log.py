@@ -25,7 +25,7 @@ import torch
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.distributed.eager_collectives import collective_of_call
-from dtensor_compile.graph.node_costs import Operation, SentCollective, flops_of_call
+from dtensor_compile.graph.node_costs import Operation, SentCollective, flops_of_call, kind_of_call
 from dtensor_compile.graph.operator_traits import is_view
 from dtensor_compile.offline.emulated_device import EmulatedDevice, EmulatedGraph, IssuedStep, Observer
 from dtensor_compile.recording.recorder import Recording
@@ -70,11 +70,13 @@ class Request:
     Attributes:
         operation: counted from its arguments; `starts` and `waits_for` are numbers of collectives of the log.
         graph, step: number of the compiled graph, and of the step in it; -1 in eager.
+        listed: tensors in lists among its arguments.
     """
 
     operation: Operation
     graph: int = -1
     step: int = -1
+    listed: int = 0
 
 
 #: Operators that only make metadata or memory.
@@ -121,7 +123,8 @@ class StepLog(Observer):
             self._compute(() if _ignores_values(func) else args, result)
             self._called = list(self._counted(func, args, result))
             if self._graph is None:
-                self.requests.extend(map(Request, self._called))
+                listed = sum(len(this) for this in args if isinstance(this, (list, tuple)))
+                self.requests.extend(Request(this, listed=listed) for this in self._called)
         if namespace in ("_c10d_functional", "c10d"):
             for this in self._of((args, result)):
                 this.of_collective = True
@@ -281,8 +284,9 @@ class StepLog(Observer):
             if waited is not None or self._graph is not None:
                 yield Operation(name, where, "", waits_for=waited)
         elif self._graph is not None or namespace == "aten":
-            moved = _moved([*_tensors(args), *_tensors(result)])
-            yield Operation(name, where, "", flops_of_call(func, args, result), *moved)
+            moved = _moved([*_tensors(args), *_written_only(func, args), *_tensors(result)])
+            kind = kind_of_call(func, args)
+            yield Operation(name, where, "", flops_of_call(func, args, result), *moved, kind=kind)
 
 
 #: Number of recorded operations that may have no step of their own, one after the other.
@@ -323,6 +327,14 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             local = getattr(value, "_local_tensor", value)
             yield getattr(local, "elem", local)
+
+
+def _written_only(func: Any, args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Tensors that an operator writes, and does not return: those of ``_foreach_mul_``."""
+    if isinstance(func, torch._ops.OpOverload) and not func._schema.returns:
+        for argument, given in zip(func._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors(given)
 
 
 def _ignores_values(func: Any) -> bool:

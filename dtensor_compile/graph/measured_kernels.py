@@ -21,7 +21,7 @@ from dtensor_compile.compat.aot.fx import without_modes
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.graph.arguments import fake_arguments, operator_of
 from dtensor_compile.graph.node_costs import flops_of
-from dtensor_compile.graph.operator_traits import draws
+from dtensor_compile.graph.operator_traits import draws, takes_random_state
 
 #: Seconds for which one operator is repeated.
 REPEATED = 0.02
@@ -49,6 +49,8 @@ def not_measured() -> list[str]:
 def _draws(node: torch.fx.Node) -> bool:
     if not draws(node.target):
         return False
+    if takes_random_state(node.target):
+        return True
     schema = operator_of(node)._schema.arguments
     given = dict(zip((argument.name for argument in schema), node.args)) | node.kwargs
     default = next((argument.default_value for argument in schema if argument.name == "dropout_p"), None)

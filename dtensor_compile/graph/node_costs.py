@@ -20,11 +20,12 @@ from torch.utils.flop_counter import flop_registry
 
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
-from dtensor_compile.graph.arguments import fake_arguments, list_arg, node_arg, operator_of, sizes_of
+from dtensor_compile.graph.arguments import fake_arguments, function_of, list_arg, node_arg, operator_of, sizes_of
 from dtensor_compile.graph.nodes import RECORDED_AS, source_line, starts_collective
-from dtensor_compile.graph.operator_traits import is_pointwise, is_view
+from dtensor_compile.graph.operator_traits import WITH_RANDOM_STATE, is_pointwise, is_view, takes_random_state
 from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.planner.search import StepKind, elements_sent
+from dtensor_compile.topology.rates import ATTENTION, ATTENTION_BACKWARD, UNMASKED
 
 aten = torch.ops.aten
 
@@ -82,6 +83,7 @@ class Operation:
         bytes: bytes read and written.
         itemsize: bytes of an element.
         fused: whether it is part of the kernel that feeds it.
+        kind: of the operations, for `dtensor_compile.topology.links.compute_seconds`.
         starts, waits_for: index of a collective of the graph; None for an operator that computes.
     """
 
@@ -92,6 +94,7 @@ class Operation:
     bytes: int = 0
     itemsize: int = 4
     fused: bool = False
+    kind: str = ""
     starts: int | None = None
     waits_for: int | None = None
 
@@ -105,12 +108,13 @@ def operations_of(graph: torch.fx.Graph) -> tuple[list[SentCollective], list[Ope
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if not isinstance(node.target, torch._ops.OpOverload):
+        called = called_operator(node)
+        if called is None:
             of = next(iter(node.all_input_nodes), None)
             if of in started:  # an item of a list
                 started[node] = started[of]
             continue
-        namespace, name = node.target._schema.name.split("::")
+        namespace, name = called._schema.name.split("::")
         here = Operation(f"{namespace}.{name}", source_line(node), module_path(node))
         if name == "wait_tensor":
             index = started.get(node_arg(node, 0))
@@ -134,6 +138,7 @@ class OperatorWork(NamedTuple):
     bytes: int
     itemsize: int
     fused: bool
+    kind: str
 
 
 def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> OperatorWork | None:
@@ -142,7 +147,8 @@ def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> OperatorWork |
     Args:
         computed: the operators before it that take time; this one is added.
     """
-    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node.target):
+    operator = called_operator(node)
+    if operator is None or is_view(operator):
         return None
     fused = is_pointwise(node.target) and not computed.isdisjoint(node.all_input_nodes)
     moved = result_bytes(node)
@@ -151,7 +157,7 @@ def work_of(node: torch.fx.Node, computed: set[torch.fx.Node]) -> OperatorWork |
     if not moved:
         return None
     computed.add(node)
-    return OperatorWork(flops_of(node), moved, itemsize_of(node), fused)
+    return OperatorWork(flops_of(node), moved, itemsize_of(node), fused, kind_of(node))
 
 
 def result_bytes(node: torch.fx.Node) -> int:
@@ -171,9 +177,11 @@ def collective_of(node: torch.fx.Node) -> SentCollective:
 
 
 def _values(value: Any) -> Iterator[torch.Tensor]:
-    for item in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(item, torch.Tensor):
-            yield item
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _values(item)
 
 
 def _bytes(value: torch.Tensor) -> int:
@@ -192,12 +200,53 @@ _COUNTED_AS = {
 }
 
 
+def called_operator(node: torch.fx.Node) -> torch._ops.OpOverload | None:
+    """The operator that a node calls, also with a state of the random generator; None if it calls something else."""
+    target = node.target
+    if takes_random_state(target):
+        target = node.args[WITH_RANDOM_STATE[function_of(node).__name__][0]]  # type: ignore[assignment]
+    return target if isinstance(target, torch._ops.OpOverload) else None
+
+
 def flops_of(node: torch.fx.Node) -> int:
     """Floating-point operations of a node, by torch's formulas; 0 without one."""
-    if _flop_formula(node.target) is None:
+    target = called_operator(node)
+    if target is None or _flop_formula(target) is None:
         return 0
-    args, kwargs = fake_arguments(node)
-    return flops_of_call(node.target, args, node.meta["val"], kwargs)
+    return flops_of_call(*_fake_call(node, target))
+
+
+def kind_of(node: torch.fx.Node) -> str:
+    """The kind of a node's operations, for `dtensor_compile.topology.links.compute_seconds`."""
+    target = called_operator(node)
+    if target is None or not _is_attention(target):
+        return ""
+    _, args, _, kwargs = _fake_call(node, target)
+    return kind_of_call(target, args, kwargs)
+
+
+def _fake_call(node: torch.fx.Node, target: torch._ops.OpOverload) -> tuple[Any, Any, Any, Any]:
+    """`target`, which a node calls, its arguments, its result and its named arguments, with fake values."""
+    (args, kwargs), result = fake_arguments(node), node.meta["val"]
+    if target is not node.target:
+        place, saves = WITH_RANDOM_STATE[function_of(node).__name__]
+        args, kwargs = args[place + 1 :], {name: value for name, value in kwargs.items() if name != "rng_state"}
+        result = result[1] if saves else result
+    return target, args, result, kwargs
+
+
+def _is_attention(target: torch._ops.OpOverload) -> bool:
+    return "scaled_dot_product" in target._schema.name
+
+
+def kind_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}) -> str:
+    """As `kind_of`, of a call of an operator."""
+    if not isinstance(target, torch._ops.OpOverload) or not _is_attention(target):
+        return ""
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    kind = ATTENTION_BACKWARD if target._schema.name.endswith("backward") else ATTENTION
+    return kind if given.get("is_causal", False) else kind + UNMASKED
 
 
 def flops_of_call(target: Any, args: Sequence[Any], result: Any, kwargs: Mapping[str, Any] = {}) -> int:

@@ -30,6 +30,7 @@ import torch
 from dtensor_compile.compat.emulation.emulated_gpu import emulated
 from dtensor_compile.compat.emulation.emulated_inductor import Hooks, Watch
 from dtensor_compile.compat.inductor.triton import Binary, compile_kernel, driver_for, load_kernel
+from dtensor_compile.graph.operator_traits import WITH_RANDOM_STATE, takes_random_state
 from dtensor_compile.topology.files import gpu as gpu_named
 from dtensor_compile.topology.gpus import Gpu
 
@@ -212,6 +213,8 @@ class _Requests:
         self.graph, self.issued, self.started = graph, issued, dict[int, tuple[str, int]]()
 
     def __call__(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if takes_random_state(func):
+            func = args[WITH_RANDOM_STATE[func.__name__][0]]
         name = func._name.split("::")[-1].split(".")[0]
         if func.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
             self.issued(IssuedStep("operator", name))

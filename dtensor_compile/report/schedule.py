@@ -80,7 +80,12 @@ def schedule(
             now += waited
         else:
             seconds = compute_seconds(
-                cluster.device, operation.flops, operation.bytes, operation.itemsize, operation.fused
+                cluster.device,
+                operation.flops,
+                operation.bytes,
+                operation.itemsize,
+                operation.fused,
+                operation.kind,
             )
             compute.append(Timed(index, now, seconds))
             now += seconds

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.graph.node_costs import (
     Operation,
     SentCollective,
+    called_operator,
     collective_of,
     flops_of,
     itemsize_of,
+    kind_of,
     module_path,
 )
 from dtensor_compile.graph.nodes import communicates, is_wait, source_line
@@ -172,16 +174,20 @@ def _operation(node: Any) -> Operation:
     names = dict.fromkeys(origin.target.__name__.split(".")[0] for origin in sorted(origins, key=lambda o: o.name))
     called = _called(parts)
     source = (called or origins or [None])[0]
+    library = called_operator(called[0]) if called else None
     return Operation(
-        name=called[0].target._schema.name.replace("::", ".")
-        if called and hasattr(called[0].target, "_schema")
-        else "fused " + " ".join(names),
+        name="fused " + " ".join(names) if library is None else library._schema.name.replace("::", "."),
         where=source_line(source) if source is not None else "",
         module=module_path(source) if source is not None else "",
         flops=sum(map(flops_of, called)),
         bytes=node.get_read_write_buffers_sizes(),
         itemsize=next((itemsize_of(origin) for origin in called or origins), 4),
+        kind=_kind(called),
     )
+
+
+def _kind(called: Sequence[torch.fx.Node]) -> str:
+    return next(filter(None, map(kind_of, called)), "")
 
 
 def _tasks(nodes: Nodes, roles: list[_Role], inputs: Mapping[str, Any], cluster: Cluster, measured: bool) -> list[Task]:
@@ -324,7 +330,9 @@ def _origin(node: Any) -> torch.fx.Node | None:
 
 
 def _packet(target: Any) -> Any:
-    """``aten.mm`` of any of its overloads."""
+    """``aten.mm`` of any of its overloads; an operator of higher order as it is."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target
     return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
 
 
@@ -338,4 +346,4 @@ def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
         return sum(known)
     flops = sum(map(flops_of, origins))
     itemsize = next((itemsize_of(origin) for origin in origins), 4)
-    return compute_seconds(cluster.device, flops, node.get_read_write_buffers_sizes(), itemsize)
+    return compute_seconds(cluster.device, flops, node.get_read_write_buffers_sizes(), itemsize, kind=_kind(origins))

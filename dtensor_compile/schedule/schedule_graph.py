@@ -168,11 +168,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
                 del started[node]
         elif (work := work_of(node, computed)) is not None:
             known = measured_seconds(node) if measured else None
-            seconds = (
-                compute_seconds(cluster.device, work.flops, work.bytes, work.itemsize, work.fused)
-                if known is None
-                else known
-            )
+            seconds = compute_seconds(cluster.device, *work) if known is None else known
         tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads), host=host))
     return tasks
 

@@ -16,6 +16,11 @@
     launch = 4e-6                          # seconds
     peak = {2 = 989e12, 4 = 494e12}        # operations per second, by bytes of an element
     exact = 67e12                          # optional: those of float32 matmuls without TF32
+    [device.achieved]                      # optional: what it achieves, as tools/measure_device.py writes it
+    basis = "measured on ..."              # optional, for reports
+    memory = [[8192, 6.8e9], ...]          # bytes read and written, and bytes per second
+    matmul.bfloat16 = [[5e5, 2.4e11], ...] # operations, and operations per second; also tf32 and float32
+    attention.bfloat16 = [...]             # optional: causal attention, and attention_backward
 
 A GPU, for `dtensor_compile.offline.device`:
 
@@ -34,6 +39,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -45,6 +51,7 @@ from typing import Any
 from dtensor_compile.errors import TopologyError
 from dtensor_compile.topology.gpus import GPUS, Device, Gpu
 from dtensor_compile.topology.links import CLUSTERS, LINKS, Cluster, Link
+from dtensor_compile.topology.rates import Achieved, Curve
 
 _KEYS = {"name", "ranks_per_host", "inside", "between", "mesh_dims", "backend", "device"}
 
@@ -141,7 +148,7 @@ def _link(value: Any, where: str) -> Link:
     )
 
 
-_DEVICE_KEYS = {"peak", "memory", "launch"}
+_DEVICE_KEYS, _DEVICE_OPTIONAL = {"peak", "memory", "launch"}, {"exact", "achieved"}
 
 
 def _device(value: Any, where: str) -> Device:
@@ -149,10 +156,10 @@ def _device(value: Any, where: str) -> Device:
         return CLUSTERS["h100"].device
     if (
         not isinstance(value, Mapping)
-        or not _DEVICE_KEYS <= value.keys() <= _DEVICE_KEYS | {"exact"}
+        or not _DEVICE_KEYS <= value.keys() <= _DEVICE_KEYS | _DEVICE_OPTIONAL
         or not isinstance(value["peak"], Mapping)
     ):
-        said = "peak (operations per second by bytes of an element), memory and launch, and if need be exact"
+        said = "peak (operations per second by bytes of an element), memory and launch; optional: exact and achieved"
         raise TopologyError(f"{where}: a device is {said}, not {value!r}")
     try:
         peak = tuple(sorted((int(size), _number(rate, f"{where}.peak")) for size, rate in value["peak"].items()))
@@ -161,7 +168,35 @@ def _device(value: Any, where: str) -> Device:
     if not peak:
         raise TopologyError(f"{where}.peak is empty")
     memory, launch = _number(value["memory"], f"{where}.memory"), _number(value["launch"], f"{where}.launch", zero=True)
-    return Device(peak, memory, launch, _number(value["exact"], f"{where}.exact") if "exact" in value else None)
+    exact = _number(value["exact"], f"{where}.exact") if "exact" in value else None
+    achieved = _achieved(value["achieved"], f"{where}.achieved") if "achieved" in value else None
+    return Device(peak, memory, launch, exact, achieved)
+
+
+_BY_DTYPE, _DTYPES = ("matmul", "attention", "attention_backward"), {"bfloat16", "tf32", "float32"}
+
+
+def _achieved(value: Any, where: str) -> Achieved:
+    if not isinstance(value, Mapping) or not {"memory", "matmul"} <= value.keys() <= {*_BY_DTYPE, "memory", "basis"}:
+        said = f"memory and matmul; optional: {', '.join(_BY_DTYPE[1:])} and basis"
+        raise TopologyError(f"{where} has the keys {said}, not {value!r}")
+    tables: dict[str, dict[str, Curve]] = {}
+    for name in _BY_DTYPE:
+        given = value.get(name, {})
+        if not isinstance(given, Mapping) or not given.keys() <= _DTYPES:
+            raise TopologyError(f"{where}.{name} is a table by dtype ({', '.join(sorted(_DTYPES))}), not {given!r}")
+        tables[name] = {dtype: _curve(points, f"{where}.{name}.{dtype}") for dtype, points in given.items()}
+    memory = _curve(value["memory"], f"{where}.memory")
+    return Achieved(memory=memory, basis=str(value.get("basis", f"rates of {where}")), **tables)
+
+
+def _curve(value: Any, where: str) -> Curve:
+    if not isinstance(value, list) or not value or not all(isinstance(at, list) and len(at) == 2 for at in value):
+        raise TopologyError(f"{where} is a list of pairs, a size and a rate, not {value!r}")
+    points = tuple((_number(size, where), _number(rate, where)) for size, rate in value)
+    if any(before[0] >= after[0] for before, after in itertools.pairwise(points)):
+        raise TopologyError(f"{where}: sizes grow from pair to pair, not {value!r}")
+    return Curve(points)
 
 
 _GPU_KEYS = {"capability", "multiprocessors", "bytes", "shared_memory", "l2"}
@@ -214,13 +249,29 @@ def to_values(cluster: Cluster) -> dict[str, Any]:
         "inside": link(cluster.inside),
         "between": link(cluster.between),
         "mesh_dims": {name: link(value) for name, value in cluster.mesh_dims.items()},
-        "device": {
-            "peak": {str(size): rate for size, rate in cluster.device.peak},
-            "memory": cluster.device.memory,
-            "launch": cluster.device.launch,
-            **({} if cluster.device.exact is None else {"exact": cluster.device.exact}),
-        },
+        "device": device_values(cluster.device),
     }
+
+
+def device_values(device: Device) -> dict[str, Any]:
+    """Plain values of a device, as a file has them."""
+    found: dict[str, Any] = {
+        "peak": {str(size): rate for size, rate in device.peak},
+        "memory": device.memory,
+        "launch": device.launch,
+    }
+    if device.exact is not None:
+        found["exact"] = device.exact
+    if (this := device.achieved) is not None:
+        found["achieved"] = {
+            "basis": this.basis,
+            "memory": [list(point) for point in this.memory.points],
+            **{
+                name: {dtype: [list(point) for point in known.points] for dtype, known in getattr(this, name).items()}
+                for name in _BY_DTYPE
+            },
+        }
+    return found
 
 
 def save(cluster: Cluster, path: str | os.PathLike[str]) -> None:

@@ -6,7 +6,10 @@ the architecture, the number of multiprocessors, and the resources of one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from dtensor_compile.topology import measured_rates
+from dtensor_compile.topology.rates import Achieved
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,19 @@ class Device:
         memory: bytes per second to and from its memory.
         launch: minimum seconds of an operator.
         exact: operations per second of a float32 matmul without TF32; None: those of `peak`.
+        achieved: rates by kind and size of the work, where they are known; they take the place of the others.
     """
 
     peak: tuple[tuple[int, float], ...]
     memory: float
     launch: float
     exact: float | None = None
+    achieved: Achieved | None = field(default=None, hash=False)
+
+    @property
+    def basis(self) -> str:
+        """What estimates for it rest on."""
+        return "a roofline at its peaks (a lower bound)" if self.achieved is None else self.achieved.basis
 
     def operations_per_second(self, itemsize: int, tf32: bool = True) -> float:
         """Peak for elements of that many bytes, or for the nearest larger ones."""
@@ -69,23 +79,32 @@ class Gpu:
 
 CPU = Device(((4, 5e10), (8, 2.5e10)), 1e10, 2e-6)
 V100 = Device(((2, 125e12), (4, 15.7e12), (8, 7.8e12)), 0.9e12, 5e-6)
+_H100 = Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6, 67e12, measured_rates.H100)
+
+
+def _like_h100(peak: tuple[tuple[int, float], ...], memory: float, launch: float, exact: float) -> Device:
+    """A device of which the vendor's figures are known, with the fractions of them that an H100 achieves."""
+    rates, own = dict(_H100.peak), dict(peak)
+    factors = {"bfloat16": own[2] / rates[2], "tf32": own[4] / rates[4], "float32": exact / (_H100.exact or exact)}
+    achieved = measured_rates.H100.scaled(
+        factors.__getitem__, memory / _H100.memory, "vendors' figures, at the fractions that an H100 achieves (a guess)"
+    )
+    return Device(peak, memory, launch, exact, achieved)
+
 
 #: Vendors' figures, of the SXM form; rates are those of dense matmuls.
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 166_912, 40 << 20,
-        Device(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6, 19.5e12),
+        _like_h100(((2, 312e12), (4, 156e12), (8, 19.5e12)), 2.0e12, 5e-6, 19.5e12),
     ),
-    "h100": Gpu(
-        "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 232_448, 50 << 20,
-        Device(((2, 989e12), (4, 494e12), (8, 67e12)), 3.35e12, 4e-6, 67e12),
-    ),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 232_448, 50 << 20, _H100),
     "h200": Gpu(
         "NVIDIA H200", (9, 0), 132, 143_771 << 20, 232_448, 60 << 20,
-        Device(((2, 989e12), (4, 494e12), (8, 67e12)), 4.8e12, 4e-6, 67e12),
+        _like_h100(((2, 989e12), (4, 494e12), (8, 67e12)), 4.8e12, 4e-6, 67e12),
     ),
     "b200": Gpu(
         "NVIDIA B200", (10, 0), 148, 180 * 10**9, 232_448, 126 << 20,
-        Device(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6, 75e12),
+        _like_h100(((2, 2250e12), (4, 1100e12), (8, 40e12)), 8.0e12, 4e-6, 75e12),
     ),
 }  # fmt: skip

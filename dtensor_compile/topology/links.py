@@ -22,10 +22,10 @@ Roofline, 2009):
     seconds = max(F / peak, M / memory bandwidth) + launch
 
 with the peak of TF32 for float32 where torch may use it, which by default it may not
-(``torch.backends.cuda.matmul.fp32_precision``).
+(``torch.backends.cuda.matmul.fp32_precision``). Where it is known what the device achieves, by kind and size of the
+work, those rates take the place of the peaks, and include the launch (`topology/rates.py`).
 
-These are estimates: they compare one program with another on one machine. They ignore contention, fusion, and kernels
-that stay below the peak.
+These are estimates: they compare one program with another on one machine. They ignore contention and fusion.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
     return follow * link.latency + traffic(backend, kind, n) * bytes_sent / link.bandwidth
 
 
-def compute_seconds(device: Device, operations: int, bytes_moved: int, itemsize: int, fused: bool = False) -> float:
+def compute_seconds(
+    device: Device, operations: int, bytes_moved: int, itemsize: int, fused: bool = False, kind: str = ""
+) -> float:
     """Seconds of one operator.
 
     Args:
@@ -186,8 +188,17 @@ def compute_seconds(device: Device, operations: int, bytes_moved: int, itemsize:
         bytes_moved: bytes read and written.
         itemsize: bytes of an element.
         fused: whether it is part of a kernel that was launched for another operator.
+        kind: of the operations, as `dtensor_compile.topology.rates.Achieved.compute_seconds` takes it.
     """
     # What ``torch.set_float32_matmul_precision`` sets too; its getter raises where this setting was used.
     tf32 = device.exact is None or torch.backends.cuda.matmul.fp32_precision == "tf32"
-    busy = max(operations / device.operations_per_second(itemsize, tf32), bytes_moved / device.memory)
-    return busy if fused else busy + device.launch
+    achieved = device.achieved
+    computing = achieved.compute_seconds(operations, itemsize, tf32, kind) if achieved is not None else None
+    if computing is None:
+        computing = operations / device.operations_per_second(itemsize, tf32)
+    if achieved is None:
+        busy = max(computing, bytes_moved / device.memory)
+        return busy if fused else busy + device.launch
+    if fused:
+        return max(computing, bytes_moved / achieved.memory.points[-1][1])
+    return max(computing, achieved.memory.seconds(bytes_moved))

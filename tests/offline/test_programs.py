@@ -228,7 +228,7 @@ def test_checkpoint_wrapper_under_autocast():
     assert "bfloat16" in forward.source
     attention = [step.name for step in backward.steps if "attention" in step.name or "rng" in step.name]
     assert [name for name in attention if "triton" not in name] == [
-        "run_with_rng_state",
+        "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_backward",
     ]
 

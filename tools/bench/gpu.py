@@ -181,26 +181,38 @@ def _peak(device: str, row: dict[str, float], name: str) -> Any:
 
 def _profile(trainer: Trainer, found: dict[str, dict[str, float]], name: str) -> None:
     """Kernels, copies and idle time of one step."""
+    step = profiled(lambda: _seconds(trainer, "cuda"))
+    by_kernel = step.pop("by_kernel")
+    for row, figure in step.items():
+        found[row][name] = figure
+    found["triton"][name] = sum(count for kernel, (count, _) in by_kernel.items() if kernel.startswith("triton_"))
+    found["other"][name] = sum(count for count, _ in by_kernel.values()) - found["triton"][name]
+
+
+def profiled(step: Callable[[], Any]) -> dict[str, Any]:
+    """ms of a step in which a kernel runs (``busy``) and in which none does (``idle``), MB copied to and from the host
+    (``copied``), and for each name of a kernel their number and ms (``by_kernel``)."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        _seconds(trainer, "cuda")
+        step()
+        torch.cuda.synchronize()
     path = f"/tmp/gpu-bench-{os.getpid()}.json"
     profiler.export_chrome_trace(path)
     events = [event for event in json.loads(pathlib.Path(path).read_text())["traceEvents"] if event.get("ph") == "X"]
     os.remove(path)
-    kernels = [event for event in events if event.get("cat") == "kernel"]
+    kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
     copies = [event for event in events if event.get("cat") == "gpu_memcpy" and re.search("DtoH|HtoD", event["name"])]
+    found: dict[str, Any] = {"copied": sum(event["args"].get("bytes", 0) for event in copies) / 1e6, "by_kernel": {}}
     busy, end = 0.0, 0.0
-    for event in sorted(kernels, key=lambda event: event["ts"]):
+    for event in kernels:
         start, stop = max(event["ts"], end), event["ts"] + event["dur"]
         busy, end = busy + max(0.0, stop - start), max(end, stop)
+        count, milliseconds = found["by_kernel"].get(event["name"], (0, 0.0))
+        found["by_kernel"][event["name"]] = (count + 1, milliseconds + event["dur"] / 1e3)
     if kernels:
-        whole = max(event["ts"] + event["dur"] for event in kernels) - min(event["ts"] for event in kernels)
-        found["busy"][name], found["idle"][name] = busy / 1e3, (whole - busy) / 1e3
-    found["triton"][name] = sum(event["name"].startswith("triton_") for event in kernels)
-    found["other"][name] = len(kernels) - found["triton"][name]
-    found["copied"][name] = sum(event["args"].get("bytes", 0) for event in copies) / 1e6
+        found["busy"], found["idle"] = busy / 1e3, (end - kernels[0]["ts"] - busy) / 1e3
+    return found
 
 
 def rank_main(rank: int, world: int, layout: str, device: str, folder: str, args: argparse.Namespace) -> None:

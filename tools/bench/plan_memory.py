@@ -64,6 +64,11 @@ def build(mesh: DeviceMesh, mixed: bool = False, checkpointed: bool = False) -> 
     with torch.device(mesh.device_type):
         model: nn.Module = Llama(CONFIG)
         tokens = torch.zeros(BATCH, CONFIG.sequence, dtype=torch.long)
+    return spread(model, mesh, mixed, checkpointed), (tokens,)
+
+
+def spread(model: nn.Module, mesh: DeviceMesh, mixed: bool, checkpointed: bool) -> nn.Module:
+    """A Llama under ``fully_shard`` over the mesh dim dp and tensor parallel over tp, if there are such."""
     dims = mesh.mesh_dim_names or ()
     if "tp" in dims:
         tensor_parallel(model, mesh["tp"])
@@ -73,7 +78,7 @@ def build(mesh: DeviceMesh, mixed: bool = False, checkpointed: bool = False) -> 
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
-    return model, (tokens,)
+    return model
 
 
 def allocated(program: Program) -> int:

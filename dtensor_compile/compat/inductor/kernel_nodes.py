@@ -8,11 +8,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch._inductor import custom_graph_pass
 
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.patches import feature, hook, needs, patch
+from dtensor_compile.graph.operator_traits import draws
 
 Nodes = list[Any]
 
@@ -117,24 +117,19 @@ def tie_draws(nodes: Nodes) -> Nodes:
     """Makes each kernel that draws from torch's generator depend on the one before it.
 
     Inductor ties them by their results (since 2.13), but drops each part of a result that nothing reads, together with
-    the tie. A draw without any reader was then tied to nothing after it.
+    the tie. A draw without any reader was then tied to nothing after it. Kernels that unpack the result of a draw share
+    its origin, but do not draw.
     """
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
 
-    draws = [node for node in nodes if _is_draw(node)]
-    for before, node in itertools.pairwise(draws):
+    drawing = [node for node in nodes if draws(getattr(node.node, "op_overload", None))]
+    for before, node in itertools.pairwise(drawing):
         own = next(iter(node.get_buffer_names()))
         node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
-    if len(draws) > 1:
+    if len(drawing) > 1:
         V.graph.scheduler.compute_ancestors()
     return nodes
-
-
-def _is_draw(node: Any) -> bool:
-    """Whether a kernel, before fusion, runs a random operator. Kernels that unpack its result share its origin, but do
-    not draw."""
-    return torch.Tag.nondeterministic_seeded in getattr(getattr(node.node, "op_overload", None), "tags", ())
 
 
 def tie(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:

@@ -1,0 +1,111 @@
+"""Rates that a device achieves, by kind and size of the work.
+
+A curve is made of measured points (size, rate), `tools/measure_device.py` measures them. Between two points a rate is
+interpolated in the logarithms of both; work smaller than the smallest takes as long as that, larger work has the rate
+of the largest. Times include the launch of the kernel.
+
+Attention is measured with a causal mask, and torch's formulas count what the mask hides: its rate is above that of
+matmuls, and half as high without a mask.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+#: What the work of an operator can be, besides matmuls and loops.
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
+#: Added to these where nothing is masked.
+UNMASKED = ", unmasked"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate by size: points (size, rate) with sizes that grow."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def rate(self, size: float) -> float:
+        """The rate of work of that size."""
+        place = bisect.bisect_left(self.points, (size, 0.0))
+        if place == 0:
+            return self.points[0][1] * size / self.points[0][0]
+        if place == len(self.points):
+            return self.points[-1][1]
+        (small, slow), (large, fast) = self.points[place - 1 : place + 1]
+        share = math.log(size / small) / math.log(large / small)
+        return slow * (fast / slow) ** share
+
+    def seconds(self, size: float) -> float:
+        """Seconds of work of that size."""
+        return size / self.rate(size) if size else 0.0
+
+    def times(self, factor: float) -> Curve:
+        """The curve of a device that is as much faster."""
+        return Curve(tuple((size, rate * factor) for size, rate in self.points))
+
+
+def curve(points: Iterable[tuple[float, float]]) -> Curve:
+    """The curve of points in any order; of several with one size, the geometric mean."""
+    rates: dict[float, list[float]] = {}
+    for size, rate in points:
+        rates.setdefault(size, []).append(rate)
+    return Curve(
+        tuple((size, math.exp(sum(map(math.log, found)) / len(found))) for size, found in sorted(rates.items()))
+    )
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """What a device achieves.
+
+    Attributes:
+        matmul: operations per second of matmuls by their operations, by dtype: ``"bfloat16"`` (float16 too),
+            ``"tf32"``, ``"float32"`` (without TF32).
+        memory: bytes per second of elementwise kernels, by bytes read and written.
+        attention, attention_backward: as `matmul`; that of TF32 is that of float32.
+        basis: where it comes from, for reports.
+    """
+
+    matmul: Mapping[str, Curve]
+    memory: Curve
+    attention: Mapping[str, Curve] = field(default_factory=dict)
+    attention_backward: Mapping[str, Curve] = field(default_factory=dict)
+    basis: str = ""
+
+    def compute_seconds(self, operations: float, itemsize: int, tf32: bool, kind: str = "") -> float | None:
+        """Seconds of floating-point operations; None for elements of other sizes than 2 and 4 bytes.
+
+        Args:
+            itemsize: bytes of an element.
+            tf32: whether float32 matmuls use TF32.
+            kind: `ATTENTION` or `ATTENTION_BACKWARD`, with `UNMASKED` if need be; else a matmul.
+        """
+        dtype = {2: "bfloat16", 4: "tf32" if tf32 else "float32"}.get(itemsize)
+        if dtype is None:
+            return None
+        if kind.startswith(ATTENTION):
+            curves = self.attention_backward if kind.startswith(ATTENTION_BACKWARD) else self.attention
+            found = curves.get("float32" if dtype == "tf32" else dtype)
+            if found is not None:
+                masked = 1 if kind.endswith(UNMASKED) else 2  # twice the operations that are done
+                return found.seconds(operations * 2 / masked)
+        found = self.matmul.get(dtype)
+        return None if found is None else found.seconds(operations)
+
+    def scaled(self, compute: Callable[[str], float], memory: float, basis: str) -> Achieved:
+        """What a device would achieve whose rates are in proportion: matmuls of a dtype by ``compute(dtype)``."""
+
+        def faster(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+            return {dtype: this.times(compute(dtype)) for dtype, this in curves.items()}
+
+        return replace(
+            self,
+            matmul=faster(self.matmul),
+            attention=faster(self.attention),
+            attention_backward=faster(self.attention_backward),
+            memory=self.memory.times(memory),
+            basis=basis,
+        )
