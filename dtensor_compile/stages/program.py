@@ -14,11 +14,13 @@ from dtensor_compile.capture.gradient_placements import placed_otherwise
 from dtensor_compile.compat.aot.tangents import remember_arguments
 from dtensor_compile.compat.dynamo.observe import name_modules
 from dtensor_compile.compat.dynamo.settings import saves_compiled_graph
+from dtensor_compile.compat.inductor.compile import uses_cuda_graphs
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import NotSavedError
 from dtensor_compile.fixups.aliased_inputs import heed_aliases, may_write
 from dtensor_compile.fixups.check_counts import check_counts
 from dtensor_compile.fixups.freed_autograd_graphs import restore_spent_graphs
+from dtensor_compile.fixups.gathered_inputs import forget_addresses
 from dtensor_compile.fixups.preserved_versions import keep_versions
 from dtensor_compile.fixups.repeated_writes import write_once
 from dtensor_compile.fixups.return_view_bases import return_bases, without_bases
@@ -109,6 +111,7 @@ CAPTURED = (
     GraphStep(make_groups, lambda this: (this,), required=True),
     GraphStep(return_bases_of_views, lambda this: (this,), required=True),
     GraphStep(expect_gradients, lambda this: (this,), required=True),
+    GraphStep(forget_addresses, when=lambda this: not this.aten and uses_cuda_graphs(this.options.inductor)),
     GraphStep(find_artifacts, lambda this: (this,), reads=True),
     GraphStep(tell_what_is_kept, lambda this: (this,), reads=True),
     GraphStep(

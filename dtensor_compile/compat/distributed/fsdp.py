@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -46,6 +47,19 @@ def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     if SEVERAL:
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def gathered_parameters() -> set[int]:
+    """The ids of the parameters that modules have while they are gathered, of all states in this process."""
+    states = [reference() for reference in list(_module_state_mapping.values())]
+    return {
+        id(whole)
+        for state in states
+        if isinstance(state, FSDPState)
+        for group in groups_of(state)
+        for param in group.fsdp_params
+        if (whole := getattr(param, "_unsharded_param", None)) is not None
+    }
 
 
 def method_of(function: Any) -> Any:

@@ -115,6 +115,11 @@ def name_modules(gm: torch.fx.GraphModule) -> None:
                 node.meta["nn_module_stack"] = {key: (named(path), of) for key, (path, of) in stack.items()}
 
 
+def forget_fixed_address(node: torch.fx.Node) -> bool:
+    """Takes back that an input of a graph has a fixed address; whether Dynamo took it for one."""
+    return node.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None) is not None
+
+
 _COMPILE = patch(
     "torch._dynamo.convert_frame:_compile", "code globals locals builtins closure compiler_fn one_graph ..."
 )

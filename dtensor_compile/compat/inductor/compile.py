@@ -130,6 +130,13 @@ def inductor_config_error(key: str, value: Any) -> str | None:
     return None
 
 
+def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether Inductor records CUDA graphs with these settings."""
+    from torch._inductor import config
+
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def mode_options(mode: str) -> Mapping[str, Any]:
     """Inductor's settings for a ``mode`` of ``torch.compile``.
 
