@@ -1,8 +1,8 @@
 """Inputs of a graph that a wrapper gathered in eager.
 
-Dynamo takes the memory of every parameter for fixed, and CUDA graphs rest on it. Parameters that ``fully_shard`` gathers
-outside of the compiled region, as it does for its root, are in other memory in each step: the graph would be recorded
-anew in each. They are copied into memory of the graph instead, as other inputs are.
+Dynamo takes the memory of every parameter for fixed, and CUDA graphs rest on it. Parameters that ``fully_shard``
+gathers outside of the compiled region, as it does for its root, are in other memory in each step: the graph would be
+recorded anew in each. They are copied into memory of the graph instead, as other inputs are.
 """
 
 from __future__ import annotations

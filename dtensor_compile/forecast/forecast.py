@@ -47,7 +47,7 @@ from dtensor_compile.topology.links import CLUSTERS, Cluster
 
 #: Seconds of the host, measured beside an H100 (2026-11-26; `tools/measure_device.py`): for a kernel or an operator of
 #: compiled code, for a collective of it, for a call of it, for an operator in eager, and for each tensor of its lists.
-HOST_COMPILED, HOST_COLLECTIVE, HOST_CALL, HOST_EAGER, HOST_LISTED = 7e-6, 4e-5, 4e-4, 1e-5, 2e-7
+HOST_COMPILED, HOST_COLLECTIVE, HOST_CALL, HOST_EAGER, HOST_LISTED = 8e-6, 3.4e-5, 4e-4, 8e-6, 1.5e-7
 #: Names of mesh dims over which a batch is split, by their beginnings.
 DATA_DIMS = ("dp", "ddp", "fsdp", "data", "replicate", "shard")
 #: Bytes of the workspace that cuBLAS gets from torch, by the major compute capability (``CUDABlas.cpp``:

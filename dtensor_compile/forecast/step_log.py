@@ -284,7 +284,8 @@ class StepLog(Observer):
             if waited is not None or self._graph is not None:
                 yield Operation(name, where, "", waits_for=waited)
         elif self._graph is not None or namespace == "aten":
-            moved = _moved([*_tensors(args), *_written_only(func, args), *_tensors(result)])
+            reads = {id(tensor): tensor for tensor in _tensors(args)}  # one that is given twice is read once
+            moved = _moved([*reads.values(), *_written_only(func, args), *_tensors(result)])
             kind = kind_of_call(func, args)
             yield Operation(name, where, "", flops_of_call(func, args, result), *moved, kind=kind)
 

@@ -1,8 +1,8 @@
 """Rates that a device achieves, by kind and size of the work.
 
 A curve is made of measured points (size, rate), `tools/measure_device.py` measures them. Between two points a rate is
-interpolated in the logarithms of both; work smaller than the smallest takes as long as that, larger work has the rate
-of the largest. Times include the launch of the kernel.
+interpolated in the logarithms of both; below the smallest the line through the first two goes on, but no work takes
+longer for being smaller; larger work has the rate of the largest. Times include the launch of the kernel.
 
 Attention is measured with a causal mask, and torch's formulas count what the mask hides: its rate is above that of
 matmuls, and half as high without a mask.
@@ -29,14 +29,12 @@ class Curve:
 
     def rate(self, size: float) -> float:
         """The rate of work of that size."""
-        place = bisect.bisect_left(self.points, (size, 0.0))
-        if place == 0:
-            return self.points[0][1] * size / self.points[0][0]
-        if place == len(self.points):
+        if size >= self.points[-1][0]:
             return self.points[-1][1]
+        place = max(1, bisect.bisect_left(self.points, (size, 0.0)))
         (small, slow), (large, fast) = self.points[place - 1 : place + 1]
-        share = math.log(size / small) / math.log(large / small)
-        return slow * (fast / slow) ** share
+        slope = math.log(fast / slow) / math.log(large / small)
+        return slow * (size / small) ** min(1.0, slope)
 
     def seconds(self, size: float) -> float:
         """Seconds of work of that size."""

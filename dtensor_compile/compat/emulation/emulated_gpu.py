@@ -66,7 +66,10 @@ _GROUPS = tuple(
     for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and hasattr(cls, "_init_group")
 )
-_FOREACH = patch("torch.optim.optimizer:_foreach_supported_types")
+_FOREACH = (
+    patch("torch.optim.optimizer:_foreach_supported_types"),
+    patch("torch.utils._foreach_utils:_foreach_supported_types"),
+)
 _RESIZE = patch("torch:UntypedStorage.resize_")
 _RUNTIME_STATS = patch("torch._C._distributed_c10d:Logger.set_runtime_stats_and_log")
 _VERIFY = patch("torch.distributed:_verify_params_across_processes")
@@ -79,7 +82,7 @@ _GPU = feature(
     _TRACKER,
     _DDP,
     *_GROUPS,
-    _FOREACH,
+    *_FOREACH,
     _RESIZE,
     _RUNTIME_STATS,
     _VERIFY,
@@ -179,7 +182,8 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         # DTensor keeps the RNG tracker of the first device that draws, which may be another one outside.
         stack.enter_context(patched_value(_TRACKER, None))
         # Optimizers take their foreach form for tensors of these classes where all are on a GPU.
-        stack.enter_context(patched_value(_FOREACH, [*_foreach_supported_types, FakeTensor]))
+        for known in _FOREACH:
+            stack.enter_context(patched_value(known, [*_foreach_supported_types, FakeTensor]))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = CudaTensorsAreFake(hooks.operator)
         stack.enter_context(_entered_while_traced(mode))
