@@ -81,8 +81,14 @@ def _run(args: argparse.Namespace) -> int:
     limits = PlanLimits.parse(base, args.max_memory, args.max_step)
     this = Job(parse_mesh_argument(args.mesh) if args.mesh else (), args.world, args.rank)
     settings = StepSettings(args.loss, args.optimizer, args.clip)
-    arguments = {name: value_of(value) for name, _, value in (text.partition("=") for text in args.set)}
-    plan = make_plan(args.target, this, gpu=args.gpu, cluster=args.cluster, settings=settings, arguments=arguments)
+    plan = make_plan(
+        args.target,
+        this,
+        gpu=args.gpu,
+        cluster=args.cluster,
+        settings=settings,
+        arguments=dict(map(_argument, args.set)),
+    )
     if args.json is not None and args.json != "-":
         pathlib.Path(args.json).write_text(to_json(plan))
     if args.json == "-":
@@ -96,6 +102,13 @@ def _run(args: argparse.Namespace) -> int:
     for line in lines:
         print(line, file=sys.stderr)
     return BROKEN if lines else OK
+
+
+def _argument(text: str) -> tuple[str, object]:
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise TargetError(f"--set {text}: an argument and its value, NAME=VALUE")
+    return name, value_of(value)
 
 
 def _read(file: str) -> StepPlan:

@@ -25,7 +25,7 @@ import torch
 
 from dtensor_compile.compat import pytree
 from dtensor_compile.compat.distributed.eager_collectives import collective_of_call
-from dtensor_compile.graph.node_costs import Operation, SentCollective, flops_of_call, kind_of_call
+from dtensor_compile.graph.node_costs import Operation, SentCollective, flops_of_call, kind_of_call, without_state
 from dtensor_compile.graph.operator_traits import is_view
 from dtensor_compile.offline.emulated_device import EmulatedDevice, EmulatedGraph, IssuedStep, Observer
 from dtensor_compile.recording.recorder import Recording
@@ -113,6 +113,7 @@ class StepLog(Observer):
     # ---- the observer ----
 
     def operator(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        func, args, result, _ = without_state(func, args, result)
         namespace = getattr(func, "namespace", "")
         if namespace == "prim":
             return

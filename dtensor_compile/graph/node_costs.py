@@ -213,7 +213,7 @@ def flops_of(node: torch.fx.Node) -> int:
     target = called_operator(node)
     if target is None or _flop_formula(target) is None:
         return 0
-    return flops_of_call(*_fake_call(node, target))
+    return flops_of_call(*_fake_call(node))
 
 
 def kind_of(node: torch.fx.Node) -> str:
@@ -221,18 +221,24 @@ def kind_of(node: torch.fx.Node) -> str:
     target = called_operator(node)
     if target is None or not _is_attention(target):
         return ""
-    _, args, _, kwargs = _fake_call(node, target)
+    _, args, _, kwargs = _fake_call(node)
     return kind_of_call(target, args, kwargs)
 
 
-def _fake_call(node: torch.fx.Node, target: torch._ops.OpOverload) -> tuple[Any, Any, Any, Any]:
-    """`target`, which a node calls, its arguments, its result and its named arguments, with fake values."""
-    (args, kwargs), result = fake_arguments(node), node.meta["val"]
-    if target is not node.target:
-        place, saves = WITH_RANDOM_STATE[function_of(node).__name__]
-        args, kwargs = args[place + 1 :], {name: value for name, value in kwargs.items() if name != "rng_state"}
-        result = result[1] if saves else result
-    return target, args, result, kwargs
+def _fake_call(node: torch.fx.Node) -> tuple[Any, Any, Any, Any]:
+    """What a node calls, its arguments, its result and its named arguments, with fake values; `without_state`."""
+    args, kwargs = fake_arguments(node)
+    return without_state(node.target, args, node.meta["val"], kwargs)
+
+
+def without_state(target: Any, args: Any, result: Any, kwargs: Mapping[str, Any] = {}) -> tuple[Any, Any, Any, Any]:
+    """A call of an operator with a state of the random generator as the call of the operator itself: its target,
+    arguments, result and named arguments; other calls as they are."""
+    if not takes_random_state(target):
+        return target, args, result, kwargs
+    place, saves = WITH_RANDOM_STATE[target.__name__]
+    named = {name: value for name, value in kwargs.items() if name != "rng_state"}
+    return args[place], args[place + 1 :], result[1] if saves else result, named
 
 
 def _is_attention(target: torch._ops.OpOverload) -> bool:

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
-WIDTH, HIDDEN, ROWS = 64, 256, 32
+WIDTH, HIDDEN, ROWS, HEADS = 64, 256, 32, 2
 
 
 class Net(nn.Module):
@@ -53,6 +54,29 @@ def tokens(mesh):
 
 def weighted_loss(out, x):
     return (out * 2).sum() + x.sum()
+
+
+class Attention(nn.Module):
+    """Causal attention of a (1, HEADS, ROWS, WIDTH) tensor."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.scale, self.again = nn.Parameter(torch.ones(WIDTH)), again
+
+    def attend(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def forward(self, x):
+        x = x * self.scale
+        return checkpoint(self.attend, x, use_reentrant=False) if self.again else self.attend(x)
+
+
+def attends(mesh, again=False):
+    return Attention(again).bfloat16(), (torch.ones(1, HEADS, ROWS, WIDTH, dtype=torch.bfloat16),)
+
+
+def attends_again(mesh):
+    return attends(mesh, again=True)
 
 
 def frozen(mesh):

@@ -4,13 +4,16 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from dtensor_compile.cli import main
 from dtensor_compile.forecast.forecast import make_plan
 from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
+from dtensor_compile.forecast.step_log import StepLog
 from dtensor_compile.forecast.training import StepSettings
+from dtensor_compile.offline import device, job
 from dtensor_compile.report.run_target import Job
-from tests.forecast.targets import HIDDEN, ROWS, WIDTH
+from tests.forecast.targets import HEADS, HIDDEN, ROWS, WIDTH
 
 HERE = "tests.forecast.targets:"
 WEIGHTS = 2 * WIDTH * HIDDEN * 4
@@ -109,12 +112,44 @@ def test_a_loss_of_ones_own():
     assert plan_of("tensor_parallel", loss=f"{HERE}weighted_loss", optimizer="none").time.backward > 0
 
 
+def test_attention_that_runs_again_counts_as_often_as_it_runs():
+    """Checkpointing keeps the state of the random generator around attention, in an operator of higher order."""
+    plain, again = (plan_of(name, (("tp", 1),), optimizer="none") for name in ("attends", "attends_again"))
+    attention = 2 * 2 * HEADS * ROWS * ROWS * WIDTH  # two matmuls
+    assert plain.model_flops == again.model_flops == 3 * attention
+    assert plain.flops == attention * 7 // 2 and again.flops == plain.flops + attention
+
+
+def test_bytes_of_operators_on_lists():
+    """Those that write in place return nothing, and one tensor may be given twice."""
+    with job(1), device("h100") as emulated:
+        a, b = ([torch.ones(256, device="cuda") for _ in range(3)] for _ in range(2))
+        emulated.observer = log = StepLog(emulated)
+        torch._foreach_mul_(a, 2.0)
+        torch._foreach_addcmul_(a, b, b)
+        torch._foreach_norm(a)
+    bytes_of_list = 3 * 256 * 4
+    assert [(r.operation.bytes, r.listed) for r in log.requests] == [
+        (2 * bytes_of_list, 3),
+        (3 * bytes_of_list, 9),
+        (bytes_of_list + 3 * 4, 3),
+    ]
+
+
+def test_a_gpu_of_ones_own_is_what_times_rest_on(tmp_path):
+    values = {"capability": "9.0", "multiprocessors": 132, "bytes": 80 << 30, "shared_memory": 232_448, "l2": 50 << 20}
+    slow = {"peak": {"4": 1e9}, "memory": 1e9, "launch": 0.0}
+    (tmp_path / "slow.json").write_text(json.dumps({**values, "device": slow}))
+    plan = make_plan(HERE + "tensor_parallel", Job((("tp", 2),)), gpu=str(tmp_path / "slow.json"), cluster="h100")
+    assert plan.time.compute > plan.flops / 1e9 > 10 * plan_of("tensor_parallel").time.compute
+
+
 def test_a_model_that_does_not_fit(capsys):
     status = main(["plan", f"{HERE}large", "--mesh", "tp=2", "--optimizer", "adamw"])
     said = capsys.readouterr()
     assert status == 1
     text = " ".join(said.out.split())
-    assert "does not fit: 320.03 GiB of 80.00 GiB, 240.03 GiB too much; most of it: optimizer states 128.00 GiB" in text
+    assert "does not fit: 320.06 GiB of 80.00 GiB, 240.06 GiB too much; most of it: optimizer states 128.00 GiB" in text
     assert "Shard optimizer states over more ranks" in text
     assert said.err == "the step does not fit into NVIDIA H100 80GB HBM3\n"
 
@@ -125,7 +160,7 @@ def test_the_command(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "fits: " in said and "of 80.00 GiB" in said and "NVIDIA A100" in said
     plan = from_json(file.read_text())
-    assert plan.cluster == "a100" and plan.memory.fixed == 4096 * 1024 * 2 + 16 * 1024 * 8
+    assert plan.cluster == "a100" and plan.memory.fixed == 2 * (4096 * 1024 * 2 + 16 * 1024 * 8)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +171,7 @@ def test_the_command(tmp_path, capsys):
         (["missing"], "has no 'missing'"),
         (["tensor_parallel", "--gpu", "h1000"], "h1000"),
         (["tensor_parallel", "--loss", "none"], "--loss none is none of sum, mean, cross_entropy"),
+        (["tensor_parallel", "--set", "rows"], "--set rows: an argument and its value, NAME=VALUE"),
         (["tensor_parallel", "--rank", "7"], "7 is no rank of a job of 2 ranks"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_compile.compat.dynamo import counters
@@ -207,3 +207,31 @@ def test_a_generator_inside_of_a_checkpointed_region_breaks_the_graph():
     compiled = torch.compile(program, backend="dtensor_aten")
     a, b = (run(x, torch.Generator().manual_seed(1)) for run in (program, compiled))
     assert torch.equal(a, b)
+
+
+@on_ranks(2)
+def test_what_a_checkpointed_region_draws_stays_in_order():
+    """Its draws are in operators of higher order, which keep the state of the generator for the backward pass."""
+    mesh = make_mesh((2,), ("tp",))
+
+    def program(x, weights):
+        total = x.sum()
+        for i, weight in enumerate(weights):  # branches that do not depend on each other, so that all could move
+
+            def branch(x, weight=weight):
+                gathered = DTensor.from_local(x @ weight, mesh, [Shard(0)]).full_tensor()
+                return nn.functional.dropout(gathered, 0.5).sin()
+
+            part = checkpoint(branch, x, use_reentrant=False) if i % 2 else branch(x)
+            total = total + i * part.sum() + nn.functional.dropout(x, 0.3).sum()
+        return total
+
+    def step(run):
+        torch.manual_seed(3)
+        x, *weights = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(5))
+        loss = run(x, weights)
+        loss.backward()
+        return loss, x.grad, [weight.grad for weight in weights], torch.get_rng_state()
+
+    compiled = torch.compile(program, backend="dtensor_aten", fullgraph=True)
+    assert not compare_values("step", step(program), step(compiled))

@@ -1,0 +1,99 @@
+"""Rates by size, and what is estimated with them."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtensor_compile.errors import TopologyError
+from dtensor_compile.topology import compute_seconds
+from dtensor_compile.topology.files import device_values, from_values, gpu, to_values
+from dtensor_compile.topology.gpus import GPUS
+from dtensor_compile.topology.links import CLUSTERS
+from dtensor_compile.topology.measured_rates import H100
+from dtensor_compile.topology.rates import ATTENTION, ATTENTION_BACKWARD, UNMASKED, Curve, curve
+
+STEEP = Curve(((10.0, 1.0), (1000.0, 10.0), (10000.0, 10.0)))
+
+
+def test_points_and_what_is_between():
+    assert [STEEP.rate(size) for size in (10, 100, 1000, 5000, 1e9)] == pytest.approx([1, 10**0.5, 10, 10, 10])
+    assert STEEP.rate(1) == pytest.approx(10**-0.5)  # the first line goes on
+    assert STEEP.seconds(0) == 0 and STEEP.times(2).rate(1000) == pytest.approx(20)
+
+
+def test_less_work_never_takes_longer_below_the_smallest_point():
+    launch = Curve(((100.0, 1.0), (200.0, 4.0)))  # a rate that grows faster than the size
+    assert launch.seconds(10) == pytest.approx(launch.seconds(100))
+
+
+def test_points_of_one_size_are_averaged():
+    assert curve([(5, 9.0), (1, 1.0), (5, 4.0)]).points == ((1, 1.0), (5, pytest.approx(6.0)))
+
+
+@pytest.mark.parametrize("known", [H100.memory, *H100.matmul.values()], ids=str)
+@given(sizes=st.tuples(st.floats(1, 1e13), st.floats(1, 1e13)))
+def test_more_work_takes_longer_but_for_what_was_measured_within_a_tenth(known, sizes):
+    small, large = sorted(sizes)
+    assert known.seconds(small) <= 1.1 * known.seconds(large)
+
+
+def test_attention_without_a_mask_does_twice_the_work():
+    assert H100.compute_seconds(1e12, 2, False, ATTENTION + UNMASKED) == pytest.approx(
+        H100.compute_seconds(2e12, 2, False, ATTENTION)
+    )
+    backward = H100.compute_seconds(1e12, 2, False, ATTENTION_BACKWARD)
+    assert backward > H100.compute_seconds(1e12, 2, False, ATTENTION)
+    assert H100.compute_seconds(1e12, 8, False) is None
+
+
+def test_estimates_use_them_and_other_devices_are_in_proportion():
+    h100, h200 = GPUS["h100"].device, GPUS["h200"].device
+    assert compute_seconds(h100, 10**12, 0, 2) == 1e12 / H100.matmul["bfloat16"].rate(1e12)
+    assert compute_seconds(h100, 0, 2**31, 2) / compute_seconds(h200, 0, 2**31, 2) == pytest.approx(4.8 / 3.35)
+    assert compute_seconds(h100, 0, 1024, 2) > 10 * compute_seconds(h100, 0, 1024, 2, fused=True)
+    assert "H100" in h100.basis and "guess" in h200.basis
+    assert compute_seconds(h100, 10**12, 0, 8) == 1e12 / 67e12  # nothing was measured for float64
+
+
+def test_a_gpus_file_keeps_them(tmp_path):
+    known = GPUS["h100"]
+    capability = ".".join(map(str, known.capability))
+    sizes = {name: getattr(known, name) for name in ("name", "multiprocessors", "bytes", "shared_memory", "l2")}
+    values = {**sizes, "capability": capability, "device": device_values(known.device)}
+    (tmp_path / "gpu.json").write_text(json.dumps(values))
+    assert gpu(tmp_path / "gpu.json") == known
+
+
+@pytest.mark.parametrize(
+    "achieved, said",
+    [
+        ([], "has the keys memory and matmul"),
+        ({"memory": [[1, 1]]}, "has the keys memory and matmul"),
+        ({"memory": [[1, 1]], "matmul": {"int8": [[1, 1]]}}, "matmul is a table by dtype"),
+        ({"memory": [[1, 1]], "matmul": [[1, 1]]}, "matmul is a table by dtype"),
+        ({"memory": [], "matmul": {}}, "memory is a list of pairs"),
+        ({"memory": [[1, 2, 3]], "matmul": {}}, "memory is a list of pairs"),
+        ({"memory": [[1, 0]], "matmul": {}}, "above zero"),
+        ({"memory": [[2, 1], [1, 1]], "matmul": {}}, "sizes grow"),
+    ],
+)
+def test_a_table_that_is_none(achieved, said):
+    values = to_values(dataclasses.replace(CLUSTERS["cpu-loopback"]))
+    values["device"]["achieved"] = achieved
+    with pytest.raises(TopologyError, match=said):
+        from_values(values)
+
+
+def test_tf32_is_a_rate_of_its_own():
+    before = torch.backends.cuda.matmul.fp32_precision
+    device = GPUS["h100"].device
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        fast = compute_seconds(device, 10**12, 0, 4)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert compute_seconds(device, 10**12, 0, 4) > 5 * fast
