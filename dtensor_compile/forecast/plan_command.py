@@ -22,7 +22,9 @@ from rich.progress import Progress
 
 from dtensor_compile.forecast.compare_plans import PlanLimits, compare_plans
 from dtensor_compile.forecast.forecast import make_plan
+from dtensor_compile.forecast.plan_page import sweep_to_html, to_html
 from dtensor_compile.forecast.plan_table import print_plan, print_sweep
+from dtensor_compile.forecast.plan_trace import to_trace
 from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
 from dtensor_compile.forecast.sweep import combinations, parse_sweep, run_sweep, value_of
 from dtensor_compile.forecast.training import LOSSES, OPTIMIZERS, StepSettings
@@ -43,7 +45,11 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument(
         "--gpu", default="h100", metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a TOML or JSON file (h100)"
     )
-    p.add_argument("--cluster", choices=[*CLUSTERS], help="links of the job (default: the preset of the GPU's name)")
+    p.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"links of the job: {', '.join(CLUSTERS)}, or a file (default: the preset of the GPU's name)",
+    )
     p.add_argument(
         "--loss", default="sum", metavar="NAME", help=f"{', '.join(LOSSES)}, or a function of the model's result (sum)"
     )
@@ -61,6 +67,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     p.add_argument("--jobs", type=int, metavar="J", help="plans of a sweep at once (default: one for each CPU core)")
     p.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for standard output, instead of tables")
+    p.add_argument("--html", metavar="FILE", help="write a page with memory over time and the timeline, or the sweep")
+    p.add_argument("--trace", metavar="FILE", help="write the timeline in Chrome's format, for ui.perfetto.dev")
     p.add_argument("--compare", metavar="BASE", help="show what changed since a plan that --json has written")
     p.add_argument("--max-memory", metavar="70GiB|+5%%", help="exit status 1 if more is needed")
     p.add_argument("--max-step", metavar="200ms|+5%%", help="exit status 1 if a step takes longer")
@@ -91,6 +99,9 @@ def _run(args: argparse.Namespace) -> int:
     )
     if args.json is not None and args.json != "-":
         pathlib.Path(args.json).write_text(to_json(plan))
+    for file, form in ((args.html, to_html), (args.trace, to_trace)):
+        if file is not None:
+            pathlib.Path(file).write_text(form(plan))
     if args.json == "-":
         print(to_json(plan))
     else:
@@ -121,6 +132,8 @@ def _read(file: str) -> StepPlan:
 
 
 def _sweep(args: argparse.Namespace) -> int:
+    if args.trace is not None:
+        raise TargetError("--trace is of one plan: leave --sweep out, or take --html")
     combined = combinations(
         [parse_sweep(text) for text in args.sweep], parse_mesh_argument(args.mesh) if args.mesh else ()
     )
@@ -136,6 +149,8 @@ def _sweep(args: argparse.Namespace) -> int:
             print(text)
         else:
             pathlib.Path(args.json).write_text(text)
+    if args.html is not None:
+        pathlib.Path(args.html).write_text(sweep_to_html(swept))
     if args.json != "-":
         print_sweep(swept, console_for())
     return OK if any(this.plan is not None and this.plan.memory.fits for this in swept) else BROKEN

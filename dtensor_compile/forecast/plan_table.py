@@ -24,8 +24,8 @@ def print_plan(plan: StepPlan, console: Console) -> None:
     console.print(_memory_table(plan.memory))
     console.print(_time_table(plan))
     console.print(_communication_table(plan))
-    for line in plan.rests_on:
-        console.print(f"[dim]{line}[/dim]", highlight=False)
+    for basis in plan.rests_on:
+        console.print(f"[dim]{basis}[/dim]", highlight=False)
 
 
 def _verdict(memory: StepMemory) -> str:
@@ -118,7 +118,7 @@ def _memory_table(memory: StepMemory) -> Table:
 
 def _time_table(plan: StepPlan) -> Table:
     time = plan.time
-    table = Table(title=f"step {seconds(time.step)}", title_justify="left")
+    table = Table(title=f"step {seconds(time.step)} ± {seconds(plan.step_error)}", title_justify="left")
     table.add_column("of it")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")

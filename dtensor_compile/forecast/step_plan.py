@@ -11,9 +11,10 @@ import json
 from dataclasses import dataclass
 
 from dtensor_compile.errors import DTensorCompileError
+from dtensor_compile.forecast.timeline import Timeline
 from dtensor_compile.report.dataclass_forms import read_as
 
-VERSION = "1.0"
+VERSION = "1.1"
 
 
 class PlanFormatError(DTensorCompileError, ValueError):
@@ -118,6 +119,26 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class Basis:
+    """What figures rest on.
+
+    Attributes:
+        figures: ``"memory"``, ``"kernels"``, ``"collectives"``, ``"host"``.
+        text: where they come from.
+        quality: ``"simulated"``, ``"measured"``, ``"vendor's figures"`` or ``"guess"``.
+        error: relative error that is to be expected (`docs/planning.md` says what was seen).
+    """
+
+    figures: str
+    text: str
+    quality: str
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.figures}: {self.text} ({self.quality}, ±{self.error:.0%})"
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """The forecast of one training step.
 
@@ -134,7 +155,8 @@ class StepPlan:
         model_flops_fraction: of the device's peak, for the dtype of most matmuls.
         tokens: of the job in a step; 0 if the program's inputs are no tokens.
         graphs: compiled graphs, and graph breaks.
-        rests_on: what the figures rest on, a line each.
+        timeline: of the step.
+        rests_on: what the figures rest on.
     """
 
     version: str
@@ -156,12 +178,19 @@ class StepPlan:
     tokens: int
     graphs: int
     breaks: int
-    rests_on: tuple[str, ...]
+    timeline: Timeline
+    rests_on: tuple[Basis, ...]
 
     @property
     def tokens_per_second(self) -> float:
         """Of the job."""
         return self.tokens / self.time.step if self.time.step else 0.0
+
+    @property
+    def step_error(self) -> float:
+        """Seconds by which the step may be longer or shorter, if errors of its parts add up."""
+        parts = {"kernels": self.time.compute, "collectives": self.time.exposed, "host": self.time.idle}
+        return sum(basis.error * parts.get(basis.figures, 0.0) for basis in self.rests_on)
 
 
 def to_json(plan: StepPlan) -> str:

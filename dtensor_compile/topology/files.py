@@ -17,7 +17,7 @@
     peak = {2 = 989e12, 4 = 494e12}        # operations per second, by bytes of an element
     exact = 67e12                          # optional: those of float32 matmuls without TF32
     [device.achieved]                      # optional: what it achieves, as tools/measure_device.py writes it
-    basis = "measured on ..."              # optional, for reports
+    basis = "measured on ..."              # optional, for reports; quality = "guess" where it is one
     memory = [[8192, 6.8e9], ...]          # bytes read and written, and bytes per second
     matmul.bfloat16 = [[5e5, 2.4e11], ...] # operations, and operations per second; also tf32 and float32
     attention.bfloat16 = [...]             # optional: causal attention, and attention_backward
@@ -177,8 +177,13 @@ _BY_DTYPE, _DTYPES = ("matmul", "attention", "attention_backward"), {"bfloat16",
 
 
 def _achieved(value: Any, where: str) -> Achieved:
-    if not isinstance(value, Mapping) or not {"memory", "matmul"} <= value.keys() <= {*_BY_DTYPE, "memory", "basis"}:
-        said = f"memory and matmul; optional: {', '.join(_BY_DTYPE[1:])} and basis"
+    if not isinstance(value, Mapping) or not {"memory", "matmul"} <= value.keys() <= {
+        *_BY_DTYPE,
+        "memory",
+        "basis",
+        "quality",
+    }:
+        said = f"memory and matmul; optional: {', '.join(_BY_DTYPE[1:])}, basis and quality"
         raise TopologyError(f"{where} has the keys {said}, not {value!r}")
     tables: dict[str, dict[str, Curve]] = {}
     for name in _BY_DTYPE:
@@ -187,7 +192,8 @@ def _achieved(value: Any, where: str) -> Achieved:
             raise TopologyError(f"{where}.{name} is a table by dtype ({', '.join(sorted(_DTYPES))}), not {given!r}")
         tables[name] = {dtype: _curve(points, f"{where}.{name}.{dtype}") for dtype, points in given.items()}
     memory = _curve(value["memory"], f"{where}.memory")
-    return Achieved(memory=memory, basis=str(value.get("basis", f"rates of {where}")), **tables)
+    basis, quality = str(value.get("basis", f"rates of {where}")), str(value.get("quality", "measured"))
+    return Achieved(memory=memory, basis=basis, quality=quality, **tables)
 
 
 def _curve(value: Any, where: str) -> Curve:
@@ -265,6 +271,7 @@ def device_values(device: Device) -> dict[str, Any]:
     if (this := device.achieved) is not None:
         found["achieved"] = {
             "basis": this.basis,
+            "quality": this.quality,
             "memory": [list(point) for point in this.memory.points],
             **{
                 name: {dtype: [list(point) for point in known.points] for dtype, known in getattr(this, name).items()}

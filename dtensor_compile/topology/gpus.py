@@ -34,7 +34,12 @@ class Device:
     @property
     def basis(self) -> str:
         """What estimates for it rest on."""
-        return "a roofline at its peaks (a lower bound)" if self.achieved is None else self.achieved.basis
+        return "a roofline at its peaks, a lower bound" if self.achieved is None else self.achieved.basis
+
+    @property
+    def quality(self) -> str:
+        """How well that is known: ``"measured"``, ``"guess"``, ``"vendor's figures"``."""
+        return "vendor's figures" if self.achieved is None else self.achieved.quality
 
     def operations_per_second(self, itemsize: int, tf32: bool = True) -> float:
         """Peak for elements of that many bytes, or for the nearest larger ones."""
@@ -87,7 +92,7 @@ def _like_h100(peak: tuple[tuple[int, float], ...], memory: float, launch: float
     rates, own = dict(_H100.peak), dict(peak)
     factors = {"bfloat16": own[2] / rates[2], "tf32": own[4] / rates[4], "float32": exact / (_H100.exact or exact)}
     achieved = measured_rates.H100.scaled(
-        factors.__getitem__, memory / _H100.memory, "vendors' figures, at the fractions that an H100 achieves (a guess)"
+        factors.__getitem__, memory / _H100.memory, "vendors' figures, at the fractions that an H100 achieves"
     )
     return Device(peak, memory, launch, exact, achieved)
 

@@ -65,6 +65,7 @@ class Achieved:
         memory: bytes per second of elementwise kernels, by bytes read and written.
         attention, attention_backward: as `matmul`; that of TF32 is that of float32.
         basis: where it comes from, for reports.
+        quality: ``"measured"``, or ``"guess"`` for rates in proportion to another device's.
     """
 
     matmul: Mapping[str, Curve]
@@ -72,6 +73,7 @@ class Achieved:
     attention: Mapping[str, Curve] = field(default_factory=dict)
     attention_backward: Mapping[str, Curve] = field(default_factory=dict)
     basis: str = ""
+    quality: str = "measured"
 
     def compute_seconds(self, operations: float, itemsize: int, tf32: bool, kind: str = "") -> float | None:
         """Seconds of floating-point operations; None for elements of other sizes than 2 and 4 bytes.
@@ -106,4 +108,5 @@ class Achieved:
             attention_backward=faster(self.attention_backward),
             memory=self.memory.times(memory),
             basis=basis,
+            quality="guess",
         )

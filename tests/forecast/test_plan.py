@@ -8,8 +8,8 @@ import torch
 
 from dtensor_compile.cli import main
 from dtensor_compile.forecast.forecast import make_plan
-from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
 from dtensor_compile.forecast.step_log import StepLog
+from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
 from dtensor_compile.forecast.training import StepSettings
 from dtensor_compile.offline import device, job
 from dtensor_compile.report.run_target import Job
