@@ -40,9 +40,9 @@ LEAST = 0.02
 SQUARE = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LAYERS = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 512), (8192, 512, 4096),
           (8192, 4096, 1792), (8192, 1792, 4096), (2048, 4096, 1024), (8192, 4096, 16032))  # fmt: skip
-#: (batch, heads, sequence, head dim) of causal attention.
+#: (batch, heads, sequence, head dim) of causal attention; smaller ones take less than the host needs to ask for them.
 ATTENTION = (
-    (4, 8, 512, 128), (4, 32, 1024, 128), (4, 4, 2048, 128), (4, 32, 2048, 64), (4, 32, 2048, 128), (1, 32, 8192, 128)
+    (4, 32, 1024, 128), (4, 4, 2048, 128), (4, 32, 2048, 64), (4, 32, 2048, 128), (1, 32, 8192, 128)
 )  # fmt: skip
 Point = tuple[float, float]
 
