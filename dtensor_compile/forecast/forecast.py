@@ -27,7 +27,7 @@ from dtensor_compile.forecast.step_log import Allocation, Request, StepLog
 from dtensor_compile.forecast.timeline import timeline_of
 from dtensor_compile.forecast.training import StepSettings, Training
 from dtensor_compile.graph.node_costs import Operation, SentCollective
-from dtensor_compile.offline.emulated_device import device
+from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
 from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.breaks import graph_breaks
@@ -139,7 +139,7 @@ def make_plan(
             marks, owned = _run(training, log)
         operations, collectives = log.operations(recording, marks.forward.requests, marks.end.requests)
         seen = _Observed(training, log, recording, marks, owned, operations, collectives)
-        return _plan(target, this, gpu_named(gpu), machine, seen)
+        return _plan(target, this, emulated, machine, seen)
 
 
 def _called(target: str, this: Job, arguments: Mapping[str, Any]) -> Any:
@@ -209,8 +209,8 @@ def _run(training: Training, log: StepLog) -> tuple[_Marks, dict[Allocation, str
     return _Marks(*(points[phase] for phase in ("forward", "backward", "rest", "end"))), kinds
 
 
-def _plan(target: str, this: Job, gpu: Gpu, cluster: Cluster, seen: _Observed) -> model.StepPlan:
-    marks, operations = seen.marks, seen.operations
+def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, seen: _Observed) -> model.StepPlan:
+    marks, operations, gpu = seen.marks, seen.operations, emulated.gpu
     requests = seen.log.requests[marks.forward.requests : marks.end.requests]
     issue = [_host_seconds(before, request) for before, request in zip([None, *requests], requests)]
     timing = schedule(operations, seen.collectives, cluster, lambda sent: sent.mesh_dim, issue)
@@ -241,6 +241,8 @@ def _plan(target: str, this: Job, gpu: Gpu, cluster: Cluster, seen: _Observed) -
         tokens=_tokens(seen.training, this),
         graphs=len(seen.recording.graphs),
         breaks=len(graph_breaks(seen.recording)),
+        kernels=len(emulated.kernels),
+        spills=sum(kernel.binary.spills > 0 for kernel in emulated.kernels),
         timeline=timeline_of(timing, operations, seen.collectives),
         rests_on=_rests_on(gpu, cluster),
     )

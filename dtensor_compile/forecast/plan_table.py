@@ -24,6 +24,8 @@ def print_plan(plan: StepPlan, console: Console) -> None:
     console.print(_memory_table(plan.memory))
     console.print(_time_table(plan))
     console.print(_communication_table(plan))
+    spill = f", {plan.spills} of them with spills" if plan.spills else ""
+    console.print(f"{plan.graphs} graphs, {plan.breaks} breaks, {plan.kernels} Triton kernels{spill}", highlight=False)
     for basis in plan.rests_on:
         console.print(f"[dim]{basis}[/dim]", highlight=False)
 

@@ -155,6 +155,7 @@ class StepPlan:
         model_flops_fraction: of the device's peak, for the dtype of most matmuls.
         tokens: of the job in a step; 0 if the program's inputs are no tokens.
         graphs: compiled graphs, and graph breaks.
+        kernels: Triton kernels that were compiled to machine code; spills: those of them that spill registers.
         timeline: of the step.
         rests_on: what the figures rest on.
     """
@@ -178,6 +179,8 @@ class StepPlan:
     tokens: int
     graphs: int
     breaks: int
+    kernels: int
+    spills: int
     timeline: Timeline
     rests_on: tuple[Basis, ...]
 

@@ -71,6 +71,7 @@ def test_communication_and_flops(tensor_parallel):
     flops = 2 * ROWS * WIDTH * HIDDEN // 2 * 2
     assert tensor_parallel.model_flops == 3 * flops
     assert tensor_parallel.tokens == 0 and tensor_parallel.breaks == 0
+    assert tensor_parallel.graphs == 2 and tensor_parallel.kernels > 0 == tensor_parallel.spills
 
 
 def test_a_plan_survives_json(tensor_parallel):
