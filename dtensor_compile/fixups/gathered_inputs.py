@@ -3,6 +3,10 @@
 Dynamo takes the memory of every parameter for fixed, and CUDA graphs rest on it. Parameters that ``fully_shard``
 gathers outside of the compiled region, as it does for its root, are in other memory in each step: the graph would be
 recorded anew in each. They are copied into memory of the graph instead, as other inputs are.
+
+Upstream: not reported; with stock torch such a module breaks the graph at its hooks.
+Releases: 2.11 to 2.15.
+Remove when: Dynamo knows that ``fully_shard`` frees and allocates these parameters.
 """
 
 from __future__ import annotations
