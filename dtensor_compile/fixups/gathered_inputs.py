@@ -25,7 +25,7 @@ def forget_addresses(program: torch.fx.GraphModule) -> list[Decision]:
     for node in program.graph.find_nodes(op="placeholder"):
         given = node.meta.get("grapharg")
         tensor = None if given is None else given.example
-        if id(tensor) in gathered and forget_fixed_address(node):
+        if isinstance(tensor, torch.Tensor) and id(tensor) in gathered and forget_fixed_address(node):
             copied += getattr(tensor, "_local_tensor", tensor).nbytes
     if not copied:
         return []

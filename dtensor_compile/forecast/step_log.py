@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from dtensor_compile.compat import pytree
+from dtensor_compile.compat.aot.random_state import without_state
 from dtensor_compile.compat.distributed.eager_collectives import collective_of_call
-from dtensor_compile.graph.node_costs import Operation, SentCollective, flops_of_call, kind_of_call, without_state
+from dtensor_compile.graph.node_costs import Operation, SentCollective, flops_of_call, kind_of_call
 from dtensor_compile.graph.operator_traits import is_view
 from dtensor_compile.offline.emulated_device import EmulatedDevice, EmulatedGraph, IssuedStep, Observer
 from dtensor_compile.recording.recorder import Recording

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
+from dtensor_compile.compat.aot.random_state import WITH_RANDOM_STATE, takes_random_state, without_state
 from dtensor_compile.compat.aot.shapes import size_hint, size_hints
 from dtensor_compile.compat.distributed import device_meshes as compat_mesh
 from dtensor_compile.graph.arguments import fake_arguments, function_of, list_arg, node_arg, operator_of, sizes_of
 from dtensor_compile.graph.nodes import RECORDED_AS, source_line, starts_collective
-from dtensor_compile.graph.operator_traits import WITH_RANDOM_STATE, is_pointwise, is_view, takes_random_state
+from dtensor_compile.graph.operator_traits import is_pointwise, is_view
 from dtensor_compile.ir.mesh import group_dim_name
 from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.topology.rates import ATTENTION, ATTENTION_BACKWARD, UNMASKED
@@ -229,16 +230,6 @@ def _fake_call(node: torch.fx.Node) -> tuple[Any, Any, Any, Any]:
     """What a node calls, its arguments, its result and its named arguments, with fake values; `without_state`."""
     args, kwargs = fake_arguments(node)
     return without_state(node.target, args, node.meta["val"], kwargs)
-
-
-def without_state(target: Any, args: Any, result: Any, kwargs: Mapping[str, Any] = {}) -> tuple[Any, Any, Any, Any]:
-    """A call of an operator with a state of the random generator as the call of the operator itself: its target,
-    arguments, result and named arguments; other calls as they are."""
-    if not takes_random_state(target):
-        return target, args, result, kwargs
-    place, saves = WITH_RANDOM_STATE[target.__name__]
-    named = {name: value for name, value in kwargs.items() if name != "rng_state"}
-    return args[place], args[place + 1 :], result[1] if saves else result, named
 
 
 def _is_attention(target: torch._ops.OpOverload) -> bool:

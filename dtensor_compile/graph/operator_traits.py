@@ -16,7 +16,6 @@ Rules that need more than a set (the dims on which an operator acts, its partial
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,25 +81,6 @@ LIBRARY_KERNELS = (
 def is_pointwise(target: Any) -> bool:
     """Whether an operator computes each element of its result from the elements at that place."""
     return torch.Tag.pointwise in getattr(target, "tags", ())
-
-
-#: Operators of higher order that run an operator with a state of the random generator, which checkpointing needs: the
-#: position of that operator among their arguments, and whether they return the state before its result.
-WITH_RANDOM_STATE: Mapping[str, tuple[int, bool]] = {
-    "run_and_save_rng_state": (0, True),
-    "run_with_rng_state": (1, False),
-    "graphsafe_run_with_rng_state": (0, False),
-}
-
-
-def takes_random_state(target: Any) -> bool:
-    """Whether an operator is one of `WITH_RANDOM_STATE`."""
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in WITH_RANDOM_STATE
-
-
-def draws(target: Any) -> bool:
-    """Whether an operator draws random numbers from torch's generator, or sets its state."""
-    return takes_random_state(target) or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def is_view(target: Any) -> bool:

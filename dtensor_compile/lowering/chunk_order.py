@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_arg
 
+from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.compat.dtensor.specs import Shard, StridedShard
 from dtensor_compile.graph.arguments import node_arg, value_of
 from dtensor_compile.graph.node_builder import add_call, inherited
 from dtensor_compile.graph.nodes import is_redistribution, read
-from dtensor_compile.graph.operator_traits import CASTS, RESHAPES, VIEWS, draws, is_pointwise
+from dtensor_compile.graph.operator_traits import CASTS, RESHAPES, VIEWS, is_pointwise
 from dtensor_compile.ir.spec import parse_spec, spec_text
 from dtensor_compile.ops.redistribute import redistribute_op
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.compat.distributed.functional_collectives import (
     lower_as_collective,
     lower_as_effect,
@@ -32,7 +33,7 @@ from dtensor_compile.compat.distributed.functional_collectives import (
 from dtensor_compile.graph.arguments import operator_of, value_of
 from dtensor_compile.graph.node_builder import add_call
 from dtensor_compile.graph.nodes import communicates, cost_of, is_redistribution, is_wait
-from dtensor_compile.graph.operator_traits import draws, is_mutable
+from dtensor_compile.graph.operator_traits import is_mutable
 from dtensor_compile.ops.c10d import FUNCTIONAL, LOWERED, exchange, irecv, isend
 from dtensor_compile.ops.held_gradients import HOLDS
 from dtensor_compile.ops.random_ops import EFFECTS

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.compat.aot.random_state import WITH_RANDOM_STATE, takes_random_state
 from dtensor_compile.compat.emulation.emulated_gpu import emulated
 from dtensor_compile.compat.emulation.emulated_inductor import Hooks, Watch
 from dtensor_compile.compat.inductor.triton import Binary, compile_kernel, driver_for, load_kernel
-from dtensor_compile.graph.operator_traits import WITH_RANDOM_STATE, takes_random_state
 from dtensor_compile.topology.files import gpu as gpu_named
 from dtensor_compile.topology.gpus import Gpu
 

@@ -26,12 +26,12 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.compat.dtensor.specs import Partial, Replicate, Shard
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import value_of
 from dtensor_compile.graph.global_annotations import MARK
 from dtensor_compile.graph.nodes import Cost, is_redistribution, read, redistributions, source_line
-from dtensor_compile.graph.operator_traits import draws
 from dtensor_compile.graph.rank_uniformity import mark_of, may_use_sizes
 from dtensor_compile.ir.mesh import MeshLayout, parse_mesh
 from dtensor_compile.ir.spec import parse_spec

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.compat.dtensor.specs import Partial, Placement, Replicate, Shard
 from dtensor_compile.graph.arguments import const_arg, list_arg, node_arg, operator_of, value_of, values_of
 from dtensor_compile.graph.operator_traits import (
@@ -21,7 +22,6 @@ from dtensor_compile.graph.operator_traits import (
     PERMUTATIONS,
     SIZED_VIEWS,
     TWO_TERM_SUMS,
-    draws,
     is_pointwise,
 )
 from dtensor_compile.ir.mesh import MeshLayout

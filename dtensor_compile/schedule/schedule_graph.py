@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import operator_of, value_of
 from dtensor_compile.graph.measured_kernels import measured_seconds
 from dtensor_compile.graph.node_costs import SentCollective, collective_of, result_bytes, work_of
 from dtensor_compile.graph.nodes import ACROSS, is_fixed, is_start, is_wait, starts_collective
-from dtensor_compile.graph.operator_traits import draws, is_view
+from dtensor_compile.graph.operator_traits import is_view
 from dtensor_compile.ops.groups import GROUP, REDISTRIBUTES
 from dtensor_compile.schedule.list_scheduler import arrange, excess
 from dtensor_compile.schedule.simulated_device import Buffer, Simulation, Task, simulate

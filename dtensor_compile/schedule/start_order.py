@@ -19,10 +19,11 @@ import operator
 
 import torch
 
+from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.graph.arguments import operator_of
 from dtensor_compile.graph.node_costs import result_bytes
 from dtensor_compile.graph.nodes import is_fixed, is_start, is_wait
-from dtensor_compile.graph.operator_traits import MATMULS, draws, is_view
+from dtensor_compile.graph.operator_traits import MATMULS, is_view
 from dtensor_compile.ops.groups import REDISTRIBUTES
 
 #: A gather starts before the use of the preceding gathers that make up this fraction of all gathered bytes.

@@ -79,7 +79,7 @@ def test_gradients_of_convolutions_are_not_copied_when_they_come_back():
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b)
     operations = [operation for graph in recording.graphs for operation in graph.operations]
-    assert sum(operation.starts is not None for operation in operations) > 1
+    assert any(operation.starts is not None for operation in operations)  # DDP's buckets of a first pass are one
     backward = [operation for operation in operations if operation.name == "aten.convolution_backward"]
     assert len(backward) == 3 and all(operation.flops for operation in backward)  # its kernel has several results
     assert not any(operation.name == "fused wait_tensor" for operation in operations)

@@ -6,7 +6,8 @@ import pytest
 
 from dtensor_compile.cli import main
 from dtensor_compile.forecast.compare_plans import PlanLimits, compare_plans
-from dtensor_compile.forecast.step_plan import Communication, StepMemory, StepPlan, StepTime
+from dtensor_compile.forecast.step_plan import VERSION, Basis, Communication, StepMemory, StepPlan, StepTime
+from dtensor_compile.forecast.timeline import Timeline
 from dtensor_compile.report.compare_reports import LimitError
 
 GIB = 2**30
@@ -15,8 +16,9 @@ MEMORY = StepMemory(
 )
 TIME = StepTime(0.2, 0.1, 0.06, 0.04, 0.0, 0.01, 0.1, 0.1, 0.0)
 PLAN = StepPlan(
-    "1.0", "t", "2.13", "dp=2", 2, "h100", "h100", "sum", "adamw", 0.0, MEMORY, TIME,
-    (Communication("dp", "all_gather", 4, 100, 0.1, 0.0),), 1, 1, 0.5, 1000, 2, 0, (),
+    VERSION, "t", "2.13", "dp=2", 2, "h100", "h100", "sum", "adamw", 0.0, MEMORY, TIME,
+    (Communication("dp", "all_gather", 4, 100, 0.1, 0.0),), 1, 1, 0.5, 1000, 2, 0, 9, 0,
+    Timeline((), (), ()), (),
 )  # fmt: skip
 
 
@@ -63,3 +65,11 @@ def test_a_base_that_is_not_there(tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{}")
     assert main([*target, "--compare", str(tmp_path / "bad.json")]) == 2
     assert "bad.json: not a plan" in capsys.readouterr().err
+
+
+def test_the_error_of_a_step_is_that_of_its_parts():
+    kernels = Basis("kernels", "rates", "measured", 0.1)
+    host = Basis("host", "one host", "guess", 0.5)
+    plan = dataclasses.replace(PLAN, rests_on=(Basis("memory", "code", "simulated", 0.01), kernels, host))
+    assert plan.step_error == pytest.approx(0.1 * TIME.compute + 0.5 * TIME.idle)
+    assert str(kernels) == "kernels: rates (measured, ±10%)"

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.graph import operator_traits as traits
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ def test_identities_give_what_they_get(target):
 
 def test_questions_about_an_operator():
     assert traits.is_pointwise(aten.mul.Tensor) and not traits.is_pointwise(aten.mm.default)
-    assert traits.draws(aten.rand.default) and not traits.draws(aten.mul.Tensor)
+    assert draws(aten.rand.default) and draws(torch.ops.higher_order.run_with_rng_state) and not draws(aten.mul.Tensor)
     assert traits.is_view(aten.view.default) and not traits.is_view(aten.clone.default)
     assert traits.is_mutable(aten.add_.Tensor) and not traits.is_mutable(aten.add.Tensor)
-    assert not any(ask("a text") for ask in (traits.is_pointwise, traits.draws, traits.is_view, traits.is_mutable))
+    assert not any(ask("a text") for ask in (traits.is_pointwise, draws, traits.is_view, traits.is_mutable))

@@ -488,7 +488,8 @@ JOB = """
     want = results(lambda model: model)
     got = results(lambda model: torch.compile(model, backend="dtensor", options={"artifacts": sys.argv[1]}))
     torch.testing.assert_close(got, want)
-    print(json.dumps([dist.get_rank(), counters["aot_autograd"]["autograd_cache_hit"]]))
+    found = json.dumps([dist.get_rank(), counters["aot_autograd"]["autograd_cache_hit"]])
+    print(f"{found}\\n", end="")  # in one piece: two ranks print
     dist.destroy_process_group()
 """
 

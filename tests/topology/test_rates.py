@@ -55,7 +55,7 @@ def test_estimates_use_them_and_other_devices_are_in_proportion():
     assert compute_seconds(h100, 10**12, 0, 2) == 1e12 / H100.matmul["bfloat16"].rate(1e12)
     assert compute_seconds(h100, 0, 2**31, 2) / compute_seconds(h200, 0, 2**31, 2) == pytest.approx(4.8 / 3.35)
     assert compute_seconds(h100, 0, 1024, 2) > 10 * compute_seconds(h100, 0, 1024, 2, fused=True)
-    assert "H100" in h100.basis and "guess" in h200.basis
+    assert (h100.quality, h200.quality) == ("measured", "guess") and "H100" in h100.basis
     assert compute_seconds(h100, 10**12, 0, 8) == 1e12 / 67e12  # nothing was measured for float64
 
 

@@ -36,7 +36,8 @@ FindCall = Callable[[UserFunctionVariable], "Call | None"]
 _CALL = patch("torch._dynamo.variables.functions:UserFunctionVariable.call_function", "self tx args kwargs")
 _CALL_METHOD = patch("torch._dynamo.variables.functions:UserMethodVariable.call_function", "self tx args kwargs")
 #: Calls of functions; those of methods, too, where the tracker of a method is not one of a function, as of 2.15.
-_CALLS = (_CALL,) if issubclass(UserMethodVariable, UserFunctionVariable) else (_CALL, _CALL_METHOD)
+_IS_FUNCTION = isinstance(UserMethodVariable, type) and issubclass(UserMethodVariable, UserFunctionVariable)
+_CALLS = (_CALL,) if _IS_FUNCTION else (_CALL, _CALL_METHOD)
 _IS_OF_MODULE = patch("torch._guards:GuardSource.is_unspecialized_nn_module", "self")
 
 

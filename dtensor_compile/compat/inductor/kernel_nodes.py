@@ -10,9 +10,9 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
+from dtensor_compile.compat.aot.random_state import draws
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.patches import feature, hook, needs, patch
-from dtensor_compile.graph.operator_traits import draws
 
 Nodes = list[Any]
 
