@@ -10,7 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.forecast import step_plan as model
 from dtensor_compile.forecast.allocator import reserved_by
 from dtensor_compile.forecast.memory_use import KINDS, kind_of, use_of_step
+from dtensor_compile.forecast.script_steps import ScriptLog, run_steps, script_training
 from dtensor_compile.forecast.step_log import Allocation, Request, StepLog
 from dtensor_compile.forecast.timeline import timeline_of
-from dtensor_compile.forecast.training import StepSettings, Training
+from dtensor_compile.forecast.training import StepSettings, Told, Training
 from dtensor_compile.graph.node_costs import Operation, SentCollective
 from dtensor_compile.offline.emulated_device import EmulatedDevice, device
 from dtensor_compile.offline.simulated_job import job
@@ -110,33 +111,38 @@ def make_plan(
     cluster: str | None = None,
     settings: StepSettings = DEFAULTS,
     arguments: Mapping[str, Any] = {},
+    script_arguments: Sequence[str] = (),
 ) -> model.StepPlan:
     """The plan of a target.
 
     Args:
-        target: a function, as `dtensor_compile.report.target` takes it.
+        target: as `dtensor_compile.report.target` takes it.
         this: the job.
         gpu: name of a preset, or a file.
         cluster: name of a preset, or a file; None: the preset with the GPU's name.
         settings: the rest of the step.
-        arguments: of the target's function, by name.
+        arguments: of the target's function, by name; script_arguments: of a script. A script makes its steps itself,
+            and `settings` do not matter.
 
     Raises:
         TargetError: the target is no program that can be trained.
     """
-    if is_script(target):
-        raise TargetError(f"{target}: plan takes a function, script.py:function, that returns a model and its inputs")
     machine = topology(cluster if cluster is not None else _cluster_of(gpu))
     machine = dataclasses.replace(machine, device=gpu_named(gpu).device)
     with fresh_caches(), job(this.ranks, this.rank), device(gpu) as emulated, contextlib.redirect_stdout(io.StringIO()):
-        log = StepLog(emulated)
+        log = ScriptLog(emulated) if is_script(target) else StepLog(emulated)
         emulated.observer = log
-        found = program_of(_called(target, this, arguments))
-        if found is None:
-            raise TargetError(f"{target} returns neither a model and its inputs nor a step to call")
-        with users_program(target), record() as recording:
-            training = _training(found, settings)
-            marks, owned = _run(training, log)
+        if is_script(target):
+            training = script_training()
+            with record() as recording:
+                marks, owned = _run(training, log, lambda told: run_steps(target, script_arguments, training, told))
+        else:
+            found = program_of(_called(target, this, arguments))
+            if found is None:
+                raise TargetError(f"{target} returns neither a model and its inputs nor a step to call")
+            with users_program(target), record() as recording:
+                training = _training(found, settings)
+                marks, owned = _run(training, log, lambda told: _twice(training, told))
         operations, collectives = log.operations(recording, marks.forward.requests, marks.end.requests)
         seen = _Observed(training, log, recording, marks, owned, operations, collectives)
         return _plan(target, this, emulated, machine, seen)
@@ -176,8 +182,13 @@ def _training(found: TargetProgram, settings: StepSettings) -> Training:
     return training
 
 
-def _run(training: Training, log: StepLog) -> tuple[_Marks, dict[Allocation, str]]:
-    """Makes two steps; where the phases of the second are, and the kinds of the allocations that the program's objects
+def _twice(training: Training, told: Told) -> None:
+    for _ in range(2):
+        training.step(told)
+
+
+def _run(training: Training, log: StepLog, run: Callable[[Told], None]) -> tuple[_Marks, dict[Allocation, str]]:
+    """Makes steps; where the phases of the last are, and the kinds of the allocations that the program's objects
     own."""
     kinds: dict[Allocation, str] = {}
     points: dict[str, _Point] = {}
@@ -199,8 +210,7 @@ def _run(training: Training, log: StepLog) -> tuple[_Marks, dict[Allocation, str
         own("inputs", training.inputs())
 
     with training.optimizers_watched(told):
-        for _ in range(2):
-            training.step(told)
+        run(told)
     if training.is_step():
         inside = range(points["forward"].requests, points["end"].requests)
         backward = [number for number in inside if log.is_backward(number)]
@@ -225,7 +235,8 @@ def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, se
         version=model.VERSION,
         target=target,
         torch=torch.__version__,
-        mesh=",".join(f"{name}={size}" for name, size in this.mesh) or f"tp={this.ranks}",
+        mesh=",".join(f"{name}={size}" for name, size in this.mesh)
+        or ("its own mesh" if is_script(target) else f"tp={this.ranks}"),
         world=this.ranks,
         gpu=gpu.name,
         cluster=cluster.name,
@@ -243,6 +254,7 @@ def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, se
         breaks=len(graph_breaks(seen.recording)),
         kernels=len(emulated.kernels),
         spills=sum(kernel.binary.spills > 0 for kernel in emulated.kernels),
+        made_up=tuple(seen.log.read_at) if isinstance(seen.log, ScriptLog) else (),
         timeline=timeline_of(timing, operations, seen.collectives),
         rests_on=_rests_on(gpu, cluster),
     )

@@ -1,8 +1,8 @@
 """``dtensor-compile plan TARGET``: memory and time of a training step on a cluster that is not there.
 
-TARGET is a function as for report: it returns a model and its inputs, of which a whole training step is made (loss,
-backward, clipping, optimizer), or a step to call. Its code is compiled for the GPU as it would be there, and runs
-once on tensors without values.
+TARGET is a function or a script, as for report: a function returns a model and its inputs, of which a whole training
+step is made (loss, backward, clipping, optimizer), or a step to call; a script runs as it is until it has made three
+steps. Its code is compiled for the GPU as it would be there, and runs on tensors without values.
 
 Exit status: 0; 1 if the step does not fit into the GPU, or a limit is exceeded; 2 if it could not be forecast.
 """
@@ -28,17 +28,19 @@ from dtensor_compile.forecast.plan_trace import to_trace
 from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
 from dtensor_compile.forecast.sweep import combinations, parse_sweep, run_sweep, value_of
 from dtensor_compile.forecast.training import LOSSES, OPTIMIZERS, StepSettings
-from dtensor_compile.report.report_command import BROKEN, OK, status_of
+from dtensor_compile.report.report_command import BROKEN, OK, main_of
 from dtensor_compile.report.run_target import Job, parse_mesh_argument
+from dtensor_compile.report.script_arguments import options_parser
 from dtensor_compile.report.table import console_for, print_comparison
-from dtensor_compile.report.target import TargetError
+from dtensor_compile.report.target import TargetError, is_script
 from dtensor_compile.topology.gpus import GPUS
 from dtensor_compile.topology.links import CLUSTERS
 
+_SCRIPT = "A script is run as it is, on an emulated GPU, until it has made three steps of an optimizer."
+
 
 def parser(program: str) -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog=program, description=__doc__.partition("\n\n")[2])  # type: ignore[union-attr]
-    p.add_argument("target", help="package.module:function or script.py:function; on cuda, or moved there")
+    p = options_parser(program)
     p.add_argument("--mesh", metavar="dp=64,tp=8", help="mesh for a function that takes one")
     p.add_argument("--world", type=int, metavar="N", help="ranks of the job (default: of --mesh, else 2)")
     p.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to look from (default 0)")
@@ -78,8 +80,7 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str], program: str = "dtensor-compile plan") -> int:
     """Runs the command; returns the exit status."""
-    args = parser(program).parse_args(argv)
-    return status_of(_sweep if args.sweep else _run, args, program)
+    return main_of(parser(program), argv, lambda args: (_sweep if args.sweep else _run)(args), _SCRIPT)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -96,6 +97,7 @@ def _run(args: argparse.Namespace) -> int:
         cluster=args.cluster,
         settings=settings,
         arguments=dict(map(_argument, args.set)),
+        script_arguments=args.rest,
     )
     if args.json is not None and args.json != "-":
         pathlib.Path(args.json).write_text(to_json(plan))
@@ -132,6 +134,8 @@ def _read(file: str) -> StepPlan:
 
 
 def _sweep(args: argparse.Namespace) -> int:
+    if is_script(args.target):
+        raise TargetError(f"--sweep varies arguments of a function: name one, {args.target}:function")
     if args.trace is not None:
         raise TargetError("--trace is of one plan: leave --sweep out, or take --html")
     combined = combinations(

@@ -26,6 +26,8 @@ def print_plan(plan: StepPlan, console: Console) -> None:
     console.print(_communication_table(plan))
     spill = f", {plan.spills} of them with spills" if plan.spills else ""
     console.print(f"{plan.graphs} graphs, {plan.breaks} breaks, {plan.kernels} Triton kernels{spill}", highlight=False)
+    for line in plan.made_up:
+        console.print(f"[yellow]reads a value, and gets 0[/yellow]: {line}", highlight=False)
     for basis in plan.rests_on:
         console.print(f"[dim]{basis}[/dim]", highlight=False)
 

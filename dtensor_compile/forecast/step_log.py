@@ -217,7 +217,7 @@ class StepLog(Observer):
             key = storage._cdata
             if key in self._live:
                 continue
-            where = _users_line() if self._graph is None else ""
+            where = users_line() if self._graph is None else ""
             this = Allocation(storage.nbytes(), self.now, _name(func), where)
             self._begins(this)
             self._live[key] = this, weakref.ref(storage, functools.partial(self._freed, key))
@@ -273,7 +273,7 @@ class StepLog(Observer):
     def _counted(self, func: Any, args: Sequence[Any], result: Any) -> Iterator[Operation]:
         """The requests of an operator."""
         name, namespace = _name(func), getattr(func, "namespace", "")
-        where = _users_line() if self._graph is None else ""
+        where = users_line() if self._graph is None else ""
         if (sent := collective_of_call(func, args)) is not None:
             self.collectives.append(replace(collective_outside(sent), where=where))
             number = len(self.collectives) - 1
@@ -355,7 +355,7 @@ def _name(func: Any) -> str:
     return name.replace("::", ".")
 
 
-def _users_line() -> str:
+def users_line() -> str:
     """The innermost line of the program that runs, ``file:line: code``; empty where it is this package that calls."""
     frames = traceback.extract_stack(sys._getframe(2))
     begin = max((i for i, frame in enumerate(frames) if frame.filename.endswith(_CALLERS)), default=-1)
@@ -367,4 +367,6 @@ def _users_line() -> str:
 _CALLERS = (
     os.path.join("dtensor_compile", "forecast", "training.py"),
     os.path.join("dtensor_compile", "report", "target.py"),
+    "runpy.py>",
+    "runpy.py",
 )

@@ -156,6 +156,7 @@ class StepPlan:
         tokens: of the job in a step; 0 if the program's inputs are no tokens.
         graphs: compiled graphs, and graph breaks.
         kernels: Triton kernels that were compiled to machine code; spills: those of them that spill registers.
+        made_up: the lines of a script that read values of tensors on the GPU, and got 0 or False.
         timeline: of the step.
         rests_on: what the figures rest on.
     """
@@ -181,6 +182,7 @@ class StepPlan:
     breaks: int
     kernels: int
     spills: int
+    made_up: tuple[str, ...]
     timeline: Timeline
     rests_on: tuple[Basis, ...]
 

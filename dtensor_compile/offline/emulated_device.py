@@ -106,6 +106,9 @@ class Observer:
     def step(self, step: IssuedStep, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> None:
         """Generated code makes a request; of a kernel with the tensors that it reads and those that it writes."""
 
+    def read(self, tensor: torch.Tensor) -> bool | int | float | None:
+        """The program reads the value of a tensor with one element; the value that it gets, or None for an error."""
+
     def begins(self, graph: EmulatedGraph) -> None:
         """Generated code begins to run."""
 
@@ -186,6 +189,9 @@ class EmulatedDevice:
     def _resized(self, storage: torch.UntypedStorage) -> None:
         self.observer.resized(storage)
 
+    def _read(self, tensor: torch.Tensor) -> bool | int | float | None:
+        return self.observer.read(tensor)
+
 
 class _Launch:
     """Stand-in for a kernel in generated code."""
@@ -250,5 +256,5 @@ def device(name: str | os.PathLike[str]) -> Iterator[EmulatedDevice]:
     gpu = gpu_named(name)
     with driver_for(gpu):
         made = EmulatedDevice(gpu)
-        with emulated(gpu, Hooks(made._kernel, made._graph, made._operator, made._resized)):
+        with emulated(gpu, Hooks(made._kernel, made._graph, made._operator, made._resized, made._read)):
             yield made

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import pathlib
 import sys
 import traceback
@@ -21,8 +20,9 @@ from dtensor_compile.report.explain import KERNELS
 from dtensor_compile.report.html import to_html
 from dtensor_compile.report.model import Report, ReportFormatError, from_json, to_json
 from dtensor_compile.report.run_target import DEFAULT_WORLD, STOCK_RANKS, Job, look_at, parse_mesh_argument
+from dtensor_compile.report.script_arguments import options_parser, parsed, usage
 from dtensor_compile.report.table import console_for, print_comparison, print_report
-from dtensor_compile.report.target import TargetError, is_script
+from dtensor_compile.report.target import TargetError
 from dtensor_compile.topology.links import CLUSTERS
 
 OK, BROKEN, NOT_RUN = 0, 1, 2
@@ -30,8 +30,7 @@ OK, BROKEN, NOT_RUN = 0, 1, 2
 
 def parser(program: str) -> argparse.ArgumentParser:
     """The parser of the options, without the target."""
-    p = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
-    p.add_argument("-h", "--help", action="store_true", help="show this message and exit")
+    p = options_parser(program)
     job = p.add_argument_group("the job")
     job.add_argument("--mesh", metavar="4x2", help="mesh for a function that takes one; with names: dp=4,tp=2")
     job.add_argument(
@@ -68,51 +67,31 @@ def parser(program: str) -> argparse.ArgumentParser:
     return p
 
 
-_USAGE = """\
-usage: {program} [options] TARGET [options]
-       {program} [options] script.py [--] [arguments of the script]
-
-TARGET is package.module:function or script.py:function: a function without arguments, or with a mesh, \
-that returns a model
-and its inputs, or a step to call. A script is run as it is, and every torch.compile in it is reported. An argument of
-the script that has the name of an option of this command goes after --.
-"""
+_SCRIPT = "A script is run as it is, and every torch.compile in it is reported."
 
 
 def main(argv: Sequence[str], program: str = "dtensor-compile report") -> int:
     """Runs the command; returns the exit status."""
-    options = parser(program)
-    with_target = argparse.ArgumentParser(prog=program, parents=[options], add_help=False, allow_abbrev=False)
-    with_target.add_argument("target", nargs="?")
-    with_target.add_argument("rest", nargs=argparse.REMAINDER)
-    argv, theirs = _split(argv)  # argparse drops the first `--` after a positional argument
-    args = with_target.parse_args(argv)
-    if args.target is not None and not is_script(args.target):
-        args = options.parse_args([*args.rest, *theirs], namespace=args)
-        args.rest = []
-    misplaced = _options_in(args.rest, options)
-    if misplaced:
-        named = f"{program}: {' and '.join(misplaced)} behind {args.target}"
-        advice = f"in front of the script, and its own arguments of that name behind --, {args.target} -- ..."
-        print(f"{named}: put options of this command {advice}", file=sys.stderr)
+    return main_of(parser(program), argv, _run, _SCRIPT)
+
+
+def main_of(
+    options: argparse.ArgumentParser, argv: Sequence[str], run: Callable[[argparse.Namespace], int], script: str
+) -> int:
+    """Runs a command that takes a target; returns the exit status.
+
+    Args:
+        script: what is done with a script, for ``--help``.
+    """
+    try:
+        args = parsed(options, argv)
+    except TargetError as error:
+        print(f"{options.prog}: {error}", file=sys.stderr)
         return NOT_RUN
-    args.rest += theirs if args.rest else theirs[1:]  # a `--` right after the script belongs to this command
     if args.help or args.target is None:
-        print(_USAGE.format(program=program) + "\n" + options.format_help().partition("\n\n")[2])
+        print(usage(options, script))
         return OK if args.help else NOT_RUN
-    return status_of(_run, args, program)
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments before the first ``--``, and the rest with it."""
-    before = list(itertools.takewhile(lambda text: text != "--", argv))
-    return before, list(argv[len(before) :])
-
-
-def _options_in(texts: Sequence[str], options: argparse.ArgumentParser) -> list[str]:
-    """The names of those of `options` that are among `texts`."""
-    ours = {name for action in options._actions for name in action.option_strings}
-    return [name for name in dict.fromkeys(text.partition("=")[0] for text in texts) if name in ours]
+    return status_of(run, args, options.prog)
 
 
 def status_of(run: Callable[[argparse.Namespace], int], args: argparse.Namespace, program: str) -> int:

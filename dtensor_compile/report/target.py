@@ -136,9 +136,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             what = f"says {end.code!r}" if isinstance(end.code, str) else f"ends with status {end.code}"
-            raise TargetError(
-                f"{script} {what}: does it need arguments? They go after it: report {script} ARGUMENTS"
-            ) from end
+            raise TargetError(f"{script} {what}: does it need arguments? They go after it: {script} ARGUMENTS") from end
     finally:
         sys.argv = argv
         sys.path.remove(str(path.parent.resolve()))

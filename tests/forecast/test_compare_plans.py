@@ -17,7 +17,7 @@ MEMORY = StepMemory(
 TIME = StepTime(0.2, 0.1, 0.06, 0.04, 0.0, 0.01, 0.1, 0.1, 0.0)
 PLAN = StepPlan(
     VERSION, "t", "2.13", "dp=2", 2, "h100", "h100", "sum", "adamw", 0.0, MEMORY, TIME,
-    (Communication("dp", "all_gather", 4, 100, 0.1, 0.0),), 1, 1, 0.5, 1000, 2, 0, 9, 0,
+    (Communication("dp", "all_gather", 4, 100, 0.1, 0.0),), 1, 1, 0.5, 1000, 2, 0, 9, 0, (),
     Timeline((), (), ()), (),
 )  # fmt: skip
 

@@ -105,13 +105,16 @@ class CudaTensorsAreFake(FakeTensorMode):
 
     Args:
         told: called with each operator that involves one, its arguments and its result.
+        read: called with one whose value the program reads; returns a value, or None where that is an error.
     """
 
     supports_higher_order_operators = True  # their rules are registered for FakeTensorMode, not for this class
 
-    def __init__(self, told: Callable[[Any, Sequence[Any], Any], None]) -> None:
+    def __init__(
+        self, told: Callable[[Any, Sequence[Any], Any], None], read: Callable[[torch.Tensor], bool | int | float | None]
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.told = told
+        self.told, self.read = told, read
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -120,6 +123,8 @@ class CudaTensorsAreFake(FakeTensorMode):
         if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
             return func.python_key_table[FakeTensorMode](self, *args, **kwargs)
         if isinstance(func, HigherOrderOperator) or _is_for_cuda(args, kwargs):
+            if func is torch.ops.aten._local_scalar_dense.default and (value := self.read(args[0])) is not None:
+                return value
             result = super().__torch_dispatch__(func, types, args, kwargs)
             self.told(func, args, result)
             return result if isinstance(func, HigherOrderOperator) or func.namespace != "c10d" else _with_future(result)
@@ -185,7 +190,7 @@ def emulated(gpu: Gpu, hooks: Hooks) -> Iterator[None]:
         for known in _FOREACH:
             stack.enter_context(patched_value(known, [*_foreach_supported_types, FakeTensor]))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        mode = CudaTensorsAreFake(hooks.operator)
+        mode = CudaTensorsAreFake(hooks.operator, hooks.read)
         stack.enter_context(_entered_while_traced(mode))
         stack.enter_context(_no_measured_times())
         stack.enter_context(_resizes_told(hooks.resized))

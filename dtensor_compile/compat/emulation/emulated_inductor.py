@@ -85,12 +85,14 @@ class Hooks:
             context to run it in.
         operator: called with each operator that the device is given, its arguments and its result.
         resized: called with a storage whose size was changed, as FSDP frees memory that it goes on to refer to.
+        read: called with a tensor whose value the program reads; returns one, or None where that is an error.
     """
 
     kernel: Callable[[str, str], Any]
     graph: Callable[[str, bool], Callable[[], contextlib.AbstractContextManager[Any]]]
     operator: Callable[[Any, Sequence[Any], Any], None]
     resized: Callable[[torch.UntypedStorage], None]
+    read: Callable[[torch.Tensor], bool | int | float | None]
 
 
 @contextlib.contextmanager
