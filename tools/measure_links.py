@@ -3,7 +3,7 @@
 Latency and bandwidth of the network, what the backend sends for each kind of collective, and the rates of a rank's
 device:
 
-    torchrun --nproc-per-node 2 tools/measure_links.py --save network.json
+    torchrun --nproc-per-node 2 tools/measure_links.py --save network.json [--largest 4194304]
     python tools/netlab.py --ranks 2 --rate 1gbit -- tools/measure_links.py --save network.json
 
 Bandwidth W (bytes a second) is that of `STREAM` all-to-alls in flight at once, latency a (seconds a message) what a
@@ -16,6 +16,8 @@ than it is to messages with pauses between them. Both are measured while every r
 as much as the matmuls that they are to run beside, and on a busy core a message starts later by what the core's turns
 take. The device's rates are those of matmuls and copies while all ranks run them, which is how they are when
 ranks share a host.
+
+With ``--largest`` each kind of collective is measured by size too, and estimates take what it took.
 
 The file is a topology for ``options={"topology": "network.json"}`` and ``--cluster`` (`topology/files.py`). What is
 sent is counted at the interface that `GLOO_SOCKET_IFNAME` names, headers included; other programs must not use it
@@ -42,6 +44,7 @@ from rich.table import Table
 
 from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.topology import CLUSTERS, Device, Link, save
+from dtensor_compile.topology.rates import Curve
 
 #: Sizes of the matmul that is timed, and elements that are copied: those of a small model's layer.
 PRODUCT, COPIED = (512, 256, 1024), 1 << 18
@@ -131,6 +134,24 @@ def measure_link(repeats: int = 7, beside_compute: bool = True) -> Link:
     return fit(streamed, small, n - 1)
 
 
+def measure_collectives(largest: int, repeats: int = 5) -> tuple[tuple[str, int, Curve], ...]:
+    """What each kind of collective achieves by its bytes, as `Link.collectives` has it. Called on all ranks; the same
+    on each.
+
+    Args:
+        largest: elements (float32) of the largest local input; the smallest has 256 for each rank.
+    """
+    n, found = dist.get_world_size(), []
+    for kind in KINDS:
+        points, elements = [], 256 * n
+        while elements <= largest:
+            sent = 4.0 * elements_sent(kind, n, elements)
+            points.append((sent, sent / seconds_of(collective(kind, elements, n), repeats)))
+            elements *= 4
+        found.append((kind, n, Curve(tuple(points))))
+    return tuple(found)
+
+
 def measure_device(repeats: int = 9) -> Device:
     """What each rank computes on while all compute; the same on every rank. Called on all ranks."""
 
@@ -169,12 +190,17 @@ def main() -> None:
     parser.add_argument("--save", metavar="FILE.json", help="write the topology there")
     parser.add_argument("--name", default="measured")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--largest", type=int, default=0, help="measure each kind by size up to this many elements (float32) too"
+    )
     parser.add_argument("--elements", type=int, default=1 << 20, help="local input of what is counted, in float32")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
     link, device = measure_link(args.repeats), measure_device(args.repeats)
+    if args.largest:
+        link = dataclasses.replace(link, collectives=measure_collectives(args.largest, args.repeats))
     table = Table(title=f"{n} ranks: latency {link.latency * 1e6:.0f} us, {link.bandwidth * 8 / 1e6:.0f} Mbit/s")
     for column in ("collective", "by the formula", "on the wire", "factor", "ms"):
         table.add_column(column, justify="right")

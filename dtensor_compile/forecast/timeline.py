@@ -50,7 +50,7 @@ class Timeline:
 
 def timeline_of(timing: Schedule, operations: Sequence[Operation], collectives: Sequence[SentCollective]) -> Timeline:
     """The timeline of a schedule of these operations and collectives, with a stream for each mesh dim."""
-    streams, texts = _numbers(), _numbers()
+    streams, texts = _Numbers(), _Numbers()
     streams(COMPUTE)
     rows = []
     for timed in timing.compute:
@@ -65,7 +65,7 @@ def timeline_of(timing: Schedule, operations: Sequence[Operation], collectives: 
     return Timeline(tuple(streams.known), tuple(texts.known), tuple(rows))
 
 
-class _numbers:
+class _Numbers:
     """Numbers texts in the order in which they come."""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@
     latency = 8e-6                         # seconds to start a message
     bandwidth = 50e9                       # bytes per second
     shared = false                         # optional: whether the ranks of a host send over it together
+    collectives.all_gather.8 = [[1e3, 1e7], ...]  # optional: measured on 8 ranks, bytes that one sends, and per second
     [mesh_dims.tp]                         # optional: the link along a mesh dim, by its name
     latency = 4e-6
     bandwidth = 400e9
@@ -45,7 +46,7 @@ import os
 import pathlib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtensor_compile.errors import TopologyError
@@ -53,6 +54,8 @@ from dtensor_compile.topology.gpus import GPUS, Device, Gpu
 from dtensor_compile.topology.links import CLUSTERS, LINKS, Cluster, Link
 from dtensor_compile.topology.rates import Achieved, Curve
 
+#: Kinds of collectives that can be measured.
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _KEYS = {"name", "ranks_per_host", "inside", "between", "mesh_dims", "backend", "device"}
 
 
@@ -131,12 +134,9 @@ def _link(value: Any, where: str) -> Link:
         if value not in LINKS:
             raise TopologyError(f"{where}: no link is called {value!r}; presets: {', '.join(LINKS)}")
         return LINKS[value]
-    if not isinstance(value, Mapping) or not {"latency", "bandwidth"} <= value.keys() <= {
-        "latency",
-        "bandwidth",
-        "shared",
-    }:
-        said = "latency (seconds), bandwidth (bytes per second) and shared (optional)"
+    needed, optional = {"latency", "bandwidth"}, {"shared", "collectives"}
+    if not isinstance(value, Mapping) or not needed <= value.keys() <= needed | optional:
+        said = "latency (seconds), bandwidth (bytes per second); optional: shared and collectives"
         raise TopologyError(f"{where}: a link is {said}, not {value!r}")
     shared = value.get("shared", False)
     if not isinstance(shared, bool):
@@ -145,7 +145,20 @@ def _link(value: Any, where: str) -> Link:
         _number(value["latency"], f"{where}.latency", zero=True),
         _number(value["bandwidth"], f"{where}.bandwidth"),
         shared,
+        tuple(_collectives(value.get("collectives", {}), f"{where}.collectives")),
     )
+
+
+def _collectives(value: Any, where: str) -> Iterator[tuple[str, int, Curve]]:
+    if not isinstance(value, Mapping) or not all(isinstance(known, Mapping) for known in value.values()):
+        raise TopologyError(f"{where} is a table by kind and number of ranks, not {value!r}")
+    for kind, known in value.items():
+        if kind not in KINDS:
+            raise TopologyError(f"{where}: no collective is called {kind!r}; kinds: {', '.join(KINDS)}")
+        for ranks, points in known.items():
+            if not str(ranks).isdigit() or int(ranks) < 2:
+                raise TopologyError(f"{where}.{kind}: {ranks!r} is no number of ranks")
+            yield kind, int(ranks), _curve(points, f"{where}.{kind}.{ranks}")
 
 
 _DEVICE_KEYS, _DEVICE_OPTIONAL = {"peak", "memory", "launch"}, {"exact", "achieved"}
@@ -246,7 +259,11 @@ def to_values(cluster: Cluster) -> dict[str, Any]:
     """Plain values that `from_values` reads back."""
 
     def link(value: Link) -> dict[str, Any]:
-        return {"latency": value.latency, "bandwidth": value.bandwidth, "shared": value.shared}
+        known: dict[str, dict[str, Any]] = {}
+        for kind, ranks, rates in value.collectives:
+            known.setdefault(kind, {})[str(ranks)] = [list(point) for point in rates.points]
+        measured = {"collectives": known} if known else {}
+        return {"latency": value.latency, "bandwidth": value.bandwidth, "shared": value.shared, **measured}
 
     return {
         "name": cluster.name,

@@ -14,7 +14,8 @@ f is the backend's traffic relative to B (`topology/backends.py`), 1 for most.
 
 (R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005; the model is
 R. Hockney's, 1994. B is counted as in `dtensor_compile.planner.search`.) The link is the slowest that the ranks of the
-group share: within a host, or between hosts.
+group share: within a host, or between hosts. Where a link has measured collectives, their rates take the place of the
+formula, which then only says how other numbers of ranks differ.
 
 Operators, with F floating-point operations and M bytes read and written (S. Williams, A. Waterman, D. Patterson:
 Roofline, 2009):
@@ -38,6 +39,7 @@ import torch
 
 from dtensor_compile.topology.backends import traffic
 from dtensor_compile.topology.gpus import CPU, GPUS, V100, Device
+from dtensor_compile.topology.rates import Curve
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,26 @@ class Link:
         bandwidth: bytes per second that one rank sends; all ranks of a host together, if the link is shared.
         shared: whether the ranks of a host send over it together (one network card for all, main memory), or each has
             its own.
+        collectives: what was measured: a kind, a number of ranks, and bytes per second by the bytes that one rank
+            sends. Other numbers of ranks take as much longer or shorter than the formula says.
     """
 
     latency: float
     bandwidth: float
     shared: bool = False
+    collectives: tuple[tuple[str, int, Curve], ...] = ()
 
     def share(self, ranks: int) -> Link:
         """The share of one of `ranks` that send at the same time."""
-        return Link(self.latency, self.bandwidth / ranks) if self.shared and ranks > 1 else self
+        if not self.shared or ranks <= 1:
+            return self
+        known = tuple((kind, n, rates.times(1 / ranks)) for kind, n, rates in self.collectives)
+        return Link(self.latency, self.bandwidth / ranks, collectives=known)
+
+    def measured(self, kind: str, n: int) -> tuple[int, Curve] | None:
+        """Of a kind of collective: the measured number of ranks that is nearest to `n`, and the rates."""
+        known = [(ranks, rates) for measured, ranks, rates in self.collectives if measured == kind]
+        return min(known, key=lambda this: abs(math.log(this[0] / n)), default=None)
 
 
 @dataclass(frozen=True)
@@ -104,8 +117,10 @@ class Cluster:
 
 
 def slowest(links: Sequence[Link]) -> Link:
-    """The link that a collective over all these links sees: the longest latency, the lowest bandwidth."""
-    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+    """The link that a collective over all these links sees: the longest latency, the lowest bandwidth, and what was
+    measured of that with the lowest."""
+    lowest = min(links, key=lambda link: link.bandwidth)
+    return Link(max(link.latency for link in links), lowest.bandwidth, collectives=lowest.collectives)
 
 
 #: Links by name. Bandwidth: vendors' figures per device and direction (NVLink 2 to 5; PCIe with 16 lanes; InfiniBand
@@ -175,7 +190,13 @@ def seconds_over(link: Link, backend: str, kind: str, bytes_sent: float, n: int,
     if n <= 1:
         return 0.0
     follow = rounds(kind, n) if messages is None else messages
-    return follow * link.latency + traffic(backend, kind, n) * bytes_sent / link.bandwidth
+    seconds = follow * link.latency + traffic(backend, kind, n) * bytes_sent / link.bandwidth
+    known = link.measured(kind, n) if messages is None and bytes_sent else None
+    if known is None:
+        return seconds
+    ranks, rates = known
+    formula = rounds(kind, ranks) * link.latency + traffic(backend, kind, ranks) * bytes_sent / link.bandwidth
+    return seconds * rates.seconds(bytes_sent) / formula
 
 
 def compute_seconds(

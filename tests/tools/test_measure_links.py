@@ -27,6 +27,18 @@ def measured():
     return measure_links.measure_link(3), measure_links.measure_device(3)
 
 
+def measured_collectives():
+    return measure_links.measure_collectives(1 << 12, 3)
+
+
+def test_collectives_are_measured_by_size():
+    found, other = run_on_ranks(2, measured_collectives)
+    assert found == other and [(kind, n) for kind, n, _ in found] == [(kind, 2) for kind in measure_links.KINDS]
+    for _, _, rates in found:
+        sizes = [size for size, _ in rates.points]
+        assert len(sizes) == 2 and sizes[1] == 4 * sizes[0]
+
+
 def test_all_ranks_measure_the_same():
     (link, device), other = run_on_ranks(2, measured)
     assert (link, device) == other and link.bandwidth > 0 and device.memory > 0

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from dtensor_compile.errors import TopologyError
 from dtensor_compile.topology import compute_seconds
-from dtensor_compile.topology.files import device_values, from_values, gpu, to_values
+from dtensor_compile.topology.files import device_values, from_values, gpu, save, to_values, topology
 from dtensor_compile.topology.gpus import GPUS
-from dtensor_compile.topology.links import CLUSTERS
+from dtensor_compile.topology.links import CLUSTERS, Link, seconds_over, slowest
 from dtensor_compile.topology.measured_rates import H100
 from dtensor_compile.topology.rates import ATTENTION, ATTENTION_BACKWARD, UNMASKED, Curve, curve
 
@@ -66,6 +66,51 @@ def test_a_gpus_file_keeps_them(tmp_path):
     values = {**sizes, "capability": capability, "device": device_values(known.device)}
     (tmp_path / "gpu.json").write_text(json.dumps(values))
     assert gpu(tmp_path / "gpu.json") == known
+
+
+MEASURED = Link(1.0, 100.0, shared=True, collectives=(("all_gather", 4, Curve(((10.0, 5.0), (1000.0, 50.0)))),))
+
+
+def test_a_measured_collective_takes_what_it_took():
+    assert seconds_over(MEASURED, "", "all_gather", 10, 4) == pytest.approx(2)
+    assert seconds_over(MEASURED, "", "all_gather", 1000, 4) == pytest.approx(20)
+    plain = dataclasses.replace(MEASURED, collectives=())
+    for kind, n, messages in (("all_reduce", 4, None), ("all_gather", 4, 7)):  # not measured; not the textbook's
+        both = [seconds_over(link, "", kind, 1000, n, messages) for link in (MEASURED, plain)]
+        assert both[0] == both[1]
+
+
+def test_other_numbers_of_ranks_differ_as_the_formula_does():
+    plain = dataclasses.replace(MEASURED, collectives=())
+    factor = seconds_over(MEASURED, "", "all_gather", 1000, 4) / seconds_over(plain, "", "all_gather", 1000, 4)
+    assert seconds_over(MEASURED, "", "all_gather", 1000, 16) == pytest.approx(
+        factor * seconds_over(plain, "", "all_gather", 1000, 16)
+    )
+    assert MEASURED.share(2).measured("all_gather", 4)[1].rate(1000) == pytest.approx(25)
+    assert slowest([MEASURED, Link(2.0, 200.0)]).collectives == MEASURED.collectives
+
+
+def test_a_topologys_file_keeps_them(tmp_path):
+    known = dataclasses.replace(CLUSTERS["cpu-loopback"], between=MEASURED)
+    save(known, tmp_path / "t.json")
+    assert topology(tmp_path / "t.json") == known
+
+
+@pytest.mark.parametrize(
+    "collectives, said",
+    [
+        ([], "table by kind"),
+        ({"all_gather": []}, "table by kind"),
+        ({"gather": {"2": [[1, 1]]}}, "no collective is called 'gather'"),
+        ({"all_gather": {"1": [[1, 1]]}}, "'1' is no number of ranks"),
+        ({"all_gather": {"2": []}}, "is a list of pairs"),
+    ],
+)
+def test_collectives_that_are_none(collectives, said):
+    values = to_values(CLUSTERS["cpu-loopback"])
+    values["inside"]["collectives"] = collectives
+    with pytest.raises(TopologyError, match=said):
+        from_values(values)
 
 
 @pytest.mark.parametrize(
