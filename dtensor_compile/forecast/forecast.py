@@ -260,9 +260,9 @@ def _plan(target: str, this: Job, emulated: EmulatedDevice, cluster: Cluster, se
     )
 
 
-#: Relative errors to expect of kernels, by how their rates are known. Measured rates: seven programs on an H100 were
-#: within 8% on data as they have them (docs/planning.md); the others are assumed.
-_ERRORS = {"measured": 0.1, "guess": 0.25, "vendor's figures": 0.5}
+#: Relative errors to expect of kernels, by how their rates are known. Measured rates: large programs on an H100 were
+#: within 8% on random data, and within 14% on zeros (docs/planning.md); the others are assumed.
+_ERRORS = {"measured": 0.15, "guess": 0.25, "vendor's figures": 0.5}
 
 
 def _rests_on(gpu: Gpu, cluster: Cluster) -> tuple[model.Basis, ...]:
@@ -272,8 +272,8 @@ def _rests_on(gpu: Gpu, cluster: Cluster) -> tuple[model.Basis, ...]:
         f"{HOST_EAGER * 1e6:.0f} us for an operator in eager, as measured on one host"
     )
     memory = (
-        "what the generated code and eager ask for, by the rules of torch's allocator, and cuBLAS's workspaces; "
-        "without NCCL's buffers and the CUDA context"
+        "what the generated code and eager ask for, and cuBLAS's workspaces; segments by the rules of torch's "
+        "allocator, within a tenth; without NCCL's buffers and the CUDA context"
     )
     return (
         model.Basis("memory", memory, "simulated", 0.01),
