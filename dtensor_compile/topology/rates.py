@@ -46,13 +46,16 @@ class Curve:
 
 
 def curve(points: Iterable[tuple[float, float]]) -> Curve:
-    """The curve of points in any order; of several with one size, the geometric mean."""
+    """The curve of points in any order: of several with one size, the geometric mean; and no work takes longer than
+    more of it, as noise has it where launches are what takes the time."""
     rates: dict[float, list[float]] = {}
     for size, rate in points:
         rates.setdefault(size, []).append(rate)
-    return Curve(
-        tuple((size, math.exp(sum(map(math.log, found)) / len(found))) for size, found in sorted(rates.items()))
-    )
+    found: list[tuple[float, float]] = []
+    for size, known in sorted(rates.items(), reverse=True):
+        rate = known[0] if len(known) == 1 else math.exp(sum(map(math.log, known)) / len(known))
+        found.insert(0, (size, max(rate, size / (found[0][0] / found[0][1])) if found else rate))
+    return Curve(tuple(found))
 
 
 @dataclass(frozen=True)

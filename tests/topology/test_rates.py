@@ -31,14 +31,18 @@ def test_less_work_never_takes_longer_below_the_smallest_point():
 
 
 def test_points_of_one_size_are_averaged():
-    assert curve([(5, 9.0), (1, 1.0), (5, 4.0)]).points == ((1, 1.0), (5, pytest.approx(6.0)))
+    assert curve([(5, 9.0), (4, 5.0), (5, 4.0)]).points == ((4, 5.0), (5, pytest.approx(6.0)))
+
+
+def test_a_point_that_took_longer_than_a_larger_one_is_noise():
+    assert curve([(1, 0.5), (2, 2.0), (3, 3.0)]).points == ((1, 1.0), (2, 2.0), (3, 3.0))
 
 
 @pytest.mark.parametrize("known", [H100.memory, *H100.matmul.values()], ids=str)
 @given(sizes=st.tuples(st.floats(1, 1e13), st.floats(1, 1e13)))
-def test_more_work_takes_longer_but_for_what_was_measured_within_a_tenth(known, sizes):
+def test_more_work_never_takes_less(known, sizes):
     small, large = sorted(sizes)
-    assert known.seconds(small) <= 1.1 * known.seconds(large)
+    assert known.seconds(small) <= known.seconds(large) * (1 + 1e-9)
 
 
 def test_attention_without_a_mask_does_twice_the_work():
