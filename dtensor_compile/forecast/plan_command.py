@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from dtensor_compile.forecast.compare_plans import PlanLimits, compare_plans
 from dtensor_compile.forecast.forecast import make_plan
-from dtensor_compile.forecast.plan_page import sweep_to_html, to_html
+from dtensor_compile.forecast.plan_page import require_plotly, sweep_to_html, to_html
 from dtensor_compile.forecast.plan_table import print_plan, print_sweep
 from dtensor_compile.forecast.plan_trace import to_trace
 from dtensor_compile.forecast.step_plan import PlanFormatError, StepPlan, from_json, to_json
@@ -80,7 +80,13 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str], program: str = "dtensor-compile plan") -> int:
     """Runs the command; returns the exit status."""
-    return main_of(parser(program), argv, lambda args: (_sweep if args.sweep else _run)(args), _SCRIPT)
+    return main_of(parser(program), argv, _command, _SCRIPT)
+
+
+def _command(args: argparse.Namespace) -> int:
+    if args.html is not None:
+        require_plotly()  # an error now, and not after minutes
+    return _sweep(args) if args.sweep else _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -46,7 +46,12 @@ def sweep_to_html(swept: Sequence[Swept]) -> str:
     return _render("plan.html.j2", plans=plans, failed=failed, chart=_chart(_sweep_figure(swept), "sweep"))
 
 
-def _plotly() -> Any:
+def require_plotly() -> Any:
+    """plotly's objects and its function for several charts.
+
+    Raises:
+        OfflineError: it is not installed.
+    """
     try:
         import plotly.graph_objects as graph
         from plotly.subplots import make_subplots
@@ -73,7 +78,7 @@ def _chart(figure: Any, name: str) -> str:
 
 
 def _step_figure(plan: StepPlan) -> Any:
-    graph, make_subplots = _plotly()
+    graph, make_subplots = require_plotly()
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.06)
     at = [1e3 * point.seconds for point in plan.memory.over_time]
     for number, kind in enumerate(plan.memory.kinds):
@@ -120,7 +125,7 @@ def _about(group: Sequence[StepSpan]) -> str:
 
 
 def _sweep_figure(swept: Sequence[Swept]) -> Any:
-    graph, _ = _plotly()
+    graph, _ = require_plotly()
     known = [(number, this) for number, this in enumerate(this for this in swept if this.plan is not None)]
     figure = graph.Figure()
     for fits, name, colour in ((True, "fits", COLOURS[2]), (False, "does not fit", COLOURS[1])):

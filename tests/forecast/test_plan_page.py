@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -120,3 +121,9 @@ def test_a_sweep_has_no_trace(capsys, tmp_path):
     arguments = [f"{HERE}sharded", "--mesh", "dp=4", "--sweep", "dp=4", "--trace", str(tmp_path / "t")]
     assert main(["plan", *arguments]) == 2
     assert "--trace is of one plan" in capsys.readouterr().err
+
+
+def test_without_plotly_it_is_said_before_anything_runs(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    assert main(["plan", f"{HERE}missing", "--html", str(tmp_path / "plan.html")]) == 2
+    assert "pages of plans need plotly: pip install 'dtensor_compile[pages]'" in capsys.readouterr().err
