@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dtensor_compile.graph.node_costs import Operation, SentCollective
-from dtensor_compile.report.schedule import Schedule
+from dtensor_compile.report.schedule import Schedule, Timed
 
 COMPUTE = "compute"
 
@@ -56,12 +56,12 @@ def timeline_of(timing: Schedule, operations: Sequence[Operation], collectives: 
     for timed in timing.compute:
         this = operations[timed.index]
         about = (texts(this.name), texts(this.module), texts(this.where))
-        rows.append((0, *about, _ns(timed.start), _ns(timed.seconds), 0))
+        rows.append((0, *about, *_nanoseconds(timed), 0))
     for timed in timing.communication:
         sent = collectives[timed.index]
         about = (texts(sent.kind), texts(sent.module), texts(sent.where))
-        exposed = _ns(timing.exposed[timed.index])
-        rows.append((streams(sent.mesh_dim), *about, _ns(timed.start), _ns(timed.seconds), exposed))
+        exposed = round(timing.exposed[timed.index] * 1e9)
+        rows.append((streams(sent.mesh_dim), *about, *_nanoseconds(timed), exposed))
     return Timeline(tuple(streams.known), tuple(texts.known), tuple(rows))
 
 
@@ -75,8 +75,10 @@ class _Numbers:
         return self.known.setdefault(text, len(self.known))
 
 
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
+def _nanoseconds(timed: Timed) -> tuple[int, int]:
+    """Begin and duration; both ends are rounded, so that a span never overlaps the next."""
+    begin, end = round(timed.start * 1e9), round((timed.start + timed.seconds) * 1e9)
+    return begin, end - begin
 
 
 def merged(spans: Sequence[StepSpan], same: Callable[[StepSpan], object], gap: int) -> list[list[StepSpan]]:

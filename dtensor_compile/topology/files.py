@@ -52,7 +52,7 @@ from typing import Any
 from dtensor_compile.errors import TopologyError
 from dtensor_compile.topology.gpus import GPUS, Device, Gpu
 from dtensor_compile.topology.links import CLUSTERS, LINKS, Cluster, Link
-from dtensor_compile.topology.rates import Achieved, Curve
+from dtensor_compile.topology.rates import QUALITIES, Achieved, Curve
 
 #: Kinds of collectives that can be measured.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -206,6 +206,8 @@ def _achieved(value: Any, where: str) -> Achieved:
         tables[name] = {dtype: _curve(points, f"{where}.{name}.{dtype}") for dtype, points in given.items()}
     memory = _curve(value["memory"], f"{where}.memory")
     basis, quality = str(value.get("basis", f"rates of {where}")), str(value.get("quality", "measured"))
+    if quality not in QUALITIES:
+        raise TopologyError(f"{where}.quality is {' or '.join(QUALITIES)}, not {quality!r}")
     return Achieved(memory=memory, basis=basis, quality=quality, **tables)
 
 

@@ -64,7 +64,7 @@ class Link:
         """The share of one of `ranks` that send at the same time."""
         if not self.shared or ranks <= 1:
             return self
-        known = tuple((kind, n, rates.times(1 / ranks)) for kind, n, rates in self.collectives)
+        known = tuple((kind, n, rates.times(n / ranks)) for kind, n, rates in self.collectives)  # n shared it already
         return Link(self.latency, self.bandwidth / ranks, collectives=known)
 
     def measured(self, kind: str, n: int) -> tuple[int, Curve] | None:

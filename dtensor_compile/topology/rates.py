@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 
 #: What the work of an operator can be, besides matmuls and loops.
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
+#: How well the rates of a device can be known.
+QUALITIES = ("measured", "guess")
 #: Added to these where nothing is masked.
 UNMASKED = ", unmasked"
 

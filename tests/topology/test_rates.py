@@ -90,8 +90,14 @@ def test_other_numbers_of_ranks_differ_as_the_formula_does():
     assert seconds_over(MEASURED, "", "all_gather", 1000, 16) == pytest.approx(
         factor * seconds_over(plain, "", "all_gather", 1000, 16)
     )
-    assert MEASURED.share(2).measured("all_gather", 4)[1].rate(1000) == pytest.approx(25)
     assert slowest([MEASURED, Link(2.0, 200.0)]).collectives == MEASURED.collectives
+
+
+def test_ranks_beside_the_measured_group_take_their_share():
+    """The measured four shared the link among themselves already."""
+    alone, beside = MEASURED.share(4), MEASURED.share(8)
+    assert seconds_over(alone, "", "all_gather", 1000, 4) == pytest.approx(20)
+    assert seconds_over(beside, "", "all_gather", 1000, 4) == pytest.approx(40)
 
 
 def test_a_topologys_file_keeps_them(tmp_path):
@@ -128,6 +134,7 @@ def test_collectives_that_are_none(collectives, said):
         ({"memory": [[1, 2, 3]], "matmul": {}}, "memory is a list of pairs"),
         ({"memory": [[1, 0]], "matmul": {}}, "above zero"),
         ({"memory": [[2, 1], [1, 1]], "matmul": {}}, "sizes grow"),
+        ({"memory": [[1, 1]], "matmul": {}, "quality": "good"}, "quality is measured or guess, not 'good'"),
     ],
 )
 def test_a_table_that_is_none(achieved, said):
