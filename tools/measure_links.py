@@ -44,13 +44,13 @@ from rich.table import Table
 
 from dtensor_compile.planner.search import StepKind, elements_sent
 from dtensor_compile.topology import CLUSTERS, Device, Link, save
+from dtensor_compile.topology.files import KINDS
 from dtensor_compile.topology.rates import Curve
 
 #: Sizes of the matmul that is timed, and elements that are copied: those of a small model's layer.
 PRODUCT, COPIED = (512, 256, 1024), 1 << 18
 #: Elements (float32) of the local input of a small and of a large all-to-all, and how many large ones are in flight.
 SMALL, LARGE, STREAM = 1 << 10, 1 << 19, 8
-KINDS: tuple[StepKind, ...] = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
 def collective(kind: StepKind, elements: int, n: int) -> Callable[[], object]:

@@ -11,14 +11,13 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
-
 from dtensor_compile.errors import OfflineError
 from dtensor_compile.forecast.plan_table import size, text_of, why_not
 from dtensor_compile.forecast.step_plan import StepPlan
 from dtensor_compile.forecast.sweep import Swept
 from dtensor_compile.forecast.timeline import COMPUTE, StepSpan, merged
 from dtensor_compile.report.compare_reports import seconds_text as seconds
+from dtensor_compile.report.templates import template
 
 #: Spans of one module closer than this fraction of the step are one bar.
 CLOSE = 1e-4
@@ -32,7 +31,7 @@ def to_html(plan: StepPlan) -> str:
     Raises:
         OfflineError: plotly is not installed.
     """
-    return _render("plan.html.j2", plans=[(plan.target, plan)], chart=_chart(_step_figure(plan), "step"))
+    return _render(_chart(_step_figure(plan), "step"), [(plan.target, plan)])
 
 
 def sweep_to_html(swept: Sequence[Swept]) -> str:
@@ -43,7 +42,7 @@ def sweep_to_html(swept: Sequence[Swept]) -> str:
     """
     plans = [(text_of(this), this.plan) for this in swept if this.plan is not None]
     failed = [(text_of(this), this.failed) for this in swept if this.plan is None]
-    return _render("plan.html.j2", plans=plans, failed=failed, chart=_chart(_sweep_figure(swept), "sweep"))
+    return _render(_chart(_sweep_figure(swept), "sweep"), plans, failed)
 
 
 def require_plotly() -> Any:
@@ -60,15 +59,9 @@ def require_plotly() -> Any:
     return graph, make_subplots
 
 
-def _render(template: str, **values: Any) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dtensor_compile.forecast", "assets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template(template).render({"failed": [], "size": size, "seconds": seconds, **values})
+def _render(chart: str, plans: Sequence[tuple[str, StepPlan]], failed: Sequence[tuple[str, str]] = ()) -> str:
+    page = template("dtensor_compile.forecast", "plan.html.j2")
+    return page.render(chart=chart, plans=plans, failed=failed, size=size, seconds=seconds)
 
 
 def _chart(figure: Any, name: str) -> str:
@@ -87,10 +80,9 @@ def _step_figure(plan: StepPlan) -> Any:
             line = {"shape": "hv", "width": 0.5, "color": COLOURS[number % len(COLOURS)]}
             area = graph.Scatter(x=at, y=held, name=kind, stackgroup="memory", line=line, legendgroup="memory")
             figure.add_trace(area, row=1, col=1)
+    spans, gap = list(plan.timeline.spans()), round(CLOSE * plan.time.step * 1e9)
     for number, stream in enumerate(plan.timeline.streams):
-        bars = merged(
-            [s for s in plan.timeline.spans() if s.stream == stream], _same, round(CLOSE * plan.time.step * 1e9)
-        )
+        bars = merged([span for span in spans if span.stream == stream], _same, gap)
         bar = graph.Bar(
             base=[group[0].start / 1e6 for group in bars],
             x=[(group[-1].start + group[-1].duration - group[0].start) / 1e6 for group in bars],
@@ -126,7 +118,7 @@ def _about(group: Sequence[StepSpan]) -> str:
 
 def _sweep_figure(swept: Sequence[Swept]) -> Any:
     graph, _ = require_plotly()
-    known = [(number, this) for number, this in enumerate(this for this in swept if this.plan is not None)]
+    known = list(enumerate(this for this in swept if this.plan is not None))
     figure = graph.Figure()
     for fits, name, colour in ((True, "fits", COLOURS[2]), (False, "does not fit", COLOURS[1])):
         those = [(number, this, this.plan) for number, this in known if this.plan and this.plan.memory.fits == fits]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dtensor_compile.forecast.step_plan import StepPlan
+from dtensor_compile.report.chrome_trace import process_with_threads
 
 
 def to_trace(plan: StepPlan) -> str:
@@ -20,14 +21,11 @@ def to_trace(plan: StepPlan) -> str:
 
 
 def _events(plan: StepPlan) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"rank 0 of {plan.mesh}"}}
-    threads = {stream: number for number, stream in enumerate(plan.timeline.streams)}
-    for stream, thread in threads.items():
-        yield {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": stream}}
-        yield {"ph": "M", "pid": 1, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+    streams = plan.timeline.streams
+    yield from process_with_threads(1, f"rank 0 of {plan.mesh}", streams)
     for span in plan.timeline.spans():
         about = {"module": span.module, "line": span.where, "exposed_us": span.exposed / 1e3}
-        place = {"pid": 1, "tid": threads[span.stream], "ts": span.start / 1e3, "dur": span.duration / 1e3}
+        place = {"pid": 1, "tid": streams.index(span.stream), "ts": span.start / 1e3, "dur": span.duration / 1e3}
         yield {"ph": "X", "name": span.name, "cat": span.stream, **place, "args": about}
     for at in plan.memory.over_time:
         held = dict(zip(plan.memory.kinds, at.bytes))

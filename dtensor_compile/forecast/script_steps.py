@@ -56,18 +56,17 @@ def run_steps(script: str, arguments: Sequence[str], training: Training, told: T
     """Runs a script until it has made `STEPS` steps.
 
     Args:
+        training: whose optimizers are watched (`Training.optimizers_watched`).
         told: called with ``"forward"`` where a step begins, and with ``"end"`` where it ends.
 
     Raises:
         TargetError: the script raises, or ends before.
     """
     made = 0
-    first: list[torch.optim.Optimizer] = []
 
     def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal made
-        first.extend([optimizer] if not first else [])
-        if optimizer is not first[0]:
+        if optimizer is not training.optimizers[0]:
             return
         made += 1
         told("end")

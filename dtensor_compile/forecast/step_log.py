@@ -367,6 +367,4 @@ def users_line() -> str:
 _CALLERS = (
     os.path.join("dtensor_compile", "forecast", "training.py"),
     os.path.join("dtensor_compile", "report", "target.py"),
-    "runpy.py>",
-    "runpy.py",
 )

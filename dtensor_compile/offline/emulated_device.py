@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.aot.random_state import WITH_RANDOM_STATE, takes_random_state
+from dtensor_compile.compat.aot.random_state import without_state
 from dtensor_compile.compat.emulation.emulated_gpu import emulated
 from dtensor_compile.compat.emulation.emulated_inductor import Hooks, Watch
 from dtensor_compile.compat.inductor.triton import Binary, compile_kernel, driver_for, load_kernel
@@ -219,8 +219,7 @@ class _Requests:
         self.graph, self.issued, self.started = graph, issued, dict[int, tuple[str, int]]()
 
     def __call__(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        if takes_random_state(func):
-            func = args[WITH_RANDOM_STATE[func.__name__][0]]
+        func, args, result, _ = without_state(func, args, result)
         name = func._name.split("::")[-1].split(".")[0]
         if func.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
             self.issued(IssuedStep("operator", name))

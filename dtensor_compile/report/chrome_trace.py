@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dtensor_compile.report.model import Graph, Report, Side, Span
@@ -26,11 +26,16 @@ def to_trace(report: Report) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}, separators=(",", ":"))
 
 
-def _events(process: int, side: Side) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": side.name}}
-    for thread, name in enumerate(THREADS):
-        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
+def process_with_threads(process: int, name: str, threads: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The events that name a process, and its threads in the order in which they are displayed."""
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    for thread, thread_name in enumerate(threads):
+        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": thread_name}}
         yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _events(process: int, side: Side) -> Iterator[dict[str, Any]]:
+    yield from process_with_threads(process, side.name, THREADS)
     starts = itertools.accumulate((graph.seconds for graph in side.graphs), initial=0.0)
     for graph, start in zip(side.graphs, starts):
         about = {"nodes": graph.nodes, "phase": graph.phase, "exposed_us": _us(graph.exposed_seconds)}

@@ -14,8 +14,6 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
-
 from dtensor_compile.report.compare_reports import (
     breaks_text,
     exposed_text,
@@ -36,6 +34,7 @@ from dtensor_compile.report.model import (
     Source,
     Span,
 )
+from dtensor_compile.report.templates import template
 
 #: The parts of the page's script, in dependency order.
 SCRIPTS = ("data.js", "view.js", "grid.js", "tables.js", "bars.js", "source.js", "timeline.js", "page.js")
@@ -43,16 +42,9 @@ SCRIPTS = ("data.js", "view.js", "grid.js", "tables.js", "bars.js", "source.js",
 
 def to_html(report: Report) -> str:
     """The report as the text of an HTML file."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dtensor_compile.report", "assets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     assets = importlib.resources.files("dtensor_compile.report").joinpath("assets")
     sides = [report.ours, *([report.stock] if report.stock else [])]
-    return environment.get_template("page.html.j2").render(
+    return template("dtensor_compile.report", "page.html.j2").render(
         report=report,
         sides=sides,
         figures=_figures(sides),
