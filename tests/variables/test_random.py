@@ -235,3 +235,25 @@ def test_what_a_checkpointed_region_draws_stays_in_order():
 
     compiled = torch.compile(program, backend="dtensor_aten", fullgraph=True)
     assert not compare_values("step", step(program), step(compiled))
+
+
+@on_ranks(2)
+def test_attention_that_a_checkpointed_region_draws_for_has_a_cost():
+    """torch's kernel of attention is an operator that draws; its value and its work are known to every pass."""
+    mesh = make_mesh((2,), ("tp",))
+
+    def program(q, weight):
+        def region(q, weight):
+            whole = DTensor.from_local(q @ weight, mesh, [Shard(0)]).full_tensor()
+            return nn.functional.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+
+        return checkpoint(region, q, weight, use_reentrant=False).square().sum()
+
+    def step(run):
+        q, weight = (torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (0, 1))
+        loss = run(q.unsqueeze(0), weight)
+        loss.backward()
+        return loss, q.grad, weight.grad
+
+    compiled = torch.compile(program, backend="dtensor_aten", fullgraph=True, options={"strict": True})
+    assert not compare_values("step", step(program), step(compiled))

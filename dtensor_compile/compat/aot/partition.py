@@ -11,6 +11,7 @@ import torch
 from torch._functorch import partitioners
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from dtensor_compile.compat.aot.random_state import draws, saves_state, takes_random_state
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.constant_objects import OPAQUE
 from dtensor_compile.compat.patches import hook, needs, patch
@@ -70,7 +71,11 @@ def place_random_states() -> Iterator[None]:
         known = backward.graph.find_nodes(op="placeholder")
         saved = [node for node in known if not str(node.target).startswith("tangents")]
         opaque = [node for node in saved if OPAQUE and partitioners.is_opaque_node(node)]
+        values = [(part, [node.meta["val"] for node in _draws(part)]) for part in (forward, backward)]
         forward, backward = stock(joint, forward, backward, symbols + len(opaque))
+        for part, known_values in values:
+            for node, value in zip(_draws(part), known_values, strict=True):
+                _set_value(node, value)
         for state in [node for node in backward.graph.find_nodes(op="placeholder") if opaque and node not in known]:
             opaque[0].prepend(state)
         backward.recompile()
@@ -78,6 +83,25 @@ def place_random_states() -> Iterator[None]:
 
     with patched(_RANDOM, place):
         yield
+
+
+def _draws(part: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [node for node in part.graph.nodes if draws(node.target)]
+
+
+def _set_value(node: torch.fx.Node, value: Any) -> None:
+    """Gives a node that draws with a state of the generator the fake value of the node that it stands for, as torch
+    does not."""
+    if "val" in node.meta or not takes_random_state(node.target):
+        return
+    if not saves_state(node.target):
+        node.meta["val"] = value
+        return
+    state = None
+    for part in node.users:  # the state has its value
+        known = part.meta.setdefault("val", value)
+        state = known if part.args[1] == 0 else state
+    node.meta["val"] = state, value
 
 
 class HeldNodes:

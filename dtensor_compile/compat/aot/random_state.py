@@ -21,6 +21,11 @@ def takes_random_state(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in WITH_RANDOM_STATE
 
 
+def saves_state(target: Any) -> bool:
+    """Whether an operator that `takes_random_state` returns the state before its result."""
+    return WITH_RANDOM_STATE[target.__name__][1]
+
+
 def draws(target: Any) -> bool:
     """Whether an operator draws random numbers from torch's generator, or sets its state."""
     return takes_random_state(target) or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
