@@ -22,6 +22,7 @@ from dtensor_compile.topology.files import to_values, topology
 from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {
+    "blocks": ("each", "traced"),
     "kernels": ("inductor", "aten"),
     "fallback": ("replicate", "error"),
     "kernel_costs": ("estimated", "measured"),
@@ -76,6 +77,9 @@ class Options:
         artifacts: A folder that ``dtensor-compile build`` filled: graphs and kernels of programs that were compiled for
             this job in advance are taken from it, on ranks that compiled nothing themselves. What does not fit this job
             is compiled, and a warning says why (`runtime/artifacts.py`). ``None``: only torch's caches.
+        blocks: Modules of one class that one module holds, such as the layers of a transformer: ``"traced"`` traces the
+            first, and copies its graph for others that differ in nothing that its trace depended on; ``"each"`` traces
+            every one.
         inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 
@@ -92,6 +96,7 @@ class Options:
     redistribution_memory: int | None = None
     regather: str | int | None = None
     artifacts: str | None = None
+    blocks: str = "each"
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def cache_key(self) -> tuple[Any, ...]:

@@ -12,7 +12,9 @@ from dtensor_compile.capture.checks import check_program, shards_are_even, tenso
 from dtensor_compile.capture.cross_mesh import join_groups, redistribute
 from dtensor_compile.capture.gradient_placements import placed_otherwise
 from dtensor_compile.compat.aot.tangents import remember_arguments
+from dtensor_compile.compat.dynamo.node_copies import PLACE
 from dtensor_compile.compat.dynamo.observe import name_modules
+from dtensor_compile.compat.dynamo.replayed_calls import traced_apart
 from dtensor_compile.compat.dynamo.settings import saves_compiled_graph
 from dtensor_compile.compat.inductor.compile import uses_cuda_graphs
 from dtensor_compile.decisions import Decision
@@ -38,6 +40,9 @@ from dtensor_compile.schedule.left_alone import unordered_kernels
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.spmd.trackers import GRAPH_FUNCTIONS as ANNOTATIONS
 from dtensor_compile.stages.compilation import Compilation
+
+#: Kind of the decisions of `tell_blocks`.
+BLOCKS = "blocks"
 
 #: Functions of this package that a cacheable Dynamo graph may call.
 GRAPH_FUNCTIONS = (redistribute, unshard, average_gradient, *ANNOTATIONS)
@@ -81,6 +86,18 @@ def tell_order_is_inductors(program: torch.fx.GraphModule) -> list[Decision]:
     return [unordered_kernels()]
 
 
+def tell_blocks(program: torch.fx.GraphModule) -> list[Decision]:
+    """Decisions about modules of one class that one module holds: how many calls were traced once, and what differed
+    where a call was not."""
+    places = {node.meta[PLACE][:2] for node in program.graph.nodes if PLACE in node.meta}
+    copied = sum(call > 0 for _, call in places)
+    apart = [Decision(BLOCKS, "", f"{name} is traced by itself: {why}") for name, why in traced_apart()]
+    if not copied:
+        return apart
+    reason = f"{copied} of {len(places)} calls of equal modules are not traced, but copied from the trace of another"
+    return [Decision(BLOCKS, "", reason), *apart]
+
+
 def find_artifacts(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
     """Looks the program up in the artifacts that the options name."""
     folder = this.options.artifacts
@@ -112,6 +129,7 @@ CAPTURED = (
     GraphStep(return_bases_of_views, lambda this: (this,), required=True),
     GraphStep(expect_gradients, lambda this: (this,), required=True),
     GraphStep(forget_addresses, when=lambda this: not this.aten and uses_cuda_graphs(this.options.inductor)),
+    GraphStep(tell_blocks, reads=True),
     GraphStep(find_artifacts, lambda this: (this,), reads=True),
     GraphStep(tell_what_is_kept, lambda this: (this,), reads=True),
     GraphStep(

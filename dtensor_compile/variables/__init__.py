@@ -27,6 +27,7 @@ from dtensor_compile.compat.dynamo import older_dynamo
 from dtensor_compile.compat.dynamo.constant_tensors import read_constant_tensors
 from dtensor_compile.compat.dynamo.guards import track_and_guard
 from dtensor_compile.compat.dynamo.module_floats import floats_of_modules_are_numbers
+from dtensor_compile.compat.dynamo.replayed_calls import blocks_traced_once
 from dtensor_compile.compat.dynamo.tracing import install_while_tracing
 from dtensor_compile.compat.dynamo.tracker_entries import Backend, Contexts, Entries, Objects
 from dtensor_compile.compat.inductor.input_fetch_codegen import inputs_in_one_walk
@@ -97,6 +98,7 @@ ENTRIES = Entries(
         floats_of_modules_are_numbers,
         quick_expressions,
         results_computed_once,
+        blocks_traced_once,
     ),
 )
 

@@ -37,13 +37,13 @@ _CALL = patch("torch._dynamo.variables.functions:UserFunctionVariable.call_funct
 _CALL_METHOD = patch("torch._dynamo.variables.functions:UserMethodVariable.call_function", "self tx args kwargs")
 #: Calls of functions; those of methods, too, where the tracker of a method is not one of a function, as of 2.15.
 _IS_FUNCTION = isinstance(UserMethodVariable, type) and issubclass(UserMethodVariable, UserFunctionVariable)
-_CALLS = (_CALL,) if _IS_FUNCTION else (_CALL, _CALL_METHOD)
+CALLS = (_CALL,) if _IS_FUNCTION else (_CALL, _CALL_METHOD)
 _IS_OF_MODULE = patch("torch._guards:GuardSource.is_unspecialized_nn_module", "self")
 
 
 @needs(
     "functions of torch that are traced in our form",
-    *_CALLS,
+    *CALLS,
     without="some programs break the graph",
     upstream="not reported: an extension point, substitute_in_graph applies to all backends",
     remove_when="torch.compiler.substitute_in_graph can be limited to a backend, and takes methods",
@@ -69,7 +69,7 @@ def handle_functions(find: FindCall) -> Iterator[None]:
         return call(tx, self, [*self.self_args(), *args], dict(kwargs))
 
     with contextlib.ExitStack() as stack:
-        for row in _CALLS:
+        for row in CALLS:
             stack.enter_context(patched(row, call_function))
         yield
 
@@ -159,8 +159,11 @@ def _key(name: str) -> Any:
 
 def _before(tx: Translator, module: VariableTracker, name: str) -> list[VariableTracker]:
     """The previous values of the parameter, one per active replacement, the last one last."""
-    of = cast("UserDefinedObjectVariable", module.realize()).value
-    return notes(tx, "replaced").setdefault((id(of), name), [])
+    return notes(tx, "replaced").setdefault(_place(module, name), [])
+
+
+def _place(module: VariableTracker, name: str) -> tuple[int, str]:
+    return id(cast("UserDefinedObjectVariable", module.realize()).value), name
 
 
 def replace_parameter(
@@ -175,6 +178,7 @@ def replace_parameter(
     before = _before(tx, module, name)
     value = items[key]
     items[key] = value if before else make(value)
+    notes(tx, "replaced_by")[_place(module, name)] = items[key]
     before.append(value)
 
 
@@ -183,3 +187,5 @@ def restore_parameter(tx: Translator, module: VariableTracker, name: str) -> Non
     before = _before(tx, module, name)
     if before:
         _parameters(tx, module)[_key(name)] = before.pop()
+    if not before:
+        notes(tx, "replaced_by").pop(_place(module, name), None)

@@ -239,6 +239,7 @@ def fact_guard(name: str, facts: Callable[[Any], Any]) -> Callable[[Source], Non
         )
 
     create.__name__ = name
+    create.facts = lambda value: facts(real_object(value))  # type: ignore[attr-defined]
     return lambda source: install_guard(source.make_guard(create))
 
 
