@@ -22,7 +22,7 @@ from dtensor_compile.topology.files import to_values, topology
 from dtensor_compile.topology.links import Cluster
 
 _CHOICES = {
-    "blocks": ("each", "traced"),
+    "blocks": ("each", "traced", "once"),
     "kernels": ("inductor", "aten"),
     "fallback": ("replicate", "error"),
     "kernel_costs": ("estimated", "measured"),
@@ -78,8 +78,8 @@ class Options:
             this job in advance are taken from it, on ranks that compiled nothing themselves. What does not fit this job
             is compiled, and a warning says why (`runtime/artifacts.py`). ``None``: only torch's caches.
         blocks: Modules of one class that one module holds, such as the layers of a transformer: ``"traced"`` traces the
-            first, and copies its graph for others that differ in nothing that its trace depended on; ``"each"`` traces
-            every one.
+            first, and copies its graph for others that differ in nothing that its trace depended on; ``"once"`` also
+            plans, lowers and compiles it once, for all of them; ``"each"`` does everything for every one.
         inductor: Settings for Inductor: all other keys of ``options``, and ``mode``.
     """
 

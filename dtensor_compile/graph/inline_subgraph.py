@@ -5,13 +5,15 @@ Layers of a model repeat, and tracing takes milliseconds, so that a traced graph
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.graph.arguments import fake_result
+from dtensor_compile.compat.aot.block_graphs import CALL, called_graph
+from dtensor_compile.graph.arguments import const_arg, fake_result, node_arg
 from dtensor_compile.graph.node_builder import inherited
 
 
@@ -38,6 +40,26 @@ def splice(
             copy.meta["val"] = fake_result(copy)
         values[inner] = copy
     raise AssertionError("a graph has an output")
+
+
+def with_blocks(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy of a graph with the nodes of blocks in place of calls of them; the graph itself if it calls none.
+
+    Nodes of all calls of a block share their fake values: for readers of the graph, not for passes.
+    """
+    if not graph.find_nodes(op="call_function", target=CALL):
+        return graph
+    copy = torch.fx.Graph(graph.owning_module)
+    values: dict[torch.fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.target is CALL:
+            inputs = [values[argument] for argument in node.args[2:]]  # type: ignore[index]
+            values[node] = splice(copy, called_graph(node).graph, inputs, {}, again=False)
+        elif node.target is operator.getitem and isinstance(values[node_arg(node, 0)], (tuple, list)):
+            values[node] = values[node_arg(node, 0)][const_arg(node, 1, int)]
+        else:
+            values[node] = copy.node_copy(node, lambda n: values[n])
+    return copy
 
 
 def cut_out(result: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Graph:

@@ -44,6 +44,11 @@ _ORDERED = ORDERED | {*EFFECTS, *HOLDS}
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
 
 
+def runs_in_order(node: torch.fx.Node) -> bool:
+    """Whether a node is a collective of the program, or acts on torch's generator, and runs once, in its order."""
+    return node.target in _ORDERED
+
+
 def order_collectives(graph: torch.fx.Graph) -> None:
     """Numbers all communication and operators on torch's generator in the joint graph.
 

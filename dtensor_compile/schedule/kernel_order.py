@@ -17,6 +17,7 @@ import torch
 
 from dtensor_compile.compat.inductor.kernel_nodes import (
     Nodes,
+    block_of,
     is_called,
     is_item,
     names_of_results,
@@ -41,7 +42,7 @@ from dtensor_compile.graph.nodes import communicates, is_wait, source_line
 from dtensor_compile.ops.groups import REDISTRIBUTES
 from dtensor_compile.schedule.least_time import least_seconds
 from dtensor_compile.schedule.list_scheduler import arrange, excess
-from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped
+from dtensor_compile.schedule.schedule_graph import cost_of, default_cluster, is_wrapped, seconds_of_block
 from dtensor_compile.schedule.simulated_device import Buffer, Simulation, Task, simulate
 from dtensor_compile.schedule.wrapper_order import wrapper_peak
 from dtensor_compile.topology.backends import host_seconds
@@ -339,6 +340,8 @@ def _packet(target: Any) -> Any:
 def _seconds(node: Any, cluster: Cluster, measured: bool) -> float:
     if is_item(node):
         return 0.0
+    if (block := block_of(node.node)) is not None:
+        return seconds_of_block(block, cluster, measured)
     origins = _called(node.get_nodes())
     found = [measured_seconds(origin) for origin in origins] if measured else []
     known = [seconds for seconds in found if seconds is not None]

@@ -16,10 +16,12 @@ Inductor reorders its kernels afterwards. `schedule/kernel_order.py` orders thos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from dtensor_compile.compat.aot.random_state import draws
+from dtensor_compile.compat.aot.block_graphs import CALL, called_graph
+from dtensor_compile.compat.aot.random_state import node_draws
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import operator_of, value_of
 from dtensor_compile.graph.measured_kernels import measured_seconds
@@ -151,7 +153,7 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
         if node.op == "output" or is_fixed(node):
             after.extend(range(fixed + 1, index))
             fixed = index
-        if draws(node.target):
+        if node_draws(node):
             after += [random] if random >= 0 else []
             random = index
         link, waits_for, seconds, host = None, None, 0.0, 0.0
@@ -167,11 +169,31 @@ def graph_tasks(graph: torch.fx.Graph, cluster: Cluster, measured: bool = False)
                 reads.update(dict.fromkeys(tasks[waits_for].reads))
                 after += [start] if own_sends else []
                 del started[node]
-        elif (work := work_of(node, computed)) is not None:
-            known = measured_seconds(node) if measured else None
-            seconds = compute_seconds(cluster.device, *work) if known is None else known
+        else:
+            seconds = _seconds(node, computed, cluster, measured)
         tasks.append(Task(seconds, tuple(dict.fromkeys(after)), link, waits_for, makes, tuple(reads), host=host))
     return tasks
+
+
+def _seconds(node: torch.fx.Node, computed: set[torch.fx.Node], cluster: Cluster, measured: bool) -> float:
+    """Seconds of a node that does not communicate itself; `computed` is as in `work_of`."""
+    if node.target is CALL:
+        return seconds_of_block(called_graph(node), cluster, measured)
+    work = work_of(node, computed)
+    if work is None:
+        return 0.0
+    known = measured_seconds(node) if measured else None
+    return compute_seconds(cluster.device, *work) if known is None else known
+
+
+def seconds_of_block(block: torch.fx.GraphModule, cluster: Cluster, measured: bool = False) -> float:
+    """Seconds of one call of the graph of a block, in its order, collectives that it waits for included."""
+    known: dict[Any, float] = block.meta.setdefault("dtensor_compile_seconds", {})
+    key = str(cluster), measured, len(block.graph.nodes)
+    if key not in known:
+        tasks = graph_tasks(block.graph, cluster, measured)
+        known[key] = simulate(tasks, range(len(tasks))).seconds
+    return known[key]
 
 
 def _memory(

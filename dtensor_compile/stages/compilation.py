@@ -12,8 +12,9 @@ from dtensor_compile.compat.aot.tangents import Tangents
 from dtensor_compile.compat.dynamo.settings import compiles_on_one_rank
 from dtensor_compile.compat.inductor.kernel_nodes import orders_kernels
 from dtensor_compile.decisions import Decision
+from dtensor_compile.ops.call_block import BlockGraph
 from dtensor_compile.options import Options
-from dtensor_compile.recording.recorder import GraphLog
+from dtensor_compile.recording.recorder import GraphLog, recording
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.schedule.schedule_graph import ORDERED
 
@@ -36,6 +37,8 @@ class Compilation:
         communication: estimated seconds of the collectives of the graphs lowered so far.
         digest: identifies the program in artifacts that were compiled in advance; empty without them.
         shares: the rank whose graphs in these artifacts this rank shares; None if they do not have the program.
+        blocks: graphs of blocks that are compiled once, by their names.
+        apart: numbers of blocks whose calls are compiled each, because they cannot share a graph.
         order: decisions about the order of the graph that was lowered last, kept if Inductor's kernels are reordered.
     """
 
@@ -54,6 +57,8 @@ class Compilation:
     communication: float = 0.0
     digest: str = ""
     shares: int | None = None
+    blocks: dict[str, BlockGraph] = field(default_factory=dict)
+    apart: set[int] = field(default_factory=set)
     order: list[Decision] = field(default_factory=list)
 
     @property
@@ -70,6 +75,12 @@ class Compilation:
     def measured(self) -> bool:
         """Whether kernels are measured for the order."""
         return self.options.kernel_costs == "measured"
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether equal blocks are compiled once. They are compiled each while anything is recorded: a recording is of
+        one graph."""
+        return self.options.blocks == "once" and not recording()
 
     @property
     def orders_kernels(self) -> bool:

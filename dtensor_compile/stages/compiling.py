@@ -16,6 +16,7 @@ from dtensor_compile.capture.trace import capture_redistributions
 from dtensor_compile.compat.aot.aot_backward import dtensor_tangents
 from dtensor_compile.compat.aot.async_inputs import async_inputs, keep_gradients_of_async_inputs
 from dtensor_compile.compat.aot.backward_runs import backward_runs
+from dtensor_compile.compat.aot.block_graphs import programs_changed
 from dtensor_compile.compat.aot.effects import tokens_from_inputs
 from dtensor_compile.compat.aot.final_sizes import plan_until_sizes_stay
 from dtensor_compile.compat.aot.output_aliases import views_of_dtensors
@@ -33,9 +34,11 @@ from dtensor_compile.graph.arguments import texts_in
 from dtensor_compile.graph.global_annotations import mark_local_tensors
 from dtensor_compile.ir import known_groups
 from dtensor_compile.ir.rank_free import dims_of_name, rank_free
+from dtensor_compile.ops.call_block import block_graphs
 from dtensor_compile.ops.coordinates import coordinate_in
 from dtensor_compile.recording.recorder import cache_key, recording
 from dtensor_compile.runtime.artifacts import ArtifactsError, current_build, not_used
+from dtensor_compile.stages.blocks import share_blocks, until_gradients_fit
 from dtensor_compile.stages.compilation import Compilation
 from dtensor_compile.stages.joint import plan_joint_graph
 from dtensor_compile.stages.kernels import passes_over_kernels, tell_uncompiled
@@ -64,7 +67,17 @@ SCOPES: tuple[Callable[[Compilation], AbstractContextManager[Any]], ...] = (
     lambda this: keep_gradients_of_async_inputs(this.inputs),
     lambda this: contextlib.nullcontext() if this.options.strict else defer_backward_errors(this.log.decided),
     lambda this: report_fallbacks(this.log.decided),
+    lambda this: _blocks(this) if this.shares_blocks else contextlib.nullcontext(),
 )
+
+
+@contextlib.contextmanager
+def _blocks(this: Compilation) -> Iterator[None]:
+    """While active, equal blocks of the program are traced once."""
+    with block_graphs() as known:
+        this.blocks = known
+        with programs_changed(functools.partial(share_blocks, this=this)):
+            yield
 
 
 @contextlib.contextmanager
@@ -104,6 +117,10 @@ def what_code_needs(gm: torch.fx.GraphModule) -> list[str]:
 
 def compile_program(this: Compilation) -> Callable[..., Any]:
     """Traces, plans, lowers, schedules and compiles the program; returns the compiled callable."""
+    return until_gradients_fit(lambda: _compiled(this), this)
+
+
+def _compiled(this: Compilation) -> Callable[..., Any]:
     passes = {
         "joint_pass": functools.partial(plan_joint_graph, this=this),
         "post_grad_pass": functools.partial(lower_graph, this=this),

@@ -19,6 +19,7 @@ from dtensor_compile.graph.nodes import across, has_even_shards, redistributions
 from dtensor_compile.graph.rank_uniformity import may_use_sizes, spread_marks
 from dtensor_compile.graph.runner import GraphStep, run_steps
 from dtensor_compile.ir.rank_free import rank_free
+from dtensor_compile.lowering.call_blocks import call_blocks
 from dtensor_compile.lowering.check_memory import check_memory
 from dtensor_compile.lowering.drop_copies import drop_copies
 from dtensor_compile.lowering.lower_collectives import hold_collectives, hold_draws, is_repeatable, order_collectives
@@ -102,6 +103,7 @@ SHAPE = (
     GraphStep(regather, lambda this: (this.options.regather,), reads=True),
     GraphStep(hold_draws, required=True),
     GraphStep(view_again, required=True),
+    GraphStep(call_blocks, required=True),
 )
 
 

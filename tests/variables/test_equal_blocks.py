@@ -339,3 +339,40 @@ def test_the_report_says_what_is_copied_and_what_differs():
         "2 of 4 calls of equal modules are not traced, but copied from the trace of another",
         "L['self'].blocks.2 is traced by itself: L['self']._modules['blocks']._modules['2'].scale differs",
     ]
+
+
+def loss_and_backward(model, x):
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss
+
+
+def penalty(model, x):
+    x = x.clone().requires_grad_()
+    loss = model(x).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def of_function(model, x):
+    return torch.func.grad(lambda x: model(x).square().sum())(x).sum()
+
+
+@pytest.mark.parametrize("blocks", ["traced", "once"])
+@pytest.mark.parametrize("program", [loss_and_backward, penalty, of_function])
+def test_a_program_that_differentiates_inside_of_the_region(program, blocks):
+    differentiate(program, blocks)
+
+
+@on_ranks(1)
+def differentiate(program, blocks):
+    torch._dynamo.reset()
+    results = []
+    for run_of in (lambda program: program, lambda program: compiled(program, blocks)):
+        torch.manual_seed(0)
+        model = Model()
+        result = run_of(program)(model, batch())
+        if program is penalty:
+            result.backward()
+        results.append((result, [parameter.grad for parameter in model.parameters()]))
+    assert not compare_values(program.__name__, *results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,18 +33,48 @@ _NOTE = patch("torch._functorch._aot_autograd.schemas:SubclassCreationMeta.__pos
 def _leave(*_: Any) -> None: ...
 
 
+class _Inside(threading.local):
+    """Whether this thread traces a block by itself, whose function runs while the program is traced."""
+
+    block = False
+
+
+_inside = _Inside()
+
+
+@contextlib.contextmanager
+def inside_of_block() -> Iterator[None]:
+    """While active, functions that this thread builds run while another graph is traced, and not at run time."""
+    before, _inside.block = _inside.block, True
+    try:
+        yield
+    finally:
+        _inside.block = before
+
+
+def traces_block() -> bool:
+    """Whether `inside_of_block` is active on this thread."""
+    return _inside.block
+
+
 @contextlib.contextmanager
 def functions_built(
-    before: Callable[[Any], None] = _leave, after: Callable[[type[torch.autograd.Function], Any], None] = _leave
+    before: Callable[[Any], None] = _leave,
+    after: Callable[[type[torch.autograd.Function], Any], None] = _leave,
+    *,
+    at_run_time: bool = True,
 ) -> Iterator[None]:
     """While active, calls `before` and `after` around the construction of functions on this thread.
 
     Args:
         before: called with AOTAutograd's metadata of the graph (``ViewAndMutationMeta``).
         after: called with the function, which has not run yet, and that metadata.
+        at_run_time: whether functions that do not run at run time (`inside_of_block`) are left out.
     """
 
     def build(stock: Any, self: Any) -> type[torch.autograd.Function]:
+        if at_run_time and traces_block():
+            return stock(self)  # type: ignore[no-any-return]
         before(self.spec.fw_metadata)
         compiled = stock(self)
         after(compiled, self.spec.fw_metadata)

@@ -91,7 +91,7 @@ def views_of_dtensors() -> Iterator[None]:
 
     with (
         patched(_WRAPPER, build),
-        functions_built(before=keep_views),
+        functions_built(before=keep_views, at_run_time=False),
         strides_of_results(),
         patched(_ANALYZE, analyze),
         patched(_UNWRAP, unwrap),

@@ -16,6 +16,10 @@ WITH_RANDOM_STATE: Mapping[str, tuple[int, bool]] = {
 }
 
 
+#: Key in ``node.meta`` of a call of a graph: whether that draws.
+DRAWS = "dtensor_compile_draws"
+
+
 def takes_random_state(target: Any) -> bool:
     """Whether an operator is one of `WITH_RANDOM_STATE`."""
     return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in WITH_RANDOM_STATE
@@ -29,6 +33,11 @@ def saves_state(target: Any) -> bool:
 def draws(target: Any) -> bool:
     """Whether an operator draws random numbers from torch's generator, or sets its state."""
     return takes_random_state(target) or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def node_draws(node: torch.fx.Node) -> bool:
+    """Whether a node draws random numbers from torch's generator, or calls a graph that does."""
+    return draws(node.target) or bool(node.meta.get(DRAWS))
 
 
 def without_state(target: Any, args: Any, result: Any, kwargs: Mapping[str, Any] = {}) -> tuple[Any, Any, Any, Any]:

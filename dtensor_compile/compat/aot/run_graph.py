@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 
+from dtensor_compile.compat.aot.block_graphs import called_graphs
 from dtensor_compile.compat.aot.fx import run_boxed
 from dtensor_compile.compat.inductor.compile import GraphFunction
 
@@ -33,6 +34,9 @@ def compile_to_aten(
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     def lower(graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        for part in called_graphs(graph_module):
+            post_grad_pass(part.graph)
+            part.recompile()
         post_grad_pass(graph_module.graph)
         return run_boxed(graph_module)
 

@@ -29,6 +29,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtensor_compile.compat.aot.autograd_functions import traces_block
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.distributed.device_meshes import real_mesh
 from dtensor_compile.compat.dtensor.creation import compute_local_shape_and_global_offset
@@ -268,7 +269,7 @@ def assumed_tangents(tangents: Tangents) -> Iterator[None]:
 
     def coerce(stock: Any, self: DTensor) -> DTensor:
         nonlocal asked
-        if tangents.assumed is None:
+        if tangents.assumed is None or traces_block():
             found = _like_in_replicas(self)
             return stock(self) if found is None else found
         placements = tangents.assumed[asked % len(tangents.assumed)]

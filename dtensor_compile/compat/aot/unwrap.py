@@ -24,7 +24,7 @@ from torch._functorch._aot_autograd.schemas import PlainTensorMeta, SubclassCrea
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _MaskPartial
 
-from dtensor_compile.compat.aot.autograd_functions import BUILD, functions_built
+from dtensor_compile.compat.aot.autograd_functions import BUILD, functions_built, traces_block
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dtensor.shard_sizes import unflatten
 from dtensor_compile.compat.dtensor.specs import spec_of_parts
@@ -85,7 +85,7 @@ def native_calls(explain: Callable[[Exception], None], explains: Callable[[], No
         num_fw_outs_saved_for_bw: int | None,
         **others: Any,  # frozen inputs, unfinished collectives
     ) -> Callable[..., Any]:
-        if fast and not any(others.values()):
+        if fast and not traces_block() and not any(others.values()):
             with contextlib.suppress(_NotPlain):
                 around = _around(compiled_fn, inp_metas, out_metas, num_fw_outs_saved_for_bw is not None, explain)
                 explains()
@@ -96,7 +96,7 @@ def native_calls(explain: Callable[[Exception], None], explains: Callable[[], No
         if grad_input_metas is None:
             return stock(grad_input_metas)
         unwrap, wrap = stock(list(map(_from_parts, grad_input_metas)))
-        if fast:
+        if fast and not traces_block():
             with contextlib.suppress(_NotPlain):
                 return unwrap, native().Wrap(_results(grad_input_metas)[0], True)
         return unwrap, _apart(wrap)
@@ -111,7 +111,7 @@ def native_calls(explain: Callable[[Exception], None], explains: Callable[[], No
     def versions(stock: Any, code: Any, *others: Any) -> None:
         stock(code, *others)
         names = others[0] if isinstance(code, list) else code.globals  # lines and names; one object since 2.14
-        if fast and "_increment_version_" in names:
+        if fast and not traces_block() and "_increment_version_" in names:
             names["_increment_version_"] = native().increment_versions
 
     with (

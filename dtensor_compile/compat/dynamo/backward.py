@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.apply_patches import patched, patched_value
 from dtensor_compile.compat.dynamo.opaque_trackers import METHODS, tensor_methods
+from dtensor_compile.compat.dynamo.replayed_calls import trace_each
 from dtensor_compile.compat.dynamo.tracker_tools import READ, Translator, fact_guard, graph_break
 from dtensor_compile.compat.patches import needs, patch
 
@@ -123,6 +124,7 @@ class TracedGrad(TorchInGraphFunctionVariable):
     def call_function(
         self, tx: Translator, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
+        trace_each(tx)
         with _traceable():
             return super().call_function(tx, list(args), kwargs)
 
@@ -156,6 +158,7 @@ def backward_in_the_region() -> Iterator[None]:
     def method_backward(
         stock: Any, self: TensorVariable, tx: Translator, *args: Any, **kwargs: Any
     ) -> VariableTracker | None:
+        trace_each(tx)
         with _traceable(), patched_value(_ACCUMULATE, _accumulate_grad):  # Dynamo traces the current function
             return stock(self, tx, *args, **kwargs)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.base import (
     AttributeMutationExisting,
@@ -49,6 +50,9 @@ from dtensor_compile.compat.patches import hook, needs, patch
 
 #: Name of the list of `traced_apart` in the context of a compilation.
 _APART = "dtensor_compile_apart"
+
+#: Name of the mark of `trace_each` on what Dynamo keeps between traces of a frame.
+_EACH = "dtensor_compile_each"
 
 _WRITES = patch("torch._dynamo.side_effects:SideEffects.check_allowed_side_effect", "self item")
 _READS = patch("torch._dynamo.side_effects:SideEffects.load_attr", "self item name ...")
@@ -97,6 +101,21 @@ def traced_apart() -> list[tuple[str, str]]:
     return found
 
 
+def trace_each(tx: Translator) -> None:
+    """Starts the trace of the frame again, without copies, if it has any: the program differentiates inside of the
+    region, for which Dynamo runs the backward pass of its fake tensors. Those of a copy have none.
+
+    Raises:
+        RestartAnalysis: it has copies.
+    """
+    traces = [trace for found in _frame(tx).traces.values() for trace in found]
+    if any(trace.calls > 1 for trace in traces):
+        log = tx.speculation_log
+        log.clear()
+        vars(log)[_EACH] = True
+        raise TensorifyScalarRestartAnalysis(restart_reason="a backward pass inside of the region")
+
+
 # ---- which calls ---------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +126,8 @@ def _is_of_block(tx: Translator, function: Any, args: Sequence[VariableTracker])
     variable = args[0]
     if not isinstance(variable, UnspecializedNNModuleVariable) or variable.source is None:
         return False
-    if tx.output.current_tracer.parent is not None or _frame(tx).tracing:
+    inside = tx.output.current_tracer.parent is not None or torch._C._functorch.peek_interpreter_stack() is not None
+    if inside or _frame(tx).tracing or vars(tx.speculation_log).get(_EACH):
         return False
     module = cast("torch.nn.Module", variable.value)
     owner = _owner(tx, variable.source, module)

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch._inductor import custom_graph_pass
 
 from dtensor_compile.compat.aot.random_state import draws
@@ -123,13 +124,26 @@ def tie_draws(nodes: Nodes) -> Nodes:
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
 
-    drawing = [node for node in nodes if draws(getattr(node.node, "op_overload", None))]
+    drawing = [node for node in nodes if _draws(node.node)]
     for before, node in itertools.pairwise(drawing):
         own = next(iter(node.get_buffer_names()))
         node.add_fake_dep(WeakDep(next(iter(before.get_buffer_names())), mutating_buf=own, is_fake=True))
     if len(drawing) > 1:
         V.graph.scheduler.compute_ancestors()
     return nodes
+
+
+def _draws(kernel: Any) -> bool:
+    block = block_of(kernel)
+    if block is not None:
+        return any(draws(node.target) for node in block.graph.nodes)
+    return draws(getattr(kernel, "op_overload", None))
+
+
+def block_of(kernel: Any) -> torch.fx.GraphModule | None:
+    """The graph of the block that a kernel calls; None if it calls none."""
+    called = getattr(kernel, "subgraph", None)
+    return getattr(called, "graph_module", None)
 
 
 def tie(nodes: Nodes, is_tied: Callable[[Any], bool]) -> Nodes:

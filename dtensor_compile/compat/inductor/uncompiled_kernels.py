@@ -94,6 +94,15 @@ def run_lowered(lower: Callable[[torch.fx.Graph], None]) -> Callable[..., Any]:
     return compile_graph
 
 
+def run_made(made: Callable[[torch.fx.GraphModule], Callable[[list[Any]], Any]]) -> Callable[..., Any]:
+    """In place of Inductor: a graph runs as the boxed function that `made` makes of it."""
+
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return _Operators(run=made(gm))
+
+    return compile_graph
+
+
 def compiler_said(error: BaseException) -> str | None:
     """The last lines of a compiler's message; None if the error is not a compiler's."""
     from torch._inductor.compile_worker.subproc_pool import SubprocException

@@ -1,0 +1,194 @@
+"""Equal blocks that are compiled once: eager's numbers, one graph for all calls, and what has none says why."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dtensor_compile.compat.aot.block_graphs import called_graphs
+from dtensor_compile.runtime.collective_agreement import Agreement
+from dtensor_compile.stages import lowered
+from dtensor_compile.testing import make_mesh, on_ranks
+from dtensor_compile.testing.compare_values import compare_values
+from tests.variables.test_equal_blocks import DIM, LAYOUTS, Block, Model, batch, step, tensor_parallel
+
+OPTIONS = {"blocks": "once", "strict": True}
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="dtensor_aten", fullgraph=True, options={**OPTIONS, **options})
+
+
+class Graphs:
+    """The lowered graphs: how many each one calls, and the collectives that ranks are told of."""
+
+    def __init__(self, monkeypatch):
+        self.called, self.noted = [], []
+        note = Agreement.note
+
+        def noted(agreement, graph):
+            self.noted.append(sum("all_reduce" in str(node.target) for node in graph.nodes))
+            return note(agreement, graph)
+
+        def lower(graph, this, stock=lowered.lower_graph):
+            stock(graph, this)
+            if lowered.is_whole(graph):
+                self.called.append(len(called_graphs(graph.owning_module)))
+
+        monkeypatch.setattr(Agreement, "note", noted)
+        monkeypatch.setattr("dtensor_compile.stages.compiling.lower_graph", lower)
+
+
+def both(model, make, runs=2, **options):
+    """Differences between eager steps and compiled ones, from equal states."""
+    results = []
+    for run_of in (lambda model: model, lambda model: compiled(model, **options)):
+        torch.manual_seed(0)
+        this = make()
+        run = run_of(this)
+        results.append([step(run, this, batch() * (i + 1)) for i in range(runs)])
+        results[-1].append({name: value.clone() for name, value in this.named_buffers()})
+    return compare_values("step", *results)
+
+
+@on_ranks(2)
+def test_layouts_have_the_numbers_of_eager():
+    from pytest import MonkeyPatch
+
+    mesh = make_mesh((2,), ("dp",))
+    for layout in LAYOUTS:
+        torch._dynamo.reset()
+        with MonkeyPatch.context() as monkeypatch:
+            graphs = Graphs(monkeypatch)
+            assert not both(layout, lambda layout=layout: layout(Model(), mesh))
+        assert graphs.called == [1, 1], (layout, graphs.called)
+
+
+@on_ranks(2)
+def test_ranks_are_told_of_the_collectives_of_every_call():
+    from pytest import MonkeyPatch
+
+    noted = {}
+    for blocks in ("each", "once"):
+        torch._dynamo.reset()
+        with MonkeyPatch.context() as monkeypatch:
+            graphs = Graphs(monkeypatch)
+            assert not both("", lambda: tensor_parallel(Model(6), make_mesh((2,), ("tp",))), blocks=blocks)
+        noted[blocks] = graphs.noted
+    assert noted["once"] == noted["each"] and noted["once"][0] >= 6
+
+
+class Dropping(Block):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5)
+
+
+class Counting(nn.Module):
+    """Writes to a buffer of the module and to its argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x):
+        y = self.down(torch.tanh(self.up(x)))
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        y.mul_(2)
+        return y + self.mean
+
+
+class Returning(nn.Module):
+    """Returns views: of its argument, of what it computes, and one of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        y = self.down(torch.tanh(self.up(x)))
+        return y, y[:2], x.t()
+
+
+class Taking(Model):
+    def __init__(self):
+        super().__init__(block=Returning)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            y, part, turned = block(x)
+            x = y + turned.t() + part.sum()
+        return self.head(x)
+
+
+class Inside(Model):
+    """Blocks in another state of torch than the region."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        with torch.no_grad():
+            for block in self.blocks:
+                x = x + block(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.float())
+
+
+@on_ranks(1)
+def test_programs():
+    for make in (lambda: Model(block=Dropping), lambda: Model(block=Counting), Taking, Inside):
+        torch._dynamo.reset()
+        assert not both("", make)
+
+
+@on_ranks(1)
+def test_inference():
+    torch._dynamo.reset()
+    model = Model()
+    with torch.no_grad():
+        assert not compare_values("inference", model(batch()), compiled(model)(batch()))
+
+
+@on_ranks(2)
+def test_placements_that_change_from_call_to_call():
+    """The first call takes a shard and returns a partial sum, which the others take and return."""
+    mesh = make_mesh((2,), ("tp",))
+
+    class Summing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+            parallelize_module(
+                self,
+                mesh,
+                {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)},
+            )
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Summing() for _ in range(5))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.full_tensor()
+
+    def run(run_of):
+        torch.manual_seed(0)
+        model = Chain()
+        x = distribute_tensor(batch(), mesh, [Shard(0)]).requires_grad_()
+        run_of(model)(x).square().sum().backward()
+        return x.grad, [parameter.grad for parameter in model.parameters()]
+
+    eager, ours = run(lambda model: model), run(compiled)
+    different = compare_values("step", eager, ours)
+    assert not different, (different, eager[0], ours[0])
+    assert isinstance(ours[0], DTensor)
