@@ -348,7 +348,6 @@ def loss_and_backward(model, x):
 
 
 def penalty(model, x):
-    x = x.clone().requires_grad_()
     loss = model(x).square().sum()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     return loss + gradient.square().sum()
@@ -358,7 +357,7 @@ def of_function(model, x):
     return torch.func.grad(lambda x: model(x).square().sum())(x).sum()
 
 
-@pytest.mark.parametrize("blocks", ["traced", "once"])
+@pytest.mark.parametrize("blocks", ["each", "traced", "once"])
 @pytest.mark.parametrize("program", [loss_and_backward, penalty, of_function])
 def test_a_program_that_differentiates_inside_of_the_region(program, blocks):
     differentiate(program, blocks)
@@ -371,7 +370,7 @@ def differentiate(program, blocks):
     for run_of in (lambda program: program, lambda program: compiled(program, blocks)):
         torch.manual_seed(0)
         model = Model()
-        result = run_of(program)(model, batch())
+        result = run_of(program)(model, batch().requires_grad_(program is penalty))
         if program is penalty:
             result.backward()
         results.append((result, [parameter.grad for parameter in model.parameters()]))
