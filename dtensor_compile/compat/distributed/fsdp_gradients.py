@@ -39,7 +39,7 @@ _HOLDERS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDi
 _NUMBERS = itertools.count()
 
 #: Whether eager keeps held gradients as those of the unsharded parameter, as of 2.15; before, also in an attribute.
-_IN_PARAMETER = isinstance(inspect.getattr_static(FSDPParam, "unsharded_accumulated_grad", None), property)
+HELD_IN_PARAMETER = isinstance(inspect.getattr_static(FSDPParam, "unsharded_accumulated_grad", None), property)
 
 
 def make_holders(state: FSDPState) -> None:
@@ -77,7 +77,7 @@ def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placemen
 
 
 def _keep(group: FSDPParamGroup, param: FSDPParam, grad: torch.Tensor) -> None:
-    if not _IN_PARAMETER:
+    if not HELD_IN_PARAMETER:
         param.unsharded_accumulated_grad = grad
         return
     if not hasattr(param, "_unsharded_param"):  # as eager makes it in its first forward, without memory after it
@@ -111,6 +111,13 @@ def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
     return _taken(_place_of(state, sharded)[1])
 
 
+def holds_shard(state: FSDPState, sharded: Sharded) -> bool:
+    """Whether the shard of a parameter is held, and eager reduces it with the next ones even if the parameter is not used
+    until then, as of 2.15."""
+    group = _place_of(state, sharded)[0]
+    return hasattr(group, _LAYOUT) and group._partial_reduce_output is not None and sharded.index in _held_shards(group)
+
+
 def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
     """The tensor with the number of the group of a parameter."""
     return getattr(_place_of(state, sharded)[0], HOLDER)
@@ -122,7 +129,7 @@ def _taken(param: FSDPParam) -> torch.Tensor | None:
     Eager keeps it as the gradient of the unsharded parameter or, if reductions have another dtype, in a tensor of that.
     """
     held = None
-    if not _IN_PARAMETER:
+    if not HELD_IN_PARAMETER:
         held, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
     whole = getattr(param, "_unsharded_param", None)
     if held is None and whole is not None:
