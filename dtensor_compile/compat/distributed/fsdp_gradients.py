@@ -112,8 +112,8 @@ def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
 
 
 def holds_shard(state: FSDPState, sharded: Sharded) -> bool:
-    """Whether the shard of a parameter is held, and eager reduces it with the next ones even if the parameter is not used
-    until then, as of 2.15."""
+    """Whether the shard of a parameter is held, and eager reduces it with the next ones even if they do not use the
+    parameter, as of 2.15."""
     group = _place_of(state, sharded)[0]
     return hasattr(group, _LAYOUT) and group._partial_reduce_output is not None and sharded.index in _held_shards(group)
 
