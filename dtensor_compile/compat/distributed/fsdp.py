@@ -312,7 +312,8 @@ def reduction_dtype(param: FSDPParam) -> torch.dtype | None:
 
     As of 2.15 it is that of the sharded parameter if the policy has no ``reduce_dtype``.
     """
-    return param.unsharded_grad_dtype if hasattr(FSDPParam, "unsharded_grad_dtype") else param.reduce_dtype
+    known: Any = param
+    return known.unsharded_grad_dtype if hasattr(FSDPParam, "unsharded_grad_dtype") else param.reduce_dtype
 
 
 def _held(group: FSDPParamGroup) -> HeldGradient:

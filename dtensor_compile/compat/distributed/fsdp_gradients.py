@@ -85,7 +85,7 @@ def _keep(group: FSDPParamGroup, param: FSDPParam, grad: torch.Tensor) -> None:
         numel, dtype = param._sharded_param_data.numel(), param.param_dtype or param.orig_dtype
         param.init_all_gather_outputs([numel], [dtype], ranks, group.device)
         param.init_unsharded_param()
-        param.free_all_gather_outputs()
+        param.free_unsharded_param()
     param._unsharded_param.grad = grad
 
 
