@@ -218,8 +218,8 @@ def mixed_with_plain():
     return message_of(lambda x, y: x + y, x, torch.randn(4, 6))
 
 
-#: torch 2.14 redistributes shards to partial sums.
-REFUSED = [mixed_with_plain] if minor_release(torch.__version__) == "2.14" else [shard_to_partial, mixed_with_plain]
+#: As of 2.14 torch redistributes shards to partial sums.
+REFUSED = [mixed_with_plain] + [shard_to_partial] * (minor_release(torch.__version__) in ("2.11", "2.13"))
 
 
 @pytest.mark.parametrize("case", REFUSED)

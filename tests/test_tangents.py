@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from dtensor_compile.compat.aot.aot_backward import SAVES_VALUES_BEFORE_WRITES
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.testing import assert_parity, make_mesh, on_ranks
 from dtensor_compile.testing.parity import compare_values
@@ -144,3 +145,37 @@ def test_a_backward_that_is_to_be_differentiated_is_refused_as_before():
     with pytest.raises(RuntimeError, match="double backward"):
         (gradient,) = torch.autograd.grad(replicated_gradient(compiled(x)), x, create_graph=True)
         gradient.full_tensor().sum().backward()
+
+
+def written(x, y):
+    x.mul_(2)
+    return x + y
+
+
+def written_after_it_is_read(x, y):
+    x.mul_(y)
+    return y.sin()
+
+
+def gradients_after_a_write(program, loss):
+    leaves = tensor(Shard(0), 6), tensor(Shard(0), 6, seed=2)
+    x, y = (leaf * 1 for leaf in leaves)
+    loss(program(x, y), x).backward()
+    return [x, *(leaf.grad for leaf in leaves)]
+
+
+@on_ranks(2)
+def test_an_input_that_is_written_to_has_eagers_gradient_whether_the_loss_reads_it_or_not():
+    losses = [lambda out, x: (x * out).full_tensor().sum(), lambda out, x: (x * 3).full_tensor().sin().sum()]
+    if SAVES_VALUES_BEFORE_WRITES:
+        losses.append(lambda out, x: out.full_tensor().sin().sum())
+    for program in (written, written_after_it_is_read):
+        run = torch.compile(program, backend="dtensor_aten", fullgraph=True)
+        for loss in losses:
+            if not SAVES_VALUES_BEFORE_WRITES:  # an error instead of the gradient for what x holds after the write
+                with pytest.raises(RuntimeError):
+                    gradients_after_a_write(run, loss)
+                continue
+            for got, wanted in zip(gradients_after_a_write(run, loss), gradients_after_a_write(program, loss)):
+                zeros = torch.zeros(6, 4)  # what eager leaves out, as the gradient of an input that no loss reads
+                torch.testing.assert_close(got.full_tensor(), zeros if wanted is None else wanted.full_tensor())

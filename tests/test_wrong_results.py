@@ -202,6 +202,18 @@ def test_a_backward_that_raises_raises_when_it_runs():
 
 
 @on_ranks(2)
+def test_an_input_that_is_written_to_beside_a_backward_that_raises():
+    def program(x):
+        x.mul_(2)
+        return torch.special.zeta(x, x)
+
+    x = torch.full((4,), 2.0, requires_grad=True)
+    for run in (program, compiled(program)):
+        with pytest.raises(RuntimeError, match="derivative for 'zeta' is not implemented"):
+            run(x * 1).sum().backward()
+
+
+@on_ranks(2)
 def test_strict_refuses_a_backward_that_raises():
     with pytest.raises(Exception, match="mixed torch.Tensor and DTensor"):
         compiled(chunks, options={"strict": True})(sharded(8, 4, grad=True))

@@ -13,7 +13,7 @@ Upstream: https://github.com/pytorch/pytorch/issues/104943 ([torch.compile] Runt
     torch.compile(); closed as the consequence of tracing the backward ahead of time);
     https://github.com/pytorch/functorch/issues/848 (AOTAutograd makes unsafe assumptions on how the backward pass will
     look like).
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: AOTAutograd traces the backward lazily, or puts an error of the joint trace off until the backward runs.
 """
 
@@ -92,13 +92,19 @@ def defer_backward_errors(decided: Callable[[list[Decision]], None]) -> Iterator
         yield
 
 
+def _like(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of the sizes of `value`, which the graph does not read: the program may have written to it, so that it
+    could not be saved for the backward."""
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
 def _failing(value: torch.Tensor, tangent: torch.Tensor, text: str) -> torch.Tensor:
     """A gradient for `value` that raises when it is computed."""
     if isinstance(tangent, DTensor):
         tangent = tangent.to_local()
     if not isinstance(value, DTensor):
-        return raise_error_op(value.detach(), tangent, text)
-    local = raise_error_op(value.to_local(), tangent, text)
+        return raise_error_op(_like(value), tangent, text)
+    local = raise_error_op(_like(value.to_local()), tangent, text)
     return DTensor.from_local(
         local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
     )

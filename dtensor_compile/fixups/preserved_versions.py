@@ -7,7 +7,7 @@ A compiled call copies the new values into `x` once, after its graph has run, wh
 
 Upstream: not reported: _unsafe_preserve_version_counter is private, and FSDP is its one user; Dynamo's support is
     https://github.com/pytorch/pytorch/pull/121086 ([dynamo] Support _unsafe_set_version_counter; closed).
-Releases: 2.11 to 2.14.
+Releases: 2.11 to 2.15.
 Remove when: AOTAutograd's copy into a mutated input leaves its version where all traced writes did.
 """
 

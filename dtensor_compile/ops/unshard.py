@@ -204,7 +204,7 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
     if found is None:
         return
     for sharded in fsdp.sharded_parameters(found):
-        held = fsdp_gradients.taken(found, sharded) if sharded.path in paths else None
+        held = _held_for(found, sharded) if sharded.path in paths else None
         if held is not None:
             param, reduction = sharded.parameter, Reduction.of(sharded)
             how = _Unsharding(
@@ -224,6 +224,15 @@ def reduce_held(state: Callable[[], fsdp.FSDPState | None], paths: Collection[tu
             if shard is not None:
                 grad = with_local(shard, spec)
                 param.grad = grad if param.grad is None else param.grad + grad
+
+
+def _held_for(state: fsdp.FSDPState, sharded: fsdp.Sharded) -> torch.Tensor | None:
+    """The held gradient of a parameter: zeros if only its shard is held, which is added on the way; None if neither
+    is."""
+    held = fsdp_gradients.taken(state, sharded)
+    if held is None and sharded.held.shard == "release" and fsdp_gradients.holds_shard(state, sharded):
+        return torch.zeros(sharded.size, dtype=sharded.parameter.dtype, device=sharded.parameter.device)
+    return held
 
 
 class _AverageGradient(torch.autograd.Function):

@@ -38,6 +38,7 @@ class DeviceMeshVariable(SourcedVariable, ContextVariable):
         inline="get_group get_all_groups _get_or_create_default_group _get_root_mesh _hash_key",
         breaks={
             "mesh-entered-by-hand": "__enter__ __exit__",
+            "group-lifetime": "abort",
             "object-state": "__getstate__ __setstate__ __setattr__ __delattr__ __dict__",
         },
     )

@@ -121,7 +121,7 @@ def _fsdp_post_forward(
             restore_parameter(tx, submodule(tx, module, path), name)
     if torch.is_grad_enabled():
         made = notes(tx, "unsharded").get(id(state), {})
-        holding = [sharded.path for sharded in fsdp.sharded_parameters(state) if sharded.held.whole == "release"]
+        holding = [sharded.path for sharded in fsdp.sharded_parameters(state) if "release" in sharded.held]
         unused = [path for path in holding if not any(is_used(whole) for whole in made.get(path, ()))]
         if unused:
             call_after_graph(tx, functools.partial(reduce_held, weakref.ref(state), unused), [])

@@ -30,7 +30,7 @@ class ProcessGroupVariable(SourcedVariable):
         operator=" ".join(METHODS),
         read="""
             BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL bound_device_id use_pg_for_symm_mem_rendezvous
-            _device_types supports_reconfigure supports_window
+            _device_types supports_reconfigure supports_window supports_abort_hooks supports_completion_hooks
         """,
         breaks={
             "receive-from-any": "recv_anysource",

@@ -77,7 +77,7 @@ DIFFERENTIABLE = table(
 
 FUNCTIONAL = table(
     inline="""
-        all_reduce all_reduce_coalesced all_reduce_inplace broadcast wait_tensor permute_tensor
+        all_reduce all_reduce_coalesced all_reduce_inplace broadcast wait_tensor wait_tensors permute_tensor
         all_gather_tensor all_gather_tensor_autograd all_gather_tensor_inplace all_gather_inplace
         all_gather_into_tensor_coalesced all_gather_single all_gather_single_autograd all_gather_single_coalesced
         reduce_scatter_tensor reduce_scatter_tensor_autograd reduce_scatter_tensor_inplace

@@ -173,6 +173,18 @@ def test_mixed_precision():
     assert_same(build, width=6, computed_in=torch.bfloat16)
 
 
+@on_ranks(2)
+def test_gradients_are_reduced_in_eagers_dtype_if_the_policy_names_none():
+    def gradient(backend):
+        model = nn.Linear(4, 4, bias=False)
+        fully_shard(model, mesh=dp_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        call = model if backend is None else torch.compile(lambda x: model(x), backend=backend, fullgraph=True)
+        call(torch.full((1, 4), 2.0 ** (-9 * dist.get_rank()))).sum().backward()
+        return model.weight.grad.full_tensor()
+
+    assert torch.equal(gradient(BACKEND), gradient(None))  # one bit more than bfloat16 has, as of 2.15
+
+
 @pytest.mark.slow
 @on_ranks(2)
 def test_mixed_precision_reduced_in_half():

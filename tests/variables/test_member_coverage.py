@@ -303,6 +303,8 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         set_timeout: group.set_timeout(dist.timedelta(seconds=120))
         supports_reconfigure: group.supports_reconfigure
         supports_window: group.supports_window
+        supports_abort_hooks: group.supports_abort_hooks
+        supports_completion_hooks: group.supports_completion_hooks
         get_backend: group.get_backend(x.device) is None
     """)),
     "Work": (WORK, examples(f"""
@@ -465,6 +467,7 @@ EXAMPLES: Mapping[str, tuple[Table, dict[str, str]]] = {
         all_reduce_coalesced: functional.all_reduce_coalesced([x, x], "sum", group)[1] + 0
         all_reduce_inplace: z = x.clone(); functional.all_reduce_inplace(z, "sum", group) -> z
         broadcast: functional.broadcast(x, 0, group) + 0
+        wait_tensors: functional.wait_tensors([functional.all_reduce(x, "sum", (mesh, 1))])[0] + 0
         wait_tensor: functional.wait_tensor(functional.all_reduce(x, "sum", (mesh, 1))) + 0
         permute_tensor: functional.permute_tensor(x[0], [1, 0], group) + 0
         all_gather_tensor: functional.all_gather_tensor(x, 1, group) + 0
@@ -525,11 +528,14 @@ functional.reduce_scatter_inplace(o, [x[:2], x[2:]], "sum", group) -> o
 }  # fmt: skip
 
 
-#: Names that only the newest of the supported releases has: nothing is asked of them in the others.
-AS_OF_2_14 = frozenset(
+#: Names that only the newest of the supported releases have: nothing is asked of them in the others.
+NEWER = frozenset(
     [
         "supports_reconfigure",
         "supports_window",
+        "supports_abort_hooks",
+        "supports_completion_hooks",
+        "wait_tensors",
         "get_backend",
         "set_timeout",
         "get_backend_impl",
@@ -543,7 +549,7 @@ _HOMES = {name: cls for name, (cls, *_) in CLASSES.items()} | {module.__name__: 
 
 def there(kind: str, name: str) -> bool:
     """Whether the installed torch has what an example calls."""
-    return name not in AS_OF_2_14 or hasattr(_HOMES[kind], name)
+    return name not in NEWER or hasattr(_HOMES[kind], name)
 
 
 @pytest.mark.parametrize(

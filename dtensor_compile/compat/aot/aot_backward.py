@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_capture_wrappers
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -24,10 +25,17 @@ from dtensor_compile.compat.aot.tangents import (
 )
 from dtensor_compile.compat.apply_patches import is_called_from, patched
 from dtensor_compile.compat.dtensor.specs import Spec
-from dtensor_compile.compat.patches import hook, needs, patch
+from dtensor_compile.compat.patches import hook, if_there, needs, patch
 
 #: Gradients instead of an error: ``(error, inputs, tangents)``; None to raise the error.
 StandIn = Callable[[Exception, Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor] | None]
+
+#: Whether AOTAutograd saves what an input held before it was written to, where the backward reads it, as of 2.15.
+#: Before, the backward would read the values after: an error for plain tensors, which know their versions, but not for
+#: those in a DTensor.
+SAVES_VALUES_BEFORE_WRITES = (
+    if_there("torch._functorch._aot_autograd.subclass_utils:compute_inner_input_info_from_subclass_meta") is not None
+)
 
 
 _GRAD = patch("torch.autograd:grad", "outputs inputs grad_outputs ...")
@@ -91,10 +99,21 @@ def dtensor_tangents(program: Callable[..., Any], tangents: Tangents) -> Iterato
             tangents.results = results_with_tangents(metadata)
             _take_gradients_as_they_come(compiled, program, tangents)
 
-    with functions_built(after=take), assumed_tangents(tangents):
+    with functions_built(after=take), assumed_tangents(tangents), _tangents_of_inputs():
         yield
     if tangents.results and tangents.assumed is None:
         tangents.guard()
+
+
+def _tangents_of_inputs() -> contextlib.AbstractContextManager[None]:
+    """Traces the backward for the gradient that a DTensor input gets after the program has written to it.
+
+    torch takes plain zeros for it, as if nothing read the input after the call: rules of operators refuse these beside
+    DTensors, and the gradient that arrives is refused, too.
+    """
+    if not SAVES_VALUES_BEFORE_WRITES:
+        return contextlib.nullcontext()
+    return functorch_config.patch(disable_guess_zero_tangent_for_mutated_input_subclass=True)
 
 
 def _of_dtensor(meta: Any) -> bool:

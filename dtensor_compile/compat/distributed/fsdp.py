@@ -298,13 +298,22 @@ def sharded_parameters(state: FSDPState) -> Iterator[Sharded]:
                 data_parallel=data_parallel_dims(param),
                 size=tuple(param._orig_size),
                 dtype=param.param_dtype,
-                reduce_dtype=param.reduce_dtype,
+                reduce_dtype=reduction_dtype(param),
                 divide=_divide(group, param),
                 reshard=group.post_forward_mesh_info is not None,
                 holder=(*path, HOLDER),
                 index=j,
                 held=held,
             )
+
+
+def reduction_dtype(param: FSDPParam) -> torch.dtype | None:
+    """The dtype in which eager adds up and reduces gradients of a parameter; None keeps theirs.
+
+    As of 2.15 it is that of the sharded parameter if the policy has no ``reduce_dtype``.
+    """
+    known: Any = param
+    return known.unsharded_grad_dtype if hasattr(FSDPParam, "unsharded_grad_dtype") else param.reduce_dtype
 
 
 def _held(group: FSDPParamGroup) -> HeldGradient:
@@ -333,7 +342,7 @@ def _divide(group: FSDPParamGroup, param: FSDPParam) -> tuple[str, float, float]
     info = group.mesh_info
     shards = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
     replicas = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
-    dtype = param.reduce_dtype or param.param_dtype or param.orig_dtype
+    dtype = reduction_dtype(param) or param.param_dtype or param.orig_dtype
     factor = group.gradient_divide_factor
     before, after, *ops = _get_gradient_divide_factors(
         shards, replicas, dtype, group.device.type, factor, group.force_sum_reduction_for_comms

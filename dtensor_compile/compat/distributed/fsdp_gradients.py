@@ -8,19 +8,27 @@ A *holder* is a tensor with a number, by which compiled code finds a group. Grad
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Placement
 
-from dtensor_compile.compat.distributed.fsdp import HOLDER, Sharded, data_parallel_dims, groups_of, unsharded_spec
+from dtensor_compile.compat.distributed.fsdp import (
+    HOLDER,
+    Sharded,
+    data_parallel_dims,
+    groups_of,
+    reduction_dtype,
+    unsharded_spec,
+)
 from dtensor_compile.compat.dtensor.specs import with_local
 
 if TYPE_CHECKING:
@@ -29,6 +37,9 @@ if TYPE_CHECKING:
 #: Groups by the number in their holder.
 _HOLDERS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
+
+#: Whether eager keeps held gradients as those of the unsharded parameter, as of 2.15; before, also in an attribute.
+HELD_IN_PARAMETER = isinstance(inspect.getattr_static(FSDPParam, "unsharded_accumulated_grad", None), property)
 
 
 def make_holders(state: FSDPState) -> None:
@@ -56,13 +67,26 @@ def hold(number: int, index: int, grad: torch.Tensor, placements: tuple[Placemen
     if cast("FSDPModule", group.modules[0])._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
         group._training_state = TrainingState.POST_BACKWARD
     if before is None:
-        before = grad.detach().to(param.reduce_dtype or grad.dtype, copy=True)
+        before = grad.detach().to(reduction_dtype(param) or grad.dtype, copy=True)
     else:
         before.add_(grad)
     spec = unsharded_spec(param)
-    param.unsharded_accumulated_grad = (
-        before if spec is None else with_local(before, dataclasses.replace(spec, placements=placements))
+    _keep(
+        group, param, before if spec is None else with_local(before, dataclasses.replace(spec, placements=placements))
     )
+
+
+def _keep(group: FSDPParamGroup, param: FSDPParam, grad: torch.Tensor) -> None:
+    if not HELD_IN_PARAMETER:
+        param.unsharded_accumulated_grad = grad
+        return
+    if not hasattr(param, "_unsharded_param"):  # as eager makes it in its first forward, without memory after it
+        ranks = group._all_gather_process_group.size() if isinstance(group.mesh_info, FSDPMeshInfo) else 1
+        numel, dtype = param._sharded_param_data.numel(), param.param_dtype or param.orig_dtype
+        param.init_all_gather_outputs([numel], [dtype], ranks, group.device)
+        param.init_unsharded_param()
+        param.free_unsharded_param()
+    param._unsharded_param.grad = grad
 
 
 def release(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -87,6 +111,13 @@ def taken(state: FSDPState, sharded: Sharded) -> torch.Tensor | None:
     return _taken(_place_of(state, sharded)[1])
 
 
+def holds_shard(state: FSDPState, sharded: Sharded) -> bool:
+    """Whether the shard of a parameter is held, and eager reduces it with the next ones even if they do not use the
+    parameter, as of 2.15."""
+    group = _place_of(state, sharded)[0]
+    return hasattr(group, _LAYOUT) and group._partial_reduce_output is not None and sharded.index in _held_shards(group)
+
+
 def holder_of(state: FSDPState, sharded: Sharded) -> torch.Tensor:
     """The tensor with the number of the group of a parameter."""
     return getattr(_place_of(state, sharded)[0], HOLDER)
@@ -97,7 +128,9 @@ def _taken(param: FSDPParam) -> torch.Tensor | None:
 
     Eager keeps it as the gradient of the unsharded parameter or, if reductions have another dtype, in a tensor of that.
     """
-    held, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
+    held = None
+    if not HELD_IN_PARAMETER:
+        held, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
     whole = getattr(param, "_unsharded_param", None)
     if held is None and whole is not None:
         held, whole.grad = whole.grad, None
@@ -120,27 +153,54 @@ def reduced_placements(
     )
 
 
-#: Attribute of a flat tensor of held shards with the indices of those in it; eager's lacks it and contains all.
+#: Attribute of a flat tensor of held shards with the indices of those in it; eager's lacks it.
 _INDICES = "_dtensor_compile_indices"
+#: Attribute of a group with the offsets and padded sizes of shards in that tensor, as of 2.15; before, all are in it.
+_LAYOUT = "_partial_reduce_output_layout"
+
+
+def _places(group: FSDPParamGroup) -> dict[int, int]:
+    """Offsets of shards in the flat tensor of held shards, by index of the parameter: one after the other, each padded,
+    and at the end the length of the tensor, by the number of parameters."""
+    params, offset, places = group.fsdp_params, 0, {}
+    for i, param in enumerate(params):
+        if param.sharded_param.requires_grad:
+            places[i] = offset
+            offset += param.padded_sharded_param_size.numel()
+    return {**places, len(params): offset}
 
 
 def _held_shards(group: FSDPParamGroup) -> set[int]:
-    """Indices of the parameters whose shards are held; eager holds all that require gradients."""
-    flat = group._partial_reduce_output
-    if not hasattr(flat, _INDICES):
-        setattr(flat, _INDICES, {i for i, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad})
-    return getattr(flat, _INDICES)
+    """Indices of the parameters whose shards are held."""
+    flat, places = group._partial_reduce_output, _places(group)
+    assert flat is not None
+    if hasattr(flat, _INDICES):
+        return getattr(flat, _INDICES)
+    held = places.keys() - {len(group.fsdp_params)}
+    layout = getattr(group, _LAYOUT, None)
+    if layout is not None:  # eager's tensor has only shards that got gradients, in an order of its own
+        offsets = {i: layout[param][0] for i, param in enumerate(group.fsdp_params) if param in layout}
+        if {**offsets, len(group.fsdp_params): flat.numel()} != places:
+            group._partial_reduce_output = flat.new_zeros(places[len(group.fsdp_params)])
+            for i, offset in offsets.items():
+                _shard_at(group, i, places[i]).copy_(_shard_at(group, i, offset, flat))
+        held = set(offsets)
+    setattr(group._partial_reduce_output, _INDICES, held)
+    return held
 
 
-def _held_shard(group: FSDPParamGroup, index: int) -> torch.Tensor:
-    """The view of one shard in eager's flat tensor of held shards of a group: one after the other, each padded."""
-    params = group.fsdp_params
-    offset = sum(
-        param.padded_sharded_param_size.numel() for param in params[:index] if param.sharded_param.requires_grad
-    )
-    of = params[index]
-    assert group._partial_reduce_output is not None
-    return group._partial_reduce_output.as_strided(of.sharded_size, of.contiguous_sharded_stride, offset)
+def _shard_at(group: FSDPParamGroup, index: int, offset: int, flat: torch.Tensor | None = None) -> torch.Tensor:
+    """The view of one shard in a flat tensor of shards: that of held shards, if none is given."""
+    of, flat = group.fsdp_params[index], group._partial_reduce_output if flat is None else flat
+    assert flat is not None
+    return flat.as_strided(of.sharded_size, of.contiguous_sharded_stride, offset)
+
+
+def _tell_eager(group: FSDPParamGroup, held: set[int]) -> None:
+    """Tells eager which shards are held, as of 2.15; with sizes that make it pack them anew."""
+    if hasattr(group, _LAYOUT):
+        places = _places(group)
+        setattr(group, _LAYOUT, {group.fsdp_params[i]: (places[i], 0) for i in sorted(held)})
 
 
 def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
@@ -152,14 +212,14 @@ def hold_shard(number: int, index: int, grad: torch.Tensor) -> None:
         grad: the local shard.
     """
     group = _HOLDERS[number]
+    places = _places(group)
     if group._partial_reduce_output is None:
-        sizes = (
-            param.padded_sharded_param_size.numel() for param in group.fsdp_params if param.sharded_param.requires_grad
-        )
-        group._partial_reduce_output = grad.new_zeros(sum(sizes))
+        group._partial_reduce_output = grad.new_zeros(places[len(group.fsdp_params)])
         setattr(group._partial_reduce_output, _INDICES, set())
-    _held_shard(group, index).add_(grad)
-    _held_shards(group).add(index)
+    held = _held_shards(group)
+    _shard_at(group, index, places[index]).add_(grad)
+    held.add(index)
+    _tell_eager(group, held)
 
 
 def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -168,10 +228,12 @@ def release_shard(number: int, index: int, grad: torch.Tensor) -> torch.Tensor:
     group = _HOLDERS[number]
     if group._partial_reduce_output is None:
         return grad.clone(memory_format=torch.contiguous_format)
-    indices, place = _held_shards(group), _held_shard(group, index)
+    held = _held_shards(group)
+    place = _shard_at(group, index, _places(group)[index])
     result = (grad + place).contiguous()
     place.zero_()
-    indices.discard(index)
-    if not indices:
+    held.discard(index)
+    if not held:
         group._partial_reduce_output = None
+    _tell_eager(group, held)
     return result

@@ -104,7 +104,8 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 class _Done(_Nothing):
     """A stream or an event whose work is complete."""
 
-    cuda_stream = device_index = 0
+    cuda_stream = stream_id = device_index = 0
+    device_type = 1  # of CUDA in C++; `fully_shard` hands these numbers to an operator, as of 2.15
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -5,7 +5,7 @@
 // One built for CUDA asks the driver, which is not there. Here is a guard that does nothing, and hooks that say yes to those two
 // questions. The caller sees to it that autograd has started its threads, one a device, before, and runs in his own. And
 // scaled_dot_product_attention, which asks a function of the device for its kernel, gets the one that it would get there. All is taken
-// back by the same function.
+// back by the same function, but for the clock of DistributedDataParallel: a torch built for CUDA has one that asks the driver.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -13,9 +13,11 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/device_lazy_init.h>
 
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <utility>
 
@@ -46,6 +48,24 @@ struct Hooks final : at::CUDAHooksInterface {
     return true;
   }
 };
+
+// Measures nothing: there is no time on a device.
+struct Timer final : c10d::Timer {
+  std::optional<int64_t> measureDifference(Event, Event) override {
+    return std::nullopt;
+  }
+};
+
+// Before any DistributedDataParallel is made. A registry keeps what was last put there for good; without a driver nobody can use the
+// clock that it had.
+void put_timer() {
+  static bool done = false;
+  if (!std::exchange(done, true) && c10d::TimerRegistry()->Has(c10::DeviceType::CUDA)) {
+    c10d::TimerRegistry()->Register(
+        c10::DeviceType::CUDA, [](c10::Device) -> std::unique_ptr<c10d::Timer> { return std::make_unique<Timer>(); },
+        c10::REGISTRY_PREFERRED);
+  }
+}
 
 // What torch takes on an architecture from sm_80 on, cuDNN's kernels aside: flash attention for narrow types without a mask, else
 // memory-efficient attention, else operators of their own.
@@ -87,6 +107,7 @@ extern "C" int dtensor_compile_cuda_device(int on) {
   // Torch keeps one object of hooks for good. It has no data, so that its type is all that it is: the pointer to its functions.
   void* object = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
   if (on != 0) {
+    put_timer();
     stock_guard = slot.exchange(guard);
     stock_choice = std::exchange(choice, reinterpret_cast<void*>(&attention_kernel));
     std::memcpy(&stock_hooks, object, sizeof(stock_hooks));
