@@ -11,7 +11,7 @@ CATALOGUE ?= 3/40
 FAST := tests/ir tests/planner tests/passes tests/graph tests/schedule tests/fixups tests/lowering tests/topology tests/stages tests/compat
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: releases demo test test-fast lint docs examples gallery bench-compile bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu clean test-redistributions test-slow test-gpu test-memory fuzz matrix
+.PHONY: releases demo test test-fast lint docs examples gallery bench-compile bench-layers bench-dynamic bench-emulated bench-passes bench-warm-start bench-artifacts bench-order bench-wrappers bench-third-party bench-overlap bench-report bench-call bench-redistribution bench-planning bench-annotations bench-agreement bench-memory bench-plan-memory bench-plan-gpu clean test-redistributions test-slow test-gpu test-memory fuzz matrix
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -87,6 +87,10 @@ gallery: build/gallery/.installed
 
 bench-compile: $(VENV)/.installed
 	$(BIN)/python tools/bench/compile_time.py
+
+# By the number of layers.
+bench-layers: $(VENV)/.installed
+	$(BIN)/python tools/bench/layers.py
 
 bench-dynamic: $(VENV)/.installed
 	$(BIN)/python tools/bench/dynamic_compile.py

@@ -34,17 +34,19 @@ from dtensor_compile.testing import make_mesh, run_on_ranks
 Measured = dict[str, list[tuple[float, float]]]
 
 
-def first_step(layout_name: str, layers: int, backend: str, folder: str | None = None) -> tuple[float, float]:
+def first_step(
+    layout_name: str, layers: int, backend: str, folder: str | None = None, options: Mapping[str, Any] | None = None
+) -> tuple[float, float]:
     """Wall and CPU seconds of the first forward and backward less those of the second, on this rank.
 
-    `folder`: of Inductor's caches; None: empty ones.
+    `folder`: of Inductor's caches; None: empty ones. `options`: of the backend.
     """
     layout = LAYOUTS[layout_name]
     mesh = make_mesh(layout.mesh_shape(dist.get_world_size()), layout.dims)
     counters.reset()
 
     def wrap(model: torch.nn.Module) -> Any:
-        return torch.compile(model, backend=backend, fullgraph=True, options={"compile_threads": 1})
+        return torch.compile(model, backend=backend, fullgraph=True, options={"compile_threads": 1, **(options or {})})
 
     trainer = Trainer(layout, mesh, LlamaConfig(layers=layers), 1, wrap)
     with fresh_caches() if folder is None else mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
