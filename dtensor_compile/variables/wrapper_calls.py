@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.dynamo.module_calls import notes
+from dtensor_compile.compat.dynamo.module_calls import happens_once, notes
 from dtensor_compile.compat.dynamo.tracker_tools import (
     Translator,
     UserFunctionVariable,
@@ -57,6 +57,7 @@ def gathering_name(tx: Translator, owner: Any, module: torch.nn.Module) -> str:
 
     Modules wrapped in one list have one owner, and are gathered together.
     """
+    happens_once(tx, "it gathers parameters, or averages gradients, under a name of its own")
     numbers, calls = notes(tx, "owners"), notes(tx, "calls")
     number = numbers.setdefault(id(owner), len(numbers))
     call = calls[id(module)] = calls.get(id(module), -1) + 1

@@ -1,5 +1,6 @@
 """Equal blocks that are compiled once: eager's numbers, one graph for all calls, and what has none says why."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -10,7 +11,9 @@ from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.stages import lowered
 from dtensor_compile.testing import make_mesh, on_ranks
 from dtensor_compile.testing.compare_values import compare_values
-from tests.variables.test_equal_blocks import DIM, LAYOUTS, Block, Model, batch, step, tensor_parallel
+from tests.variables.test_equal_blocks import DIM, LAYOUTS, NOT_HERE, Block, Model, batch, step, tensor_parallel
+
+pytestmark = pytest.mark.skipif(bool(NOT_HERE), reason=f"torch {NOT_HERE}")
 
 OPTIONS = {"blocks": "once", "strict": True}
 
@@ -53,12 +56,10 @@ def both(model, make, runs=2, **options):
 
 @on_ranks(2)
 def test_layouts_have_the_numbers_of_eager():
-    from pytest import MonkeyPatch
-
     mesh = make_mesh((2,), ("dp",))
     for layout in LAYOUTS:
         torch._dynamo.reset()
-        with MonkeyPatch.context() as monkeypatch:
+        with pytest.MonkeyPatch.context() as monkeypatch:
             graphs = Graphs(monkeypatch)
             assert not both(layout, lambda layout=layout: layout(Model(), mesh))
         assert graphs.called == [1, 1], (layout, graphs.called)
@@ -66,12 +67,10 @@ def test_layouts_have_the_numbers_of_eager():
 
 @on_ranks(2)
 def test_ranks_are_told_of_the_collectives_of_every_call():
-    from pytest import MonkeyPatch
-
     noted = {}
     for blocks in ("each", "once"):
         torch._dynamo.reset()
-        with MonkeyPatch.context() as monkeypatch:
+        with pytest.MonkeyPatch.context() as monkeypatch:
             graphs = Graphs(monkeypatch)
             assert not both("", lambda: tensor_parallel(Model(6), make_mesh((2,), ("tp",))), blocks=blocks)
         noted[blocks] = graphs.noted

@@ -17,6 +17,7 @@ from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from dtensor_compile.compat.apply_patches import patched
+from dtensor_compile.compat.dynamo.module_calls import happens_once
 from dtensor_compile.compat.dynamo.opaque_trackers import MethodCall, OpaqueVariable, calls_of_methods
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, build_unguarded, constant_source
 from dtensor_compile.compat.patches import needs, patch
@@ -88,6 +89,8 @@ def call_after_graph(
     Returns:
         The arguments of the call; they may be replaced while the frame is traced.
     """
+
+    happens_once(tx, "it calls Python when the graph has run")
 
     @torch.compiler.disable
     def call(*values: Any) -> None:  # left to Python: Dynamo would defer the calls in it, too

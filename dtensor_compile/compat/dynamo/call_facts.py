@@ -61,7 +61,7 @@ def flat_facts(variable: VariableTracker) -> Iterator[Fact]:
     elif isinstance(variable, SymNodeVariable):
         yield ("size", _size(variable.sym_num)), variable
     elif isinstance(variable, ConstantVariable):
-        yield ("constant", type(variable.value), variable.value), None
+        yield ("constant", type(variable.value), variable.value, repr(variable.value)), None  # -0.0 is not 0.0
     elif isinstance(variable, (TupleVariable, ListVariable)) and type(variable) in (TupleVariable, ListVariable):
         yield (type(variable), len(variable.items)), None
         for item in variable.items:
@@ -142,6 +142,13 @@ def chain(source: Source) -> Iterator[Source]:
     while found is not None:
         yield found
         found = getattr(found, "base", None)
+
+
+def reads_by_object(source: Source, module: Source) -> bool:
+    """Whether a source that is not below a module reads an entry of a dict whose key is an object, such as the module:
+    there may be another key for another module, which no guard tells."""
+    bases = list(chain(source))
+    return module not in bases and any(isinstance(getattr(base, "index", None), Source) for base in bases)
 
 
 @dataclasses.dataclass

@@ -99,6 +99,8 @@ def inputs_of(
         if outer.op == "placeholder":
             read = getattr(outer.meta.get("grapharg"), "source", None)
             below = _Below(read) if read is not None and source in chain(read) else None
+            if below is not None and has_symbols(outer):
+                raise Differs(f"{below.source.name} has a symbolic size, or is a number that is an input")
             found[outer] = given.get(outer) or below
         elif outer in given or outer in replaced:
             found[outer] = given.get(outer) or replaced[outer]
@@ -107,6 +109,25 @@ def inputs_of(
         else:
             raise Differs(f"it uses {outer.name}, which is not among its arguments")
     return found
+
+
+def has_symbols(node: torch.fx.Node) -> bool:
+    """Whether an input of the graph has symbolic sizes, or is a number."""
+    value, argument = node.meta.get("example_value"), node.meta.get("grapharg")
+    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or getattr(argument, "pass_arg_as_tensor", False):
+        return True
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+
+
+def check_nodes(nodes: Sequence[torch.fx.Node]) -> None:
+    """Checks that nodes can be copied.
+
+    Raises:
+        Differs: one has a size that only data tells, with a symbol of its own.
+    """
+    for node in nodes:
+        if node.meta.get("unbacked_bindings") or node.target is torch.ops.aten._local_scalar_dense.default:
+            raise Differs("sizes in it depend on data")
 
 
 def check_result(result: VariableTracker, known: set[torch.fx.Node]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor._ops import _math_ops
 from torch.nn import init
 
 from dtensor_compile.compat.dynamo.after_graph import call_after_graph, is_export
+from dtensor_compile.compat.dynamo.module_calls import happens_once
 from dtensor_compile.compat.dynamo.opaque_trackers import CALL_METHOD, MethodCall, calls_of_methods
 from dtensor_compile.compat.dynamo.tracker_tools import Translator, graph_break, read_attribute, source_of
 from dtensor_compile.compat.patches import needs
@@ -76,6 +77,7 @@ class GeneratorVariable(UserDefinedObjectVariable):
         """Sets the state from this point of the program on."""
         if tx.output.current_tracer.parent is not None:
             graph_break("generator-inner", str(self.source))
+        happens_once(tx, "it draws from a generator of its own")
         self.state = state
         if self.source is None or is_export(tx):
             return

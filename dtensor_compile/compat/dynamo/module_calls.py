@@ -146,6 +146,12 @@ def notes(tx: Translator, name: str) -> dict[Any, Any]:
     return vars(tx.output).setdefault(f"dtensor_compile_{name}", {})
 
 
+def happens_once(tx: Translator, what: str) -> None:
+    """Notes that the code that is being traced does what the nodes of its graph do not: `what` says it as "it ..."."""
+    happened = notes(tx, "happened")
+    happened[len(happened)] = what
+
+
 def _parameters(tx: Translator, module: VariableTracker) -> dict[Any, VariableTracker]:
     found = attribute(tx, module, "_parameters").realize()
     variable = found._base_vt if isinstance(found, UserDefinedDictVariable) else found

@@ -39,9 +39,11 @@ from dtensor_compile.compat.dynamo.call_facts import (
     argument_facts,
     chain,
     guards_below,
+    reads_by_object,
     state_check,
 )
-from dtensor_compile.compat.dynamo.call_traces import CallTrace, check_result, copy_call, inputs_of
+from dtensor_compile.compat.dynamo.call_traces import CallTrace, check_nodes, check_result, copy_call, inputs_of
+from dtensor_compile.compat.dynamo.communication_counts import is_counting
 from dtensor_compile.compat.dynamo.module_calls import CALLS, function_of, notes, real_value
 from dtensor_compile.compat.dynamo.node_copies import PLACE, Place
 from dtensor_compile.compat.dynamo.tracing import options_on_stack
@@ -127,7 +129,7 @@ def _is_of_block(tx: Translator, function: Any, args: Sequence[VariableTracker])
     if not isinstance(variable, UnspecializedNNModuleVariable) or variable.source is None:
         return False
     inside = tx.output.current_tracer.parent is not None or torch._C._functorch.peek_interpreter_stack() is not None
-    if inside or _frame(tx).tracing or vars(tx.speculation_log).get(_EACH):
+    if inside or is_counting() or _frame(tx).tracing or vars(tx.speculation_log).get(_EACH):
         return False
     module = cast("torch.nn.Module", variable.value)
     owner = _owner(tx, variable.source, module)
@@ -163,6 +165,7 @@ def _trace(
     module = arguments[0]
     frame, same_state, last = _frame(tx), state_check(), next(iter(reversed(tx.output.graph.nodes)), None)
     writes, hooks = frame.writes, len(tx.output.side_effects.tensor_hooks)
+    happened, guarded, logged = len(notes(tx, "happened")), set(tx.output.guards), len(tx.output.root_tx.debug_locals)
     frame.tracing, frame.effects, frame.known = True, [], set()
     frame.known.update(map(id, tx.output.side_effects.id_to_variable.values()))
     VariableTracker.visit(lambda part: frame.known.add(id(part)), arguments)
@@ -172,12 +175,18 @@ def _trace(
         frame.tracing = False
     if len(tx.output.side_effects.tensor_hooks) != hooks:
         frame.effects.append("it registers a hook")
+    if len(tx.output.root_tx.debug_locals) != logged:
+        frame.effects.append("it prints")
+    frame.effects += list(notes(tx, "happened").values())[happened:]
+    if any(reads_by_object(guard.originating_source, source_of(module)) for guard in set(tx.output.guards) - guarded):
+        frame.effects.append("it reads an entry of a dict whose key is an object")
     try:
         if frame.effects or not same_state():
             raise Differs(frame.effects[0] if frame.effects else "it leaves torch in another state")
         nodes = _nodes_after(tx.output.graph, last)
         inputs = inputs_of(tx, nodes, module, facts)
-        check_result(result, {*nodes, *inputs})
+        check_nodes(nodes)
+        check_result(result, set(nodes))
         source = source_of(module)
         found = [fact for fact, _ in facts]
         kept = CallTrace(
