@@ -144,13 +144,6 @@ def chain(source: Source) -> Iterator[Source]:
         found = getattr(found, "base", None)
 
 
-def reads_by_object(source: Source, module: Source) -> bool:
-    """Whether a source that is not below a module reads an entry of a dict whose key is an object, such as the module:
-    there may be another key for another module, which no guard tells."""
-    bases = list(chain(source))
-    return module not in bases and any(isinstance(getattr(base, "index", None), Source) for base in bases)
-
-
 @dataclasses.dataclass
 class GuardFact:
     """A guard of the traced call, and how to make it for another one.

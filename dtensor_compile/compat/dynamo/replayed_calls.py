@@ -39,7 +39,6 @@ from dtensor_compile.compat.dynamo.call_facts import (
     argument_facts,
     chain,
     guards_below,
-    reads_by_object,
     state_check,
 )
 from dtensor_compile.compat.dynamo.call_traces import CallTrace, check_nodes, check_result, copy_call, inputs_of
@@ -165,7 +164,7 @@ def _trace(
     module = arguments[0]
     frame, same_state, last = _frame(tx), state_check(), next(iter(reversed(tx.output.graph.nodes)), None)
     writes, hooks = frame.writes, len(tx.output.side_effects.tensor_hooks)
-    happened, guarded, logged = len(notes(tx, "happened")), set(tx.output.guards), len(tx.output.root_tx.debug_locals)
+    happened, logged = len(notes(tx, "happened")), len(tx.output.root_tx.debug_locals)
     frame.tracing, frame.effects, frame.known = True, [], set()
     frame.known.update(map(id, tx.output.side_effects.id_to_variable.values()))
     VariableTracker.visit(lambda part: frame.known.add(id(part)), arguments)
@@ -178,8 +177,6 @@ def _trace(
     if len(tx.output.root_tx.debug_locals) != logged:
         frame.effects.append("it prints")
     frame.effects += list(notes(tx, "happened").values())[happened:]
-    if any(reads_by_object(guard.originating_source, source_of(module)) for guard in set(tx.output.guards) - guarded):
-        frame.effects.append("it reads an entry of a dict whose key is an object")
     try:
         if frame.effects or not same_state():
             raise Differs(frame.effects[0] if frame.effects else "it leaves torch in another state")
