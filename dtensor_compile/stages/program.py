@@ -86,7 +86,7 @@ def tell_order_is_inductors(program: torch.fx.GraphModule) -> list[Decision]:
     return [unordered_kernels()]
 
 
-def tell_blocks(program: torch.fx.GraphModule) -> list[Decision]:
+def tell_blocks(program: torch.fx.GraphModule, this: Compilation) -> list[Decision]:
     """Decisions about modules of one class that one module holds: how many calls were traced once, and what differed
     where a call was not."""
     places = {node.meta[PLACE][:2] for node in program.graph.nodes if PLACE in node.meta}
@@ -94,6 +94,9 @@ def tell_blocks(program: torch.fx.GraphModule) -> list[Decision]:
     apart = [Decision(BLOCKS, "", f"{name} is traced by itself: {why}") for name, why in traced_apart()]
     if not copied:
         return apart
+    if this.options.blocks == "once" and not this.shares_blocks:
+        reason = "equal blocks are compiled each for this report; without one, each is compiled once, to other kernels"
+        apart.append(Decision(BLOCKS, "", reason, left_alone=True))
     reason = f"{copied} of {len(places)} calls of equal modules are not traced, but copied from the trace of another"
     return [Decision(BLOCKS, "", reason), *apart]
 
@@ -129,7 +132,7 @@ CAPTURED = (
     GraphStep(return_bases_of_views, lambda this: (this,), required=True),
     GraphStep(expect_gradients, lambda this: (this,), required=True),
     GraphStep(forget_addresses, when=lambda this: not this.aten and uses_cuda_graphs(this.options.inductor)),
-    GraphStep(tell_blocks, reads=True),
+    GraphStep(tell_blocks, lambda this: (this,), reads=True),
     GraphStep(find_artifacts, lambda this: (this,), reads=True),
     GraphStep(tell_what_is_kept, lambda this: (this,), reads=True),
     GraphStep(

@@ -444,3 +444,12 @@ def differentiate(program, blocks):
             result.backward()
         results.append((result, [parameter.grad for parameter in model.parameters()]))
     assert not compare_values(program.__name__, *results)
+
+
+@on_ranks(1)
+def test_a_report_says_where_it_is_not_of_the_code_that_runs():
+    torch._dynamo.reset()
+    with dtensor_compile.record() as recording:
+        compiled(Model(), "once")(batch())
+    (said,) = [decision for decision in recording.decisions if decision.kind == "blocks" and decision.left_alone]
+    assert said.reason.startswith("equal blocks are compiled each for this report")
