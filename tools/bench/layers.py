@@ -39,6 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     few, many = args.layers
     measured: dict[str, dict[int, list[float]]] = {variant: {few: [], many: []} for variant in args.variants}
+    cpu_seconds(args.layout, few, args.variants[0])  # warms up what stays: headers of the compiler, imports
     for _ in range(args.repeats):
         for layers in args.layers:
             for variant in args.variants:
