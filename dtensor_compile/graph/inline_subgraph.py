@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
-from dtensor_compile.compat.aot.block_graphs import CALL, called_graph
+from dtensor_compile.compat.aot.fx import CALL, called_graph
 from dtensor_compile.graph.arguments import const_arg, fake_result, node_arg
 from dtensor_compile.graph.node_builder import inherited
 

@@ -51,12 +51,22 @@ def repeated_blocks(program: torch.fx.GraphModule) -> list[RepeatedBlock]:
     return blocks
 
 
+def repeats(program: torch.fx.GraphModule) -> bool:
+    """Whether a block of a graph is called at least twice, in any state of torch."""
+    return any(PLACE in node.meta and node.meta[PLACE].call for node in program.graph.nodes)
+
+
+#: Calls without a result that change nothing; others are taken for changes of the state of torch.
+_HARMLESS = {torch._C._log_api_usage_once}
+
+
 def _in_the_state_of_the_graph(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
     """Nodes between changes of the state of torch, such as an ``autocast`` that begins and has not ended."""
     grad, opened = torch.is_grad_enabled(), set[torch.fx.Node]()
     now = grad
     for node in graph.nodes:
-        if node.op != "call_function" or PLACE in node.meta or "example_value" in node.meta:
+        known = node.op != "call_function" or node.target in _HARMLESS
+        if known or PLACE in node.meta or "example_value" in node.meta:
             if now == grad and not opened:
                 yield node
         elif node.target is torch._C._set_grad_enabled:

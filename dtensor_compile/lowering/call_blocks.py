@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor_compile.compat.aot.block_graphs import CALL
+from dtensor_compile.compat.aot.fx import CALL
 from dtensor_compile.compat.aot.random_state import DRAWS
 from dtensor_compile.graph.arguments import const_arg, list_arg
 from dtensor_compile.ops.call_block import CALLS_OF_BLOCKS, graph_of_block

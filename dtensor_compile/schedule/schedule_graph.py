@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dtensor_compile.compat.aot.block_graphs import CALL, called_graph
+from dtensor_compile.compat.aot.fx import CALL, called_graph
 from dtensor_compile.compat.aot.random_state import node_draws
 from dtensor_compile.decisions import Decision
 from dtensor_compile.graph.arguments import operator_of, value_of

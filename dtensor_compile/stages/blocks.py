@@ -23,7 +23,7 @@ from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.graph.nodes import across
 from dtensor_compile.graph.operator_traits import SPLITS, is_view
-from dtensor_compile.graph.repeated_blocks import RepeatedBlock, repeated_blocks, replace_calls
+from dtensor_compile.graph.repeated_blocks import RepeatedBlock, repeated_blocks, repeats, replace_calls
 from dtensor_compile.lowering.lower_collectives import runs_in_order
 from dtensor_compile.ops.call_block import BlockGraph, call_graph_of_block
 from dtensor_compile.stages.compilation import Compilation
@@ -31,7 +31,7 @@ from dtensor_compile.stages.joint import plan_joint_graph
 
 T = TypeVar("T")
 
-#: Kind of the decisions.
+#: Kind of the decisions about equal blocks.
 BLOCKS = "blocks"
 
 
@@ -59,7 +59,11 @@ def until_gradients_fit(compile: Callable[[], T], this: Compilation) -> T:
 
 def share_blocks(program: torch.fx.GraphModule, this: Compilation) -> None:
     """Replaces equal blocks of a Dynamo graph by calls; their graphs are in ``this.blocks`` then."""
-    for number, block in enumerate(repeated_blocks(program)):
+    blocks = repeated_blocks(program)
+    if not blocks and repeats(program):
+        reason = "equal calls are compiled each: the program changes the state of torch around them"
+        this.log.decided([Decision(BLOCKS, "", reason)])
+    for number, block in enumerate(blocks):
         if number in this.apart:
             continue
         graphs: dict[str, BlockGraph] = {}

@@ -39,10 +39,8 @@ from dtensor_compile.runtime.watch_runs import watched
 from dtensor_compile.schedule.left_alone import unordered_kernels
 from dtensor_compile.spmd.spread import spread_annotations
 from dtensor_compile.spmd.trackers import GRAPH_FUNCTIONS as ANNOTATIONS
+from dtensor_compile.stages.blocks import BLOCKS
 from dtensor_compile.stages.compilation import Compilation
-
-#: Kind of the decisions of `tell_blocks`.
-BLOCKS = "blocks"
 
 #: Functions of this package that a cacheable Dynamo graph may call.
 GRAPH_FUNCTIONS = (redistribute, unshard, average_gradient, *ANNOTATIONS)

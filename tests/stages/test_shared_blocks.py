@@ -1,12 +1,15 @@
 """Equal blocks that are compiled once: eager's numbers, one graph for all calls, and what has none says why."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_compile.compat.aot.block_graphs import called_graphs
+from dtensor_compile.compat.aot.fx import called_graphs
+from dtensor_compile.recording.recorder import GraphLog
 from dtensor_compile.runtime.collective_agreement import Agreement
 from dtensor_compile.stages import lowered
 from dtensor_compile.testing import make_mesh, on_ranks
@@ -191,3 +194,31 @@ def test_placements_that_change_from_call_to_call():
     different = compare_values("step", eager, ours)
     assert not different, (different, eager[0], ours[0])
     assert isinstance(ours[0], DTensor)
+
+
+class Logged(Model):
+    """Makes a module in the region, of which torch notes that it is used."""
+
+    def forward(self, x):
+        return super().forward(nn.Identity()(x))
+
+
+class Autocast(Model):
+    def forward(self, x):
+        x = self.stem(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x.float())
+
+
+@on_ranks(1)
+def test_what_changes_the_state_of_torch_and_what_does_not():
+    said = []
+    for make in (Logged, Autocast):
+        torch._dynamo.reset()
+        with mock.patch.object(GraphLog, "decided", lambda self, made: said.extend(map(str, made))):
+            assert not both("", make)
+    about = [text for text in said if "equal calls" in text]
+    assert ["compiled once" in text for text in about] == [True, False]
+    assert "changes the state of torch around them" in about[1]

@@ -453,3 +453,22 @@ def test_a_report_says_where_it_is_not_of_the_code_that_runs():
         compiled(Model(), "once")(batch())
     (said,) = [decision for decision in recording.decisions if decision.kind == "blocks" and decision.left_alone]
     assert said.reason.startswith("equal blocks are compiled each for this report")
+
+
+@pytest.mark.parametrize("blocks", ["traced", "once"])
+def test_batches_of_several_sizes(blocks):
+    several_sizes(blocks)
+
+
+@on_ranks(2)
+def several_sizes(blocks):
+    """The second size makes the graph symbolic; the third needs no other one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = sharded(Model(), make_mesh((2,), ("dp",)))
+    run = compiled(model, blocks)
+    with watch_programs() as seen:
+        for rows in (4, 6, 10):
+            x = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(rows))
+            assert not compare_values("step", step(model, model, x), step(run, model, x))
+    assert [this.copies for this in seen] == [3, 3]

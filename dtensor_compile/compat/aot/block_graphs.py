@@ -14,26 +14,18 @@ from typing import Any
 
 import torch
 import torch._functorch.config as aot_config
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from dtensor_compile.compat.aot.autograd_functions import functions_built, inside_of_block
+from dtensor_compile.compat.aot.run_graph import Made, compile_for_aten
 from dtensor_compile.compat.aot.tangents import expected_placements
 from dtensor_compile.compat.apply_patches import patched
 from dtensor_compile.compat.dynamo.node_copies import Fakes
 from dtensor_compile.compat.inductor.compile import EAGER_NUMBERS, GraphFunction, GraphPass
 from dtensor_compile.compat.inductor.uncompiled_kernels import run_made
 from dtensor_compile.compat.patches import hook, needs, patch
-
-#: The operator of higher order that calls a graph: ``(graph, name, *tensors)``.
-CALL = torch.ops.higher_order.invoke_subgraph
-
-#: Makes the function that is called in place of a local graph: a boxed one.
-Made = Callable[[torch.fx.GraphModule], Callable[[list[Any]], Any]]
 
 _CALLED = patch("torch._functorch.aot_autograd:create_functional_call", "mod params_spec params_len ...")
 _TRACED = patch("torch._functorch.aot_autograd:create_aot_state", "stack flat_fn ...")
@@ -75,21 +67,6 @@ def programs_changed(change: Callable[[torch.fx.GraphModule], None]) -> Iterator
     # While blocks are traced nothing is executed, so that torch cannot check operators for aliases of their inputs.
     with patched(_CALLED, called), patched(_TRACED, traced), aot_config.patch(check_custom_op_aliasing=False):
         yield
-
-
-def called_graphs(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
-    """The graphs of blocks that a graph calls, each once."""
-    calls = module.graph.find_nodes(op="call_function", target=CALL)
-    return list({id(graph): graph for graph in map(called_graph, calls)}.values())
-
-
-def called_graph(call: torch.fx.Node) -> torch.fx.GraphModule:
-    """The graph that a node with `CALL` calls."""
-    member = call.args[0]
-    assert isinstance(member, torch.fx.Node)
-    found = getattr(call.graph.owning_module, str(member.target))
-    assert isinstance(found, torch.fx.GraphModule)
-    return found
 
 
 def copy_of(graph: torch.fx.Graph) -> torch.fx.Graph:
@@ -134,7 +111,7 @@ def trace_block(
         aot_config.patch(force_non_lazy_backward_lowering=True),
     ):
         if settings is None:
-            return _trace_for_aten(body, inputs, joint_pass, made)
+            return compile_for_aten(body, inputs, joint_pass, made)
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**EAGER_NUMBERS, **settings, "joint_custom_pre_pass": GraphPass(joint_pass, None)}
@@ -159,25 +136,3 @@ def _check_gradients(compiled: Any, otherwise: Callable[[], Exception]) -> None:
         return stock_backward(ctx, *gradients)
 
     compiled.forward, compiled.backward = staticmethod(forward), staticmethod(backward)
-
-
-def _trace_for_aten(
-    body: torch.fx.GraphModule, inputs: Sequence[Any], joint_pass: GraphFunction, made: Made
-) -> Callable[..., Any]:
-    def partition(joint: torch.fx.GraphModule, args: Sequence[Any], **kwargs: Any) -> Any:
-        joint_pass(joint.graph)
-        joint.recompile()
-        return min_cut_rematerialization_partition(joint, args, **kwargs)
-
-    def infer(graph: torch.fx.GraphModule, args: Sequence[Any]) -> Any:
-        joint_pass(graph.graph)
-        return made(graph)
-
-    def compile_graph(graph: torch.fx.GraphModule, args: Sequence[Any]) -> Any:
-        return made(graph)
-
-    trace = aot_autograd(
-        fw_compiler=compile_graph, bw_compiler=compile_graph, inference_compiler=infer, partition_fn=partition
-    )
-    with config.patch(fallback_random=True):
-        return trace(body, inputs)  # type: ignore[no-any-return]

@@ -14,6 +14,9 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
+#: The operator of higher order that calls a graph: ``(graph, name, *tensors)``.
+CALL = torch.ops.higher_order.invoke_subgraph
+
 
 class SavedNode(NamedTuple):
     """The state of a node."""
@@ -120,3 +123,18 @@ def run_boxed(graph_module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def called_graphs(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """The graphs of blocks that a graph calls, each once."""
+    calls = module.graph.find_nodes(op="call_function", target=CALL)
+    return list({id(graph): graph for graph in map(called_graph, calls)}.values())
+
+
+def called_graph(call: torch.fx.Node) -> torch.fx.GraphModule:
+    """The graph that a node with `CALL` calls."""
+    member = call.args[0]
+    assert isinstance(member, torch.fx.Node)
+    found = getattr(call.graph.owning_module, str(member.target))
+    assert isinstance(found, torch.fx.GraphModule)
+    return found

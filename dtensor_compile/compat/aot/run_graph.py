@@ -10,9 +10,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 
-from dtensor_compile.compat.aot.block_graphs import called_graphs
-from dtensor_compile.compat.aot.fx import run_boxed
+from dtensor_compile.compat.aot.fx import called_graphs, run_boxed
 from dtensor_compile.compat.inductor.compile import GraphFunction
+
+#: Makes the function that runs in place of a local graph: a boxed one.
+Made = Callable[[torch.fx.GraphModule], Callable[[list[Any]], Any]]
 
 
 def compile_to_aten(
@@ -23,8 +25,23 @@ def compile_to_aten(
 
     Args:
         joint_pass: runs on the joint graph (on the forward graph if there is no backward).
-        post_grad_pass: runs on the forward and on the backward graph.
+        post_grad_pass: runs on the forward and on the backward graph, after the graphs that these call.
     """
+
+    def lower(graph_module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+        for part in called_graphs(graph_module):
+            post_grad_pass(part.graph)
+            part.recompile()
+        post_grad_pass(graph_module.graph)
+        return run_boxed(graph_module)
+
+    return compile_for_aten(gm, example_inputs, joint_pass, lower)
+
+
+def compile_for_aten(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], joint_pass: GraphFunction, made: Made
+) -> Callable[..., Any]:
+    """Runs AOTAutograd on a Dynamo graph without Inductor; `made` compiles the forward and the backward graph."""
 
     def partition(
         joint: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -34,15 +51,11 @@ def compile_to_aten(
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     def lower(graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        for part in called_graphs(graph_module):
-            post_grad_pass(part.graph)
-            part.recompile()
-        post_grad_pass(graph_module.graph)
-        return run_boxed(graph_module)
+        return made(graph_module)
 
-    def infer(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def infer(graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         joint_pass(graph_module.graph)
-        return lower(graph_module, inputs)
+        return made(graph_module)
 
     compile_graph = aot_autograd(fw_compiler=lower, bw_compiler=lower, inference_compiler=infer, partition_fn=partition)
     with config.patch(fallback_random=True):  # eager's random numbers, so that unused ones are drawn as well

@@ -74,8 +74,8 @@ class Fakes:
             return value
         whole = value.untyped_storage()
         if whole._cdata not in self.storages:
-            self.storages[whole._cdata] = torch.empty(0, dtype=torch.uint8, device="meta").untyped_storage()
-            self.storages[whole._cdata].resize_(whole.nbytes())
+            whole_copy = torch.empty(whole.nbytes(), dtype=torch.uint8, device="meta")  # of a symbolic size, perhaps
+            self.storages[whole._cdata] = whole_copy.untyped_storage()
         with torch.no_grad():
             meta = torch.empty(0, dtype=value.dtype, device="meta")
             meta.set_(self.storages[whole._cdata], value.storage_offset(), value.size(), value.stride())
