@@ -97,7 +97,7 @@ class Options:
     redistribution_memory: int | None = None
     regather: str | int | None = None
     artifacts: str | None = None
-    blocks: str = "each"
+    blocks: str = "traced"
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def cache_key(self) -> tuple[Any, ...]:

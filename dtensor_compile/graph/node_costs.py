@@ -311,11 +311,13 @@ def module_path(node: torch.fx.Node) -> str:
     operator.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    root = _ROOT.match(path)
+    return path_of(str(list(stack.values())[-1][0])) if stack else ""
+
+
+def path_of(name: str) -> str:
+    """The path of a module in the program (``blocks.0.norm``), from its name in Dynamo's graphs."""
+    root = _ROOT.match(name)
     if root is not None:
-        path = ("" if root["name"] in _SELF else root["name"]) + "." + path[root.end() :]
-    path = re.sub(r"\.?(?:_modules)?\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path)
-    return path.strip(".").replace("..", ".")
+        name = ("" if root["name"] in _SELF else root["name"]) + "." + name[root.end() :]
+    name = re.sub(r"\.?(?:_modules)?\[['\"](\w+)['\"]\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", name)
+    return name.strip(".").replace("..", ".")

@@ -7,9 +7,9 @@ runs. The exception of a required step propagates, with a note that names the st
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -50,7 +50,7 @@ class StepContext(Protocol):
 
     def decided(self, decisions: list[Decision]) -> None: ...
 
-    def timed(self, name: str, seconds: float) -> None: ...
+    def timing(self, name: str) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
         optional = not step.required and not this.options.strict
         if optional and not step.reads and saved is None:
             saved = copy_of_graph(graph)
-        began = time.perf_counter()
         try:
-            made = _result(step, subject, this, uneven)
+            with this.timing(step.name):
+                made = _result(step, subject, this, uneven)
         except Exception as error:
             if not optional:
                 if not isinstance(error, DTensorCompileError):
@@ -114,7 +114,6 @@ def run_steps(subject: torch.fx.Graph | torch.fx.GraphModule, steps: Sequence[Gr
         else:
             if not step.reads and (made or step.required):
                 saved = None
-        this.timed(step.name, time.perf_counter() - began)
         this.decided(made or [])
 
 
@@ -143,16 +142,14 @@ def applies(step: GraphStep, this: StepContext) -> bool:
 
 def attempt(name: str, this: StepContext, run: Callable[[], T], otherwise: T) -> T:
     """The result of `run`; if it raises and the options are not strict, `otherwise`, with a warning and a decision."""
-    began = time.perf_counter()
     try:
-        return run()
+        with this.timing(name):
+            return run()
     except Exception as error:
         if this.options.strict:
             raise
         this.decided([dropped(name, error)])
         return otherwise
-    finally:
-        this.timed(name, time.perf_counter() - began)
 
 
 def dropped(name: str, error: Exception) -> Decision:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from dtensor_compile.compat.dynamo.observe import (
     watch_dynamo,
     watch_graphs_of_others,
 )
+from dtensor_compile.compat.dynamo.phases import watch_phases
 from dtensor_compile.compat.inductor.compile import GraphPass
 from dtensor_compile.decisions import Decision
 from dtensor_compile.errors import MemoryBudgetError
@@ -43,6 +45,7 @@ from dtensor_compile.ir.mesh import parse_mesh
 from dtensor_compile.ops.redistribute import plan_of
 from dtensor_compile.ops.redistribute_across import across_plan_of, redistribute_across_op
 from dtensor_compile.planner.search import bytes_sent
+from dtensor_compile.recording.profile import Profile
 
 if TYPE_CHECKING:
     from dtensor_compile.report.model import Report
@@ -138,6 +141,7 @@ class Recording:
         topologies: those named in the options of the program's compilations.
         outside: collectives that ran outside of graphs; None if they were not observed.
         step_seconds: measured time of each step on a graph, by its name.
+        profile: measured compile time by stage and layer; None if it was not asked for.
     """
 
     captured: list[str] = field(default_factory=list)
@@ -153,6 +157,7 @@ class Recording:
     topologies: list[Cluster] = field(default_factory=list)
     outside: OutsideCollectives | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)
+    profile: Profile | None = None
 
     @property
     def collectives(self) -> list[SentCollective]:
@@ -199,19 +204,21 @@ _watchers: list[Callable[[str, torch.fx.Graph], None]] = []
 
 
 @contextlib.contextmanager
-def record(*, others: bool = False) -> Iterator[Recording]:
+def record(*, others: bool = False, profile: bool = False) -> Iterator[Recording]:
     """Collects what happens to the graphs compiled meanwhile. Recordings may be nested.
 
     Args:
         others: also inspect the graphs that other backends compile (graph breaks and recompilations are recorded in any
             case).
+        profile: also measure compile time by stage and layer, for any backend (`Recording.profile`).
     """
-    recording_ = Recording()
+    recording_ = Recording(profile=Profile() if profile else None)
     _active.append(recording_)
     try:
         with (
             watch_dynamo(recording_),
             watch_graphs_of_others(recording_.observe) if others else contextlib.nullcontext(),
+            watch_phases(recording_.profile) if recording_.profile else contextlib.nullcontext(),
         ):
             yield recording_
     finally:
@@ -263,10 +270,20 @@ class GraphLog:
                 recording_.planned.append(_text(node))
                 recording_.kept.add(node.meta.get(RECORDED_AS, -1))
 
-    def timed(self, name: str, seconds: float) -> None:
-        """Adds the seconds of a step on a graph."""
-        for recording_ in self.recordings:
-            recording_.step_seconds[name] = recording_.step_seconds.get(name, 0.0) + seconds
+    @contextlib.contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """While active, the step of that name runs on a graph; adds its seconds."""
+        began = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            for recording_ in self.recordings:
+                if recording_.profile is not None:
+                    stack.enter_context(recording_.profile.step(name))
+            try:
+                yield
+            finally:
+                seconds = time.perf_counter() - began
+                for recording_ in self.recordings:
+                    recording_.step_seconds[name] = recording_.step_seconds.get(name, 0.0) + seconds
 
     def decided(self, decisions: list[Decision]) -> None:
         for decision in decisions:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dtensor_compile.compat.dynamo.observe import FrameCompilation
 from dtensor_compile.decisions import Decision
+from dtensor_compile.recording.profile import STAGES, Profile
 from dtensor_compile.recording.recorder import CapturedRedistribution, GraphRecord, Recording
 from dtensor_compile.report import model
 from dtensor_compile.report.breaks import graph_breaks, recompile_cause
@@ -26,11 +27,13 @@ from dtensor_compile.report.missed_overlap import missed
 from dtensor_compile.report.model import (
     DecisionRow,
     Graph,
+    LayerTime,
     LeftAlone,
     Redistribution,
     Report,
     Side,
     Span,
+    StageTime,
     Total,
     Totals,
 )
@@ -115,7 +118,20 @@ def build_side(recording: Recording, cluster: Cluster, name: str) -> Side:
         failed=recording.failed,
         left_alone=left_alone(recording.decisions),
         outside=_sums_outside(recording),
+        stages=_stages(recording.profile),
+        layers=_layers(recording.profile),
     )
+
+
+def _stages(profile: Profile | None) -> tuple[StageTime, ...]:
+    """Parts of stages in the order of the stages, the longest first."""
+    order = {stage: place for place, stage in enumerate(STAGES)}
+    rows = [StageTime(*key, spent.count, spent.seconds) for key, spent in profile.parts.items()] if profile else []
+    return tuple(sorted(rows, key=lambda row: (order.get(row.stage, len(order)), -row.measured_seconds)))
+
+
+def _layers(profile: Profile | None) -> tuple[LayerTime, ...]:
+    return tuple(LayerTime(*key, spent.seconds) for key, spent in profile.layers.items()) if profile else ()
 
 
 def decision_row(decision: Decision) -> DecisionRow:

@@ -18,6 +18,7 @@ from dtensor_compile.compat import pytree
 from dtensor_compile.compat.aot.run_graph import compile_to_aten
 from dtensor_compile.compat.dynamo import counters
 from dtensor_compile.compat.dynamo.observe import name_modules, uncompiled
+from dtensor_compile.compat.inductor.compile import fresh_caches
 from dtensor_compile.errors import DTensorCompileError
 from dtensor_compile.recording.recorder import Recording, record
 from dtensor_compile.report.build import build_report
@@ -71,20 +72,44 @@ def recorded(
     *,
     kernels: str,
     options: Mapping[str, Any] = {},
+    profile: bool = False,
 ) -> Recording:
-    """The recording of ``run(compiled model)`` under this backend. Resets compiled functions of this process."""
+    """The recording of ``run(compiled model)`` under this backend. Resets compiled functions of this process.
+
+    Args:
+        profile: also measure compile time by stage and layer, with empty caches.
+    """
     counters.reset()
-    with record() as recording, failures_recorded(recording):
+    with (
+        _empty_caches() if profile else contextlib.nullcontext(),
+        record(profile=profile) as recording,
+        failures_recorded(recording),
+    ):
         run(torch.compile(model, backend="dtensor", options={**options, "kernels": kernels}))
     return recording
 
 
-def recorded_stock(model: Callable[..., Any], run: Callable[[Callable[..., Any]], None]) -> Recording:
+@contextlib.contextmanager
+def _empty_caches() -> Iterator[None]:
+    """While active, caches are empty but for what is compiled once on a machine, and modules of torch are imported."""
+    with fresh_caches():
+        torch.compile(lambda x: (x + 1).sin())(torch.ones(64))
+        counters.reset()
+        yield
+
+
+def recorded_stock(
+    model: Callable[..., Any], run: Callable[[Callable[..., Any]], None], *, profile: bool = False
+) -> Recording:
     """The same under stock torch, without kernels: Dynamo, AOTAutograd and the partitioner of Inductor, without our
-    code.
+    code. With `profile` it is stock Inductor, with kernels.
     """
     counters.reset()
     failures = functools.partial(failures_recorded, all_errors=True)
+    if profile:
+        with _empty_caches(), record(others=True, profile=True) as recording, failures(recording):
+            run(torch.compile(model))
+        return recording
     with record() as recording, failures(recording), outside_recorded(recording):
 
         def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

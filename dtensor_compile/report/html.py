@@ -27,12 +27,14 @@ from dtensor_compile.report.model import (
     DecisionRow,
     Graph,
     GraphBreak,
+    LayerTime,
     Recompile,
     Redistribution,
     Report,
     Side,
     Source,
     Span,
+    StageTime,
 )
 from dtensor_compile.report.templates import template
 
@@ -130,6 +132,8 @@ def _side(side: Side, texts: _Texts) -> dict[str, Any]:
         "decisions": _columns(DecisionRow, side.decisions, texts),
         "missed": _columns(DecisionRow, side.missed, texts),
         "graphs": _columns(Graph, graphs, texts, skip={"spans"}),
+        "stages": _columns(StageTime, side.stages, texts),
+        "layers": _columns(LayerTime, side.layers, texts),
         "spans": spans,
         "spans_of_graphs": [len(graph.spans) for graph in side.graphs],
     }

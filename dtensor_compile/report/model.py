@@ -17,7 +17,7 @@ from dtensor_compile.report.dataclass_forms import read_as, schema_of
 
 #: Version of the form. The first number changes when something is removed or changes its meaning, the second when
 #: something is added.
-VERSION = "1.5"
+VERSION = "1.6"
 
 Phase = Literal["forward", "backward"]
 #: Fate of a redistribution: sent, removed by the passes, or local (a slice, which needs no message).
@@ -186,11 +186,8 @@ class DecisionRow:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """What stages left alone, summed over the decisions that report it.
-
-    Attributes:
-        stages: number of stages (kinds of decisions) that left something alone.
-        seconds, bytes: the largest possible cost, as far as an estimate exists.
+    """Number of stages (kinds of decisions) that left something alone, and the largest possible cost of that, as far as
+    an estimate exists.
     """
 
     stages: int = 0
@@ -274,6 +271,30 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class StageTime:
+    """Measured compile time of a part of a stage, without what was begun inside.
+
+    Attributes:
+        stage: one of `recording.profile.STAGES`.
+        part: the phase as torch calls it, or the step of this package; `count` is how often it was begun.
+    """
+
+    stage: str
+    part: str
+    count: int
+    measured_seconds: float
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Measured compile time that a stage spent for one layer (``blocks.3``), all of its modules together."""
+
+    layer: str
+    stage: str
+    measured_seconds: float
+
+
+@dataclass(frozen=True)
 class Side:
     """A program under one backend.
 
@@ -285,6 +306,7 @@ class Side:
             its end.
         left_alone: the sum over those of `decisions` that report that something was left alone.
         outside: collectives outside of graphs; None if they were not observed.
+        stages, layers: compile time, if it was profiled; `stages` add up to it, `layers` are parts of them.
     """
 
     name: str
@@ -300,6 +322,8 @@ class Side:
     failed: str = ""
     left_alone: LeftAlone = LeftAlone()
     outside: Outside | None = None
+    stages: tuple[StageTime, ...] = ()
+    layers: tuple[LayerTime, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -335,7 +359,7 @@ def to_dict(report: Report) -> dict[str, Any]:
 
 
 def to_json(report: Report) -> str:
-    """The report as JSON text."""
+    """The report as text."""
     return json.dumps(dataclasses.asdict(report), indent=1)
 
 

@@ -47,9 +47,10 @@ def parser(program: str) -> argparse.ArgumentParser:
         help=f"compare with stock torch, whose graphs grow with the mesh (default: up to {STOCK_RANKS} ranks)",
     )
     how.add_argument("--no-backward", action="store_true", help="leave out the backward pass of the model's results")
-    how.add_argument(
-        "--kernels", choices=KERNELS, default="aten", help="aten compiles fast; inductor as in use (default aten)"
-    )
+    default = "default aten; inductor with --profile"
+    how.add_argument("--kernels", choices=KERNELS, help=f"aten compiles fast; inductor as in use ({default})")
+    profile = "also measure compile time, by stage and by layer, with empty caches"
+    how.add_argument("--profile", action="store_true", help=profile)
     out = p.add_argument_group("what to write")
     out.add_argument("--all", action="store_true", help="every row of every table")
     out.add_argument(
@@ -121,7 +122,8 @@ def _run(args: argparse.Namespace) -> int:
             stock=args.stock,
             backward=not args.no_backward,
             cluster=args.cluster or (base.cluster if base and base.cluster in CLUSTERS else None),
-            kernels=args.kernels,
+            kernels=args.kernels or ("inductor" if args.profile else "aten"),
+            profile=args.profile,
         )
     if report.rank == args.rank:
         _write(report, base, args)

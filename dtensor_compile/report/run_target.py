@@ -99,6 +99,7 @@ def look_at(
     backward: bool = True,
     cluster: str | None = None,
     kernels: str = "aten",
+    profile: bool = False,
 ) -> Report:
     """The report of a target.
 
@@ -108,6 +109,7 @@ def look_at(
         stock: also compile a function's model as stock torch does; None: if the job has at most `STOCK_RANKS` ranks.
             Scripts run once, as they are.
         backward, cluster, kernels: as in `dtensor_compile.report.explain.explain`.
+        profile: measure compile time by stage and layer, for a function's model with empty caches.
 
     Raises:
         TargetError: the target cannot be analyzed.
@@ -115,10 +117,11 @@ def look_at(
     with running(job):
         world, rank = dist.get_world_size(), dist.get_rank()
         if is_script(target):
-            ours, theirs, name = _script(target, arguments), None, "as compiled"
+            ours, theirs, name = _script(target, arguments, profile), None, "as compiled"
         else:
             compared = world <= STOCK_RANKS if stock is None else stock
-            ours, theirs = _function(target, job, stock=compared, backward=backward, kernels=kernels)
+            how = {"backward": backward, "kernels": kernels, "profile": profile}
+            ours, theirs = _function(target, job, stock=compared, **how)
             name = "dtensor"
         report = build_report(ours, stock=theirs, target=target, cluster=cluster, simulated=not job.real, name=name)
     return replace(report, world=world, rank=rank)  # a script may have destroyed its process group
@@ -152,9 +155,9 @@ def running(job: Job) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _script(target: str, arguments: Sequence[str]) -> Recording:
+def _script(target: str, arguments: Sequence[str], profile: bool) -> Recording:
     counters.reset()
-    with record(others=True) as recording, failures_recorded(recording):
+    with record(others=True, profile=profile) as recording, failures_recorded(recording):
         run_script(target, arguments)
     if not recording.compilations:
         raise TargetError(_never(target))
@@ -169,7 +172,7 @@ def _never(target: str) -> str:
 
 
 def _function(
-    target: str, job: Job, *, stock: bool, backward: bool, kernels: str
+    target: str, job: Job, *, stock: bool, backward: bool, kernels: str, profile: bool
 ) -> tuple[Recording, Recording | None]:
     function = function_of(target)
 
@@ -186,7 +189,7 @@ def _function(
         return call
 
     counters.reset()
-    with record(others=True) as recording, failures_recorded(recording):
+    with record(others=True, profile=profile) as recording, failures_recorded(recording):
         program = program_of(call_target(function, target, mesh))
         if program is not None and not recording.compilations and uncompiled(program.model) is not program.model:
             run(program)(program.model)
@@ -194,11 +197,11 @@ def _function(
         return recording, None
     if program is None:
         raise TargetError(_never(target))
-    ours = recorded(program.model, run(program), kernels=kernels)
+    ours = recorded(program.model, run(program), kernels=kernels, profile=profile)
     if not ours.compilations:
         raise TargetError(_never(target))
     if not stock:
         return ours, None
     again = program_of(call_target(function, target, mesh))
     assert again is not None
-    return ours, recorded_stock(again.model, run(again))
+    return ours, recorded_stock(again.model, run(again), profile=profile and kernels == "inductor")

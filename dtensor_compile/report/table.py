@@ -23,7 +23,7 @@ from dtensor_compile.report.compare_reports import (
     outside_text,
     seconds_text,
 )
-from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution, Report, Side, Source, Total
+from dtensor_compile.report.model import DecisionRow, GraphBreak, Redistribution, Report, Side, Source, StageTime, Total
 
 #: Rows of a long table that are shown by default.
 SHOWN = 15
@@ -103,6 +103,7 @@ def _parts(report: Report, most: int | None, terminal: bool) -> Iterator[Rendera
     ):
         if sums:
             yield _totals(f"by {title}", sums, most, terminal)
+    yield from _compile_times(report, most, terminal)
     yield from _decisions("what was decided", ours.decisions, most, terminal)
     yield from _decisions("what did not happen, and why", ours.missed, most, terminal)
 
@@ -131,6 +132,44 @@ def _summary(report: Report, terminal: bool) -> Table:
     ]
     for name, of in rows:
         table.add_row(name, *(of(side) for side in sides))
+    return table
+
+
+def _compile_times(report: Report, most: int | None, terminal: bool) -> Iterator[Table]:
+    """Compile time by stage, of each side, and by layer."""
+    sides = [side for side in (report.ours, report.stock) if side is not None and side.stages]
+    if not sides:
+        return
+    columns = [f"{side.name} {what}" for side in sides for what in ("(measured)", "share")]
+    table = _table("compile time by stage", terminal, "", *columns, "longest parts")
+    for stage in dict.fromkeys(row.stage for side in sides for row in side.stages):
+        own = [[row for row in side.stages if row.stage == stage] for side in sides]
+        cells = [text for side, rows in zip(sides, own) for text in _seconds_and_share(rows, side.stages)]
+        parts = [f"{row.part} {row.measured_seconds:.2f} s" for row in own[0] if row.measured_seconds >= 0.005]
+        table.add_row(*map(escape, (stage, *cells, ", ".join(parts[: most and 4]))))
+    table.add_row("all", *(text for side in sides for text in _seconds_and_share(side.stages, side.stages)), "")
+    yield _right(table, 1, 1 + len(columns))
+    layers = report.ours.layers
+    stages = list(dict.fromkeys(row.stage for row in report.ours.stages))
+    stages = [stage for stage in stages if any(row.stage == stage for row in layers)]
+    table = _table("compile time by layer (measured)", terminal, "", *stages, "all of these")
+    names = list(dict.fromkeys(row.layer for row in layers))
+    for name in names[:most]:
+        own_of = {row.stage: row.measured_seconds for row in layers if row.layer == name}
+        cells = [f"{own_of[stage]:.2f} s" if stage in own_of else "-" for stage in stages]
+        table.add_row(*map(escape, (name, *cells, f"{sum(own_of.values()):.2f} s")))
+    if names:
+        yield _cut(_right(table, 1, 2 + len(stages)), len(names), most)
+
+
+def _seconds_and_share(rows: Sequence[StageTime], whole: Sequence[StageTime]) -> tuple[str, str]:
+    seconds, all = (sum(row.measured_seconds for row in these) for these in (rows, whole))
+    return f"{seconds:.2f} s", f"{seconds / all:.0%}"
+
+
+def _right(table: Table, first: int, end: int) -> Table:
+    for column in table.columns[first:end]:
+        column.justify = "right"
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,6 @@ class Compilation:
             else:
                 self.log.decided([decision])
 
-    def timed(self, name: str, seconds: float) -> None:
-        """Logs the seconds of a step."""
-        self.log.timed(name, seconds)
+    def timing(self, name: str) -> AbstractContextManager[None]:
+        """While active, the step of that name runs; logs its seconds."""
+        return self.log.timing(name)

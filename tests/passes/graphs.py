@@ -1,5 +1,6 @@
 """Small graphs for the tests of passes: traced on real ranks, run before and after on the same tensors."""
 
+import contextlib
 import copy
 import dataclasses
 
@@ -38,8 +39,8 @@ class Alone:
     def decided(self, decisions):
         self.made += decisions
 
-    def timed(self, name, seconds):
-        assert seconds >= 0
+    def timing(self, name):
+        return contextlib.nullcontext()
 
 
 def run_alone(graph, run=None, disabled=(), enabled=(), strict=False):

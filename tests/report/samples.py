@@ -8,12 +8,14 @@ from dtensor_compile.report.model import (
     DecisionRow,
     Graph,
     GraphBreak,
+    LayerTime,
     Recompile,
     Redistribution,
     Report,
     Side,
     Source,
     Span,
+    StageTime,
     Total,
     Totals,
 )
@@ -71,6 +73,8 @@ def sample_side(name: str = "dtensor", scale: int = 1, breaks: int = 1) -> Side:
         (Graph("forward", "forward", 10, 1e-3, 2e-3 * scale, 1e-3 * scale, 2e-3 * scale, spans),),
         Totals(total, **{key: (dataclasses.replace(total, name=name),) for key, name in named.items()}),
         2.5,
+        stages=(StageTime("Dynamo", "bytecode_tracing", 1, 1.5), StageTime("dtensor_compile", "order_rows", 2, 0.5)),
+        layers=(LayerTime("blocks.0", "Dynamo", 1.25),),
     )
 
 

@@ -192,6 +192,20 @@ def test_model_and_inputs(program, capsys):
     assert sum(len(g.spans) for g in report.ours.graphs) > len(report.ours.collectives)
 
 
+def test_profile(program, capsys):
+    """Of both sides, with kernels unless aten is asked for."""
+    status, report = report_of("a_program.py:build", "--profile")
+    out = capsys.readouterr().out
+    assert status == 0 and "compile time by stage" in out and "compile time by layer (measured)" in out
+    assert re.search(r"\| layers\.0 +\|( +\d+\.\d+ s \|)+", out)
+    for side in (report.ours, report.stock):
+        assert {"Dynamo", "joint trace", "code generation"} <= {row.stage for row in side.stages}
+    assert "dtensor_compile" in {row.stage for row in report.ours.stages} - {row.stage for row in report.stock.stages}
+    _, report = report_of("a_program.py:build", "--profile", "--kernels", "aten", "--no-backward")
+    assert {row.stage for row in report.ours.stages} & {"Dynamo", "code generation"} == {"Dynamo"}
+    assert not report.stock.stages  # without kernels it is not what stock does
+
+
 def test_implicit_redistribution_names_the_operator(program):
     _, report = report_of("a_program.py:build", "--no-stock")
     operators = {r.operator for r in report.ours.redistributions if not r.explicit}

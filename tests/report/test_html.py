@@ -276,6 +276,11 @@ class TestInTheBrowser:
         assert len(rows(document, "redistributions")) == 2
         assert "size mismatch at index 0" in rows(document, "recompiles")[0]
         assert "its result is waited for at once" in rows(document, "missed")[0]
+        assert [re.findall(r"Dynamo|order_rows", row)[:1] for row in rows(document, "stages")] == [
+            ["Dynamo"],
+            ["order_rows"],
+        ]
+        assert "blocks.0" in rows(document, "layers")[0]
 
     def test_searches_and_sorts_as_its_address_says(self, tmp_path):
         page = to_html(large_report(4))

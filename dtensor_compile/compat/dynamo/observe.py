@@ -102,17 +102,21 @@ def name_modules(gm: torch.fx.GraphModule) -> None:
     this = current_compilation()
     if this is None or not this.names:
         return
-    known = re.compile("|".join(map(re.escape, sorted(this.names, key=len, reverse=True))))
-
-    def named(path: str) -> str:
-        found = known.match(path)
-        return f"L['{this.names[found[0]]}']{path[found.end() :]}" if found else path
-
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             stack = node.meta.get("nn_module_stack")
             if stack:
-                node.meta["nn_module_stack"] = {key: (named(path), of) for key, (path, of) in stack.items()}
+                node.meta["nn_module_stack"] = {key: (name_in_program(path), of) for key, (path, of) in stack.items()}
+
+
+def name_in_program(name: str) -> str:
+    """Dynamo's name of a module, or of what is inside of it, with that of the program where Dynamo's root is another,
+    in the frame that is being compiled."""
+    this = current_compilation()
+    for root in sorted(this.names, key=len, reverse=True) if this is not None else ():
+        if name.startswith(root):
+            return f"L['{this.names[root]}']{name[len(root) :]}"
+    return name
 
 
 def forget_fixed_address(node: torch.fx.Node) -> bool:

@@ -225,7 +225,7 @@ def _nodes_after(graph: torch.fx.Graph, last: torch.fx.Node | None) -> list[torc
 @contextlib.contextmanager
 def blocks_traced_once() -> Iterator[None]:
     """While active, calls of equal modules in frames for our backend are traced once, if the options say so."""
-    if options_on_stack().get("blocks", "each") == "each":
+    if options_on_stack().get("blocks") == "each":
         yield
         return
 

@@ -61,7 +61,7 @@ const SOURCE_AT = new Map(SOURCES.map((source) => [source.key, source]));
 
 const SIDES = DATA.sides.map((side) => {
   const made = { name: side.name };
-  for (const key of ["breaks", "recompiles", "redistributions", "collectives", "decisions", "missed", "graphs"])
+  for (const key of ["breaks", "recompiles", "redistributions", "collectives", "decisions", "missed", "graphs", "stages", "layers"])
     made[key] = rowsOf(side[key]);
   const spans = rowsOf(side.spans);
   let next = 0,

@@ -256,5 +256,26 @@ function makeTables() {
       alike: alikeDecision,
       columns: missedOrDecided,
     }),
+    ...(SIDES.some((side) => side.stages.length) ? compileTimes() : []),
+  ];
+}
+
+/** Compile time by stage and by layer, where it was measured. */
+function compileTimes() {
+  const measured = { name: "seconds", title: "measured", number: true, bar: true, of: (row) => row.measured_seconds, show: timeText };
+  const text = (name) => ({ name, title: name, of: (row) => row[name] });
+  return [
+    new Grid("stages", "Compile time by stage", "Each interval counts for the innermost phase that was under way.", {
+      rows: () => sideNow().stages,
+      sort: "-seconds",
+      none: "It was not measured.",
+      columns: [text("stage"), { ...text("part"), className: "mono" }, { ...text("count"), number: true }, measured],
+    }),
+    new Grid("layers", "Compile time by layer", "The part of a stage that was spent for one layer.", {
+      rows: () => sideNow().layers,
+      sort: "-seconds",
+      none: "It was not measured.",
+      columns: [{ ...text("layer"), className: "mono" }, text("stage"), measured],
+    }),
   ];
 }
